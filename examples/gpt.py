@@ -1,0 +1,360 @@
+"""The main job: a byte-level GPT learns the Python standard library in pipeline 2 x data 2 x tensor 2.
+
+    python examples/gpt.py                               8 processes on this machine
+    torchrun --nproc-per-node=8 examples/gpt.py
+    python examples/gpt.py --overrides '[zero.stage=3]' --steps 50
+
+The model and the data are plain Lightning: nothing in them knows about parallelism, and nothing is downloaded. After
+training, one process repeats the first steps with the plain Trainer, to show that the numbers are the same, and loads
+the checkpoint as any Lightning checkpoint.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sysconfig
+import time
+import warnings
+import zlib
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from jsonargparse import auto_cli
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_3d import ThreeDStrategy
+
+LAYOUT = Path(__file__).parent.parent / "conf" / "gpt_2x2x2.yaml"
+
+NUM_COMPARED_STEPS = 20
+"""Steps that one process repeats."""
+
+MAX_DIFFERENCE = 1e-4
+"""Largest allowed difference of the compared losses: floating-point order only."""
+
+# ------------------------------------------------------------------------------------------------------------ model
+
+
+class Attention(nn.Module):
+    """Causal self-attention, (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Let every position look at itself and at earlier ones."""
+        batch, length, width = x.shape
+        heads = (batch, length, self.num_heads, width // self.num_heads)
+        q, k, v = (projection(x).view(heads).transpose(1, 2) for projection in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        output: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, width))
+        return output
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, num_heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add attention, then the MLP."""
+        x = x + self.attention(self.norm1(x))
+        output: Tensor = x + self.mlp(self.norm2(x))
+        return output
+
+
+class GPT(L.LightningModule):
+    """Predicts the next byte; a batch is `(inputs, targets)`, both (B, T) int64."""
+
+    def __init__(
+        self,
+        vocabulary: int = 256,
+        context: int = 128,
+        width: int = 128,
+        num_heads: int = 4,
+        num_layers: int = 4,
+        lr: float = 3e-3,
+        num_warmup_steps: int = 20,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.context = context
+        self.lr = lr
+        self.num_warmup_steps = num_warmup_steps
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Compute logits (B, T, vocabulary) from tokens (B, T)."""
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Return the mean cross entropy in nats per byte."""
+        inputs, targets = batch
+        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        self.log("loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Log the mean cross entropy in nats per byte."""
+        inputs, targets = batch
+        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        """AdamW whose learning rate rises linearly over the first steps."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1, betas=(0.9, 0.95))
+        scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.num_warmup_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    @torch.no_grad()
+    def generate(self, prompt: str, length: int, *, temperature: float = 0.7, seed: int = 0) -> str:
+        """Continue the prompt by `length` bytes, drawn from the softmax of the logits over `temperature`."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        text = torch.tensor(list(prompt.encode()), device=self.device)
+        for _ in range(length):
+            logits = self(text[None, -self.context :])[0, -1]
+            drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            text = torch.cat([text, drawn])
+        return bytes(text.tolist()).decode(errors="replace")
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+class Chunks(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive pieces of a text as `(inputs, targets)`, each (context,) int64, targets one byte ahead."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.context
+        piece = self.text[start : start + self.context + 1].long()
+        return piece[:-1], piece[1:]
+
+
+class StdlibText(L.LightningDataModule):
+    """The `.py` sources of the running Python's standard library as bytes, split into train and validation by file."""
+
+    SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
+
+    def __init__(self, context: int = 128, batch_size: int = 16, max_bytes: int = 4_000_000) -> None:
+        super().__init__()
+        self.context = context
+        self.batch_size = batch_size
+        self.max_bytes = max_bytes
+
+    def setup(self, stage: str) -> None:
+        """Read the files into memory, in an order and a split that only their relative paths decide."""
+        train, validation = self.split_files()
+        self.train_set = Chunks(b"".join(path.read_bytes() for path in train), self.context)
+        self.validation_set = Chunks(b"".join(path.read_bytes() for path in validation), self.context)
+
+    def split_files(self) -> tuple[list[Path], list[Path]]:
+        """Choose files of about `max_bytes` together; one in ten is for validation."""
+        root = Path(sysconfig.get_path("stdlib"))
+        hashes = {path: zlib.crc32(path.relative_to(root).as_posix().encode()) for path in root.rglob("*.py")}
+        files = [path for path in hashes if not self.SKIPPED & set(path.relative_to(root).parts)]
+        chosen: list[Path] = []
+        num_bytes = 0
+        for path in sorted(files, key=lambda path: (hashes[path], path)):
+            if num_bytes >= self.max_bytes:
+                break
+            chosen.append(path)
+            num_bytes += path.stat().st_size
+        train = [path for path in chosen if hashes[path] % 10]
+        return train, [path for path in chosen if hashes[path] % 10 == 0]
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Shuffled batches of `batch_size` pieces per replica."""
+        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
+        """Batches of `batch_size` pieces per replica, in order."""
+        return DataLoader(self.validation_set, batch_size=self.batch_size, drop_last=True)
+
+
+# --------------------------------------------------------------------------------------------------------- main job
+
+
+class History(L.Callback):
+    """The loss and the seconds of every training step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self._start = 0.0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        """Note what the step took and gave."""
+        self.losses.append(trainer.callback_metrics["loss"].item())
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def run_one_process(data: StdlibText, accelerator: str, global_batch_size: int, seed: int) -> History:
+    """Train the first steps on one device with the plain Trainer, on the global batches of the 3D run.
+
+    Lightning draws the batches of a distributed run by a DistributedSampler; the same sampler for one replica gives
+    the same global batches.
+    """
+    history = History()
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=1,
+        plugins=[LightningEnvironment()],  # also under torchrun, whose environment asks for all of its processes
+        max_steps=NUM_COMPARED_STEPS,
+        gradient_clip_val=1.0,
+        callbacks=[history],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    L.seed_everything(seed)
+    model = GPT()
+    sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(
+        data.train_set, num_replicas=1, rank=0, seed=seed
+    )
+    trainer.fit(model, DataLoader(data.train_set, batch_size=global_batch_size, sampler=sampler, drop_last=True))
+    return history
+
+
+def table_of(title: str, rows: list[dict[str, object]]) -> Table:
+    """Lay out rows of equal keys."""
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+    return table
+
+
+def summary_table(history: History, one_process: History, difference: float, val_loss: float) -> Table:
+    """Lay out what the run showed."""
+    table = Table(title="What came out", title_justify="left", show_header=False)
+    table.add_row("loss at the start (nats per byte)", f"{history.losses[0]:.3f}")
+    table.add_row("loss at the end (mean of the last 10 steps)", f"{statistics.mean(history.losses[-10:]):.3f}")
+    table.add_row("best validation loss", f"{val_loss:.3f}")
+    table.add_row(
+        f"greatest difference from one process, first {len(one_process.losses)} losses (fp32)",
+        f"{difference:.1e} (at most {MAX_DIFFERENCE:.0e})",
+    )
+    table.add_row("seconds per step (median)", f"{statistics.median(history.seconds):.3f}")
+    table.add_row("seconds per step of one process (median)", f"{statistics.median(one_process.seconds):.3f}")
+    return table
+
+
+def main(
+    layout: str = str(LAYOUT),
+    overrides: list[str] | None = None,
+    devices: int = 8,
+    accelerator: str = "cpu",
+    steps: int = 150,
+    batch_size: int = 8,
+    val_check_interval: int = 50,
+    seed: int = 1,
+    output: str = "runs/gpt",
+) -> None:
+    """Train in 3D parallel, compare with one process, and sample from the checkpoint.
+
+    Args:
+        layout: YAML file with the settings of the strategy.
+        overrides: Dotted assignments to them, such as zero.stage=3.
+        devices: Number of processes.
+        accelerator: Lightning's name of the hardware.
+        steps: Number of optimizer steps.
+        batch_size: Pieces of text per replica and step.
+        val_check_interval: Steps between validations.
+        seed: Seed of the weights and of the order of the data.
+        output: Folder for the checkpoint.
+
+    """
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    strategy = ThreeDStrategy.from_config(layout, overrides=["save_distributed_checkpoint=false", *(overrides or [])])
+    history = History()
+    checkpoint = ModelCheckpoint(dirpath=output, monitor="val_loss", filename="{step}-{val_loss:.3f}")
+    trainer = L.Trainer(
+        accelerator=accelerator,
+        devices=devices,
+        strategy=strategy,
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        val_check_interval=min(val_check_interval, steps),
+        limit_val_batches=8,
+        callbacks=[history, checkpoint, TQDMProgressBar(refresh_rate=5)],
+        logger=False,
+        enable_model_summary=False,
+    )
+    L.seed_everything(seed)
+    model = GPT()
+    data = StdlibText(model.context, batch_size)
+    trainer.fit(model, datamodule=data)
+    report = strategy.report()
+    if not trainer.is_global_zero:
+        return
+
+    console = Console()
+    console.print("One process repeats the first steps, with the plain Trainer ...")
+    num_replicas = strategy.distributed_sampler_kwargs["num_replicas"]
+    one_process = run_one_process(data, accelerator, batch_size * num_replicas, seed)
+    pairs = zip(history.losses, one_process.losses, strict=False)  # either may be the shorter run
+    difference = max(abs(loss - expected) for loss, expected in pairs)
+
+    console.rule("The main job")
+    console.print(strategy.plan)
+    console.print(table_of("What each rank held", report))
+    assert checkpoint.best_model_score is not None
+    console.print(summary_table(history, one_process, difference, checkpoint.best_model_score.item()))
+
+    trained = GPT.load_from_checkpoint(checkpoint.best_model_path, map_location="cpu")
+    console.rule(f"A sample from {checkpoint.best_model_path}, loaded in one process")
+    console.print(trained.generate("def ", 300), markup=False, highlight=False)
+    if not difference <= MAX_DIFFERENCE:
+        raise SystemExit(f"The losses differ from one process by {difference:.3g} > {MAX_DIFFERENCE:g}.")
+
+
+if __name__ == "__main__":
+    auto_cli(main, as_positional=False)

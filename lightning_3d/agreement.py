@@ -1,0 +1,56 @@
+"""Decisions that one rank makes for all, so that none can differ and errors are alike everywhere."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lightning_3d.errors import PlanError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    value: Any = None
+    error: BaseException | None = None
+
+
+def on_rank_zero(decide: Callable[[], T], device: torch.device) -> T:
+    """Run ``decide`` on global rank 0 and give its result to every rank.
+
+    Every rank calls it. The result must be picklable.
+
+    Raises:
+        Exception: what ``decide`` raised, on every rank.
+    """
+    outcome = _Outcome()
+    if dist.get_rank() == 0:
+        try:
+            outcome = _Outcome(value=decide())
+        except Exception as error:
+            outcome = _Outcome(error=error)
+    sent = [_portable(outcome)]
+    dist.broadcast_object_list(sent, src=0, device=device)
+    outcome = outcome if dist.get_rank() == 0 else sent[0]
+    if outcome.error is not None:
+        raise outcome.error
+    value: T = outcome.value
+    return value
+
+
+def _portable(outcome: _Outcome) -> _Outcome:
+    """The same, with an error that can't be pickled told in words."""
+    if outcome.error is None:
+        return outcome
+    try:
+        pickle.loads(pickle.dumps(outcome.error))
+    except Exception:
+        return _Outcome(error=PlanError("".join(traceback.format_exception(outcome.error))))
+    return outcome

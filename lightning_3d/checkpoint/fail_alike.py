@@ -1,0 +1,45 @@
+"""One rank's failure becomes every rank's: a rank that raised alone would leave the others waiting in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lightning_3d.errors import CheckpointError
+
+
+@contextmanager
+def failing_alike(action: str) -> Iterator[None]:
+    """Raise on all ranks what any of them raised in the body.
+
+    Every rank must reach the end of the body whatever happens on the others, so a collective in it must come before
+    anything that one rank alone could raise, or, as those of torch.distributed.checkpoint do, share its failures.
+
+    Args:
+        action: What the body does, for the message: "write the checkpoint /path".
+
+    Raises:
+        CheckpointError: On every rank, with the first failing rank's reason.
+
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as raised:  # the latter is a BaseException
+        error = raised
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, None if error is None else _reason(error))
+    failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+    if failures:
+        rank, reason = next(iter(failures.items()))
+        who = f"rank {rank}" + (f" and {len(failures) - 1} more" if len(failures) > 1 else "")
+        raise CheckpointError(f"Could not {action} ({who}). {reason}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

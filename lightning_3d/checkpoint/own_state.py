@@ -1,0 +1,123 @@
+"""The state that this rank holds, by FQN: that of its own blocks, in whatever placement, and nothing of absent blocks.
+
+Parameters and buffers of blocks on other pipeline ranks are on the meta device. Their names, shapes and order are known
+here, so every rank sees the same list of FQNs; their values, and optimizer state that belongs to them, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lightning_3d.errors import CheckpointError
+
+
+def model_state(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` without what is absent; tensors are aliases of the parameters, DTensors stay DTensors."""
+    state = module.state_dict()
+    absent = {fqn.rpartition(".")[0] for fqn, value in state.items() if isinstance(value, Tensor) and value.is_meta}
+    # Extra state that is no tensor belongs to the pipeline rank that holds the tensors beside it.
+    return {
+        fqn: value
+        for fqn, value in state.items()
+        if (not value.is_meta if isinstance(value, Tensor) else fqn.rpartition(".")[0] not in absent)
+    }
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
+    """The optimizer's state of the parameters that this rank holds.
+
+    Returns:
+        `{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], "lr": ..., ...}]}`. The groups are the
+        same on all ranks; a tied parameter goes by its first FQN.
+
+    Raises:
+        CheckpointError: A parameter of the optimizer is not in `module`, or a state is a dict or a list.
+
+    """
+    fqns = parameter_fqns(module, optimizer)
+    parameters = list(parameters_of(optimizer))
+    packed = unwrapped(optimizer).state_dict()
+    state = {fqns[i]: values for i, values in sorted(packed["state"].items()) if not parameters[i].is_meta and values}
+    for fqn, values in state.items():
+        for name, value in values.items():
+            if isinstance(value, dict | list):
+                raise CheckpointError(
+                    f"state {name!r} of {fqn} in {type(unwrapped(optimizer)).__name__} is a {type(value).__name__}: "
+                    "only optimizers whose states are tensors and plain values can be saved"
+                )
+    groups = [{**group, "params": [fqns[i] for i in group["params"]]} for group in packed["param_groups"]]
+    return {"state": state, "param_groups": groups}
+
+
+def restore_model(module: nn.Module, state: dict[str, Any]) -> None:
+    """Give `module` the values in `state`, made by `model_state` and filled since; absent FQNs stay as they are.
+
+    The tensors alias the parameters, so this moves no data; it runs the module's hooks and sets extra state.
+    """
+    module.load_state_dict(state, strict=False)
+
+
+def restore_optimizer(module: nn.Module, optimizer: Optimizer | LightningOptimizer, state: dict[str, Any]) -> None:
+    """Give `optimizer` the states and hyperparameters in `state`, in the form that `optimizer_state` returns.
+
+    Groups are matched by position; their parameters stay those of `optimizer`, whatever `state` lists.
+    """
+    index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
+    current = unwrapped(optimizer).state_dict()["param_groups"]
+    saved = state["param_groups"]
+    unwrapped(optimizer).load_state_dict(
+        {
+            "state": {index[fqn]: values for fqn, values in state["state"].items()},
+            "param_groups": [{**s, "params": c["params"]} for s, c in zip(saved, current, strict=True)],
+        }
+    )
+
+
+def parameters_of(optimizer: Optimizer | LightningOptimizer) -> Iterator[nn.Parameter]:
+    """The parameters of all groups, in the order of torch's indices."""
+    for group in unwrapped(optimizer).param_groups:
+        yield from group["params"]
+
+
+def parameter_fqns(module: nn.Module, optimizer: Optimizer | LightningOptimizer) -> list[str]:
+    """The first FQN of every parameter of `optimizer`, in the order of torch's indices.
+
+    Raises:
+        CheckpointError: A parameter is not in `module`.
+
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()  # while gathered, FSDP2 shows other Parameter objects than those in the optimizer
+    fqn_of = {parameter: fqn for fqn, parameter in module.named_parameters()}
+    fqns = [fqn_of.get(parameter) for parameter in parameters_of(optimizer)]
+    strays = [i for i, fqn in enumerate(fqns) if fqn is None]
+    if strays:
+        raise CheckpointError(
+            f"parameters {strays} of {type(unwrapped(optimizer)).__name__} are not parameters of "
+            f"{type(module).__name__}, so they have no name in a checkpoint: register them on the module"
+        )
+    return [fqn for fqn in fqns if fqn is not None]
+
+
+def tied_fqns(module: nn.Module) -> dict[str, str]:
+    """The first FQN of every parameter and buffer that has several, by its other FQNs."""
+    first: dict[Tensor, str] = {}
+    tied: dict[str, str] = {}
+    parameters = module.named_parameters(remove_duplicate=False)
+    for fqn, tensor in chain(parameters, module.named_buffers(remove_duplicate=False)):
+        if first.setdefault(tensor, fqn) != fqn:
+            tied[fqn] = first[tensor]
+    return tied
+
+
+def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """The user's optimizer inside Lightning's wrapper."""
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

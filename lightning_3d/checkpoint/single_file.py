@@ -1,0 +1,219 @@
+"""One plain Lightning file for any layout: gather full tensors on rank 0, or take this rank's part out of them.
+
+What is gathered has the structure that a single-process Trainer writes, so a plain Trainer resumes from it. Tensors
+come one by one: over dp and tp by DTensor, then point-to-point from the stage that owns it to rank 0.
+
+    stage 1, dp 0..1, tp 0..1      full_value (all-gather in the stage)      rank of the pp group of rank 0: send
+    stage 0, rank 0                                                          receive, copy to the CPU, keep
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint.box import check_placements, empty_like_parameter, fill, full_value
+from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.match import by_fqn, check_groups, check_model, check_num_optimizers
+from lightning_3d.checkpoint.own_state import (
+    model_state,
+    optimizer_state,
+    parameter_fqns,
+    parameters_of,
+    restore_model,
+    restore_optimizer,
+    tied_fqns,
+    unwrapped,
+)
+from lightning_3d.checkpoint.ownership import Key, exchange, owners, pipeline_rank
+from lightning_3d.checkpoint.tensor_info import TensorInfo
+
+# ------------------------------------------------------------------------------------------------------------- gather
+
+
+def full_model_state(module: nn.Module, pp: DeviceMesh | None) -> dict[str, Any]:
+    """The full `module.state_dict()`, of all stages; a collective of all ranks.
+
+    Args:
+        module: The whole module; blocks of other stages are on the meta device.
+        pp: The pp axis through this rank, whose group rank is the stage; None without pipeline parallel.
+
+    Returns:
+        On global rank 0 CPU tensors by FQN in the order of `state_dict()`; tied FQNs share one tensor. Elsewhere `{}`.
+
+    Raises:
+        CheckpointError: A placement that can't be gathered; on all ranks.
+
+    """
+    own, first = model_state(module), tied_fqns(module)
+    with failing_alike("gather the model's state"):
+        check_placements(own)
+    full = _gather({fqn: value for fqn, value in own.items() if first.get(fqn) not in own}, pp)
+    sources = {fqn: fqn if fqn in full else first.get(fqn, fqn) for fqn in module.state_dict()}
+    return {fqn: full[source] for fqn, source in sources.items() if source in full}
+
+
+def full_optimizer_state(
+    module: nn.Module, optimizer: Optimizer | LightningOptimizer, pp: DeviceMesh | None
+) -> dict[str, Any]:
+    """The full `optimizer.state_dict()`, of all stages, keyed by torch's indices; a collective of all ranks.
+
+    Args:
+        module: The whole module; the same that `optimizer` was made for.
+        optimizer: An optimizer whose parameters come in the same order on all ranks.
+        pp: The pp axis through this rank; None without pipeline parallel.
+
+    Returns:
+        On global rank 0 `{"state": {index: {name: CPU tensor}}, "param_groups": [...]}`. Elsewhere `{}`.
+
+    Raises:
+        CheckpointError: As `optimizer_state`, or a placement that can't be gathered; on all ranks.
+
+    """
+    with failing_alike("gather the optimizer's state"):
+        own = optimizer_state(module, optimizer)["state"]
+        flat = {(fqn, name): value for fqn, values in own.items() for name, value in values.items()}
+        check_placements({f"{name} of {fqn}": value for (fqn, name), value in flat.items()})
+    full = _gather(flat, pp)
+    if dist.get_rank() != 0:
+        return {}
+    index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
+    state: dict[int, dict[str, Any]] = {}
+    for (fqn, name), value in sorted(full.items(), key=lambda item: index[item[0][0]]):
+        state.setdefault(index[fqn], {})[name] = value
+    return {"state": state, "param_groups": unwrapped(optimizer).state_dict()["param_groups"]}
+
+
+def _gather(own: Mapping[Key, Any], pp: DeviceMesh | None) -> dict[Key, Any]:
+    catalogs = exchange({key: TensorInfo.of(value) or value for key, value in own.items()}, pp)
+    here = pipeline_rank(pp)
+    full: dict[Key, Any] = {}
+    for key, owner in owners(catalogs).items():
+        value = full_value(own[key]) if owner == here and isinstance(own[key], Tensor) else catalogs[owner][key]
+        if pp is not None and owner != 0 and isinstance(catalogs[owner][key], TensorInfo):
+            value = _to_first_stage(value, owner, pp)
+        if dist.get_rank() == 0:
+            full[key] = _on_cpu(value) if isinstance(value, Tensor) else value
+    return full
+
+
+def _to_first_stage(value: Tensor | TensorInfo, owner: int, pp: DeviceMesh) -> Tensor | None:
+    """Move a full tensor along the pp group of global rank 0; None on ranks that do not end up with it."""
+    group = pp.get_group()
+    if dist.get_global_rank(group, 0) != 0:
+        return None
+    if isinstance(value, Tensor):
+        # As bytes, since backends do not send every dtype.
+        content = value.to(pp.device_type).contiguous().reshape(-1).view(torch.uint8)
+        if content.numel() > 0:
+            dist.send(content, group=group, group_dst=0)
+        return None
+    if pp.get_local_rank() != 0:
+        return None
+    received = torch.empty(value.shape, dtype=value.dtype, device=pp.device_type)
+    if received.numel() > 0:
+        dist.recv(received.reshape(-1).view(torch.uint8), group=group, group_src=owner)
+    return received
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    tensor = tensor.cpu()
+    # A view of something larger (gathered with padding) would be written to the file with all of it.
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+# --------------------------------------------------------------------------------------------------------------- load
+
+
+def read_full(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """Read a `.ckpt` file; tensors stay in the file (memory-mapped) until they are used.
+
+    Args:
+        path: The same on all ranks, readable on all of them.
+        weights_only: As in `torch.load`.
+
+    Raises:
+        CheckpointError: The file can't be read; on all ranks.
+
+    """
+    checkpoint: dict[str, Any] = {}
+    with failing_alike(f"read the checkpoint {path}"):
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    return checkpoint
+
+
+def load_full(
+    checkpoint: Mapping[str, Any],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer | LightningOptimizer],
+    *,
+    strict: bool,
+) -> None:
+    """Take this rank's part of a full checkpoint, written by any layout or by a plain single-process Trainer.
+
+    Args:
+        checkpoint: With "state_dict" (full tensors by FQN) and, if there are `optimizers`, "optimizer_states" (keyed by
+            torch's indices, or by FQN).
+        module: The whole module; blocks of other stages are on the meta device and stay so.
+        optimizers: The optimizers to restore; none for evaluation.
+        strict: Whether all FQNs must match; shapes must in any case.
+
+    Raises:
+        CheckpointError: The checkpoint does not fit; on all ranks, before anything is changed.
+
+    """
+    own = model_state(module)
+    states: list[dict[str, Any]] = []
+    with failing_alike("load the checkpoint"):
+        check_placements(own)
+        saved = checkpoint["state_dict"]
+        check_model(
+            {fqn: TensorInfo.of(value) for fqn, value in saved.items()},
+            {fqn: TensorInfo.of(value) for fqn, value in module.state_dict().items()},
+            strict=strict,
+        )
+        if optimizers:
+            check_num_optimizers(len(checkpoint.get("optimizer_states", [])), len(optimizers))
+        for i, optimizer in enumerate(optimizers):
+            states.append(_own_part(checkpoint["optimizer_states"][i], module, optimizer, index=i, strict=strict))
+    matching = {fqn: value for fqn, value in own.items() if fqn in saved}
+    for fqn, value in matching.items():
+        if isinstance(value, Tensor):
+            fill(value, saved[fqn])
+        else:
+            matching[fqn] = saved[fqn]
+    restore_model(module, matching)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        restore_optimizer(module, optimizer, state)
+
+
+def _own_part(
+    full: Mapping[str, Any], module: nn.Module, optimizer: Optimizer | LightningOptimizer, *, index: int, strict: bool
+) -> dict[str, Any]:
+    """The part of an optimizer's full state that belongs to this rank's parameters, by FQN."""
+    fqns = parameter_fqns(module, optimizer)
+    groups = optimizer_state(module, optimizer)["param_groups"]
+    saved = by_fqn(full, groups, optimizer=index)
+    check_groups(saved["param_groups"], groups, optimizer=index, strict=strict)
+    state: dict[str, dict[str, Any]] = {}
+    for fqn, parameter in zip(fqns, parameters_of(optimizer), strict=True):
+        if fqn in saved["state"] and not parameter.is_meta:
+            state[fqn] = {name: _part_of(value, parameter) for name, value in saved["state"][fqn].items()}
+    return {"state": state, "param_groups": saved["param_groups"]}
+
+
+def _part_of(value: object, parameter: nn.Parameter) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    part = empty_like_parameter(parameter, TensorInfo(shape=tuple(value.shape), dtype=value.dtype))
+    fill(part, value)
+    return part

@@ -1,0 +1,282 @@
+"""The settings of a 3D-parallel run: typed, frozen and checked, wherever they come from.
+
+Python, YAML files, dotlist overrides, `LightningCLI` and Hydra all end in one :class:`ThreeDConfig`. Every value is
+checked against the annotation of its field when the object is made, so no later code meets an unknown key, a
+misspelt choice or a size of 0. What depends on the world size or on the model is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, cast, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML ships no types; omegaconf depends on it
+
+from lightning_3d.config_values import AtLeast, accepts, describe, nearest_value
+from lightning_3d.errors import ConfigError
+
+Size = Annotated[int, AtLeast(1)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroConfig:
+    """What the data-parallel ranks share of the training state (ZeRO, Rajbhandari et al. 2020, on FSDP2)."""
+
+    section: ClassVar[str] = "zero"
+
+    stage: Literal[0, 1, 2, 3] = 1
+    """0: replicate everything; 1: shard the optimizer state; 2: and the gradients; 3: and the parameters."""
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """How the model is cut into stages and how the batch flows through them."""
+
+    section: ClassVar[str] = "pipeline"
+
+    num_microbatches: Size | Literal["auto"] = "auto"
+    """Pieces that each rank's batch is cut into; ``"auto"`` is the number of stages."""
+
+    partition: str = "parameters"
+    """``"parameters"`` balances the stages by parameter count, ``"uniform"`` by block count; ``"type:REGEX"``
+    takes the modules whose class name matches the regular expression as the blocks."""
+
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    """``"gpipe"``: all forwards, then all backwards (Huang et al. 2019). ``"1f1b"``: one forward, one backward in
+    turn, which holds fewer activations (Narayanan et al. 2021); needs as many microbatches as stages."""
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+        _check_partition(self.partition)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorConfig:
+    """How tensor-parallel plans are accepted."""
+
+    section: ClassVar[str] = "tensor"
+
+    verify: bool = True
+    """Compare every distinct planned block with its dense self before training, and drop the plans that differ."""
+
+    verify_tolerance: Annotated[float, AtLeast(0)] = 1e-4
+    """Largest difference that the comparison allows, relative to the largest dense value. Reordered fp32 sums
+    differ by about 1e-6, a wrong plan by about 1."""
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """How the ranks of one model replica are kept on the same batch."""
+
+    section: ClassVar[str] = "batch"
+
+    check: Literal["start", "always", "never"] = "start"
+    """When to compare a checksum of the batch within each replica: on the first steps, on every step, or not."""
+
+    broadcast: bool = False
+    """Send the batch of the replica's first rank to its other ranks, for data that differ from rank to rank."""
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ThreeDConfig:
+    """All settings of ``Trainer(strategy="3d")``.
+
+    Raises:
+        ConfigError: a value that its field does not allow, or settings that contradict each other.
+
+    """
+
+    section: ClassVar[str] = ""
+
+    pipeline_parallel_size: Size = 1
+    """Number of pipeline stages."""
+
+    data_parallel_size: Size | Literal["auto"] = "auto"
+    """Number of model replicas; ``"auto"`` is the world size divided by the other sizes."""
+
+    tensor_parallel_size: Size = 1
+    """Ranks that share each block's weights."""
+
+    context_parallel_size: Size = 1
+    """Ranks that share each sequence; only 1 so far."""
+
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    """What the data-parallel ranks share of the training state."""
+
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """Stages, microbatches and schedule."""
+
+    tensor: TensorConfig = field(default_factory=TensorConfig)
+    """Checks of the tensor-parallel plans."""
+
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    """Checks of the batch within a replica."""
+
+    save_distributed_checkpoint: bool = True
+    """``True``: a folder that every rank writes its part of. ``False``: one plain Lightning ``.ckpt`` file."""
+
+    def __post_init__(self) -> None:
+        _check_values(self)
+        _check_pipeline(self)
+        if self.context_parallel_size > 1:
+            raise ConfigError(
+                f"context_parallel_size={self.context_parallel_size}: context parallel is not built yet; use 1"
+            )
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> ThreeDConfig:
+        """Read a config from nested mappings.
+
+        Args:
+            mapping: The keys of this class. A section (``zero``, ``pipeline``, ...) is a mapping, an OmegaConf node,
+                its dataclass, or ``None`` for its defaults.
+
+        Raises:
+            ConfigError: an unknown key (names the nearest valid one) or a value that is not allowed.
+
+        """
+        config: ThreeDConfig = _read_section(cls, mapping)
+        return config
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ThreeDConfig:
+        """Read a YAML file, then apply overrides.
+
+        Args:
+            path: A YAML file with the keys of this class at the top level. Interpolations are resolved.
+            overrides: Dotted assignments such as ``"zero.stage=2"``; later ones win.
+
+        Raises:
+            ConfigError: the file can't be read, an override is no assignment, an unknown key or a value that is not
+                allowed; names the file and the overrides.
+
+        """
+        source = f"{os.fspath(path)} with overrides {list(overrides)}" if overrides else os.fspath(path)
+        try:
+            for override in overrides:
+                if "=" not in override:
+                    raise ConfigError(f"override {override!r} is no assignment: write key=value, such as zero.stage=2")
+            merged = OmegaConf.load(Path(path))
+            if not isinstance(merged, DictConfig):
+                raise ConfigError("the file holds no mapping at its top level: write lines such as zero: {stage: 2}")
+            merged.merge_with(OmegaConf.from_dotlist(list(overrides)))
+            return cls.from_mapping(merged)
+        except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"can't read the config {source}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per rank and batch, with ``"auto"`` resolved to the number of stages."""
+        if self.pipeline.num_microbatches == "auto":
+            return self.pipeline_parallel_size
+        return self.pipeline.num_microbatches
+
+
+def _read_section(cls: Any, source: object) -> Any:
+    """Make the config dataclass `cls` from a mapping, an OmegaConf node, an instance of it or None (defaults)."""
+    if source is None:
+        return cls()
+    if isinstance(source, cls):
+        return source
+    if OmegaConf.is_config(source):
+        source = _plain_container(source)
+    if not isinstance(source, Mapping):
+        raise ConfigError(f"{cls.section or 'config'}={source!r} is not allowed: use a mapping or a {cls.__name__}")
+    annotations = get_type_hints(cls, include_extras=True)
+    names = {item.name for item in fields(cls)}
+    values: dict[str, object] = {}
+    for key, value in source.items():
+        if key not in names:
+            raise _unknown_key(cls, str(key))
+        annotation = annotations[key]
+        values[key] = _read_section(annotation, value) if is_dataclass(annotation) else value
+    return cls(**values)
+
+
+def _plain_container(node: object) -> object:
+    """The dicts and lists of an OmegaConf node, with interpolations resolved."""
+    try:
+        return OmegaConf.to_container(cast(Any, node), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the config can't be resolved: {error}") from error
+
+
+def _unknown_key(cls: Any, key: str) -> ConfigError:
+    """The error for `key`, which `cls` does not have; searches all sections for the nearest valid key."""
+    prefix = f"{cls.section}." if cls.section else ""
+    here = [prefix + item.name for item in fields(cls)]
+    dotted = [item.name for item in fields(ThreeDConfig)]
+    for section in (ZeroConfig, PipelineConfig, TensorConfig, BatchConfig):
+        dotted += [f"{section.section}.{item.name}" for item in fields(section)]
+    # A key of this section wins; else one with the same last part elsewhere ("stage" -> "zero.stage").
+    nearest = (
+        difflib.get_close_matches(prefix + key, here, n=1)
+        or [name for name in dotted if name.rsplit(".", 1)[-1] == key]
+        or difflib.get_close_matches(prefix + key, dotted, n=1, cutoff=0)
+    )
+    return ConfigError(
+        f"unknown config key {prefix + key!r}: the nearest valid key is {nearest[0]!r}; valid here: {', '.join(here)}"
+    )
+
+
+def _check_values(config: Any) -> None:
+    """Check every field of a config dataclass against its annotation."""
+    prefix = f"{config.section}." if config.section else ""
+    for name, annotation in get_type_hints(type(config), include_extras=True).items():
+        if get_origin(annotation) is ClassVar:
+            continue
+        value = getattr(config, name)
+        if not accepts(annotation, value):
+            nearest = nearest_value(annotation, value)
+            hint = "" if nearest is None else f" (nearest: {nearest!r})"
+            raise ConfigError(f"{prefix}{name}={value!r} is not allowed: use {describe(annotation)}{hint}")
+
+
+def _check_partition(partition: str) -> None:
+    """Refuse a partition rule that does not exist, or a regular expression that does not compile."""
+    if partition in ("parameters", "uniform"):
+        return
+    rule, separator, pattern = partition.partition(":")
+    if rule != "type" or not separator or not pattern:
+        nearest = difflib.get_close_matches(partition, ("parameters", "uniform", "type:REGEX"), n=1, cutoff=0)[0]
+        raise ConfigError(
+            f"pipeline.partition={partition!r} is not allowed: use 'parameters', 'uniform' or 'type:REGEX' with a "
+            f"regular expression for class names (nearest: {nearest!r})"
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"pipeline.partition={partition!r} is no regular expression after 'type:': {error}") from None
+
+
+def _check_pipeline(config: ThreeDConfig) -> None:
+    """Refuse numbers of microbatches that the stages can't use."""
+    num_stages, num_microbatches = config.pipeline_parallel_size, config.num_microbatches
+    if num_stages == 1 and num_microbatches > 1:
+        raise ConfigError(
+            f"pipeline.num_microbatches={num_microbatches} needs a pipeline, but pipeline_parallel_size=1: use 1 or "
+            f"'auto', and Trainer(accumulate_grad_batches={num_microbatches}) to accumulate gradients"
+        )
+    if config.pipeline.schedule == "1f1b" and num_microbatches < num_stages:
+        raise ConfigError(
+            f"pipeline.num_microbatches={num_microbatches} is less than pipeline_parallel_size={num_stages}, which "
+            f"schedule '1f1b' can't fill: use at least {num_stages} microbatches, or schedule 'gpipe'"
+        )

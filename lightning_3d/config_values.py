@@ -1,0 +1,91 @@
+"""What values an annotation allows: the test, the words for it, and the allowed value nearest to a wrong one.
+
+Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``Literal``, unions, dataclasses,
+and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+
+
+@dataclass(frozen=True, slots=True)
+class AtLeast:
+    """Marks the smallest allowed value of a number, as in ``Annotated[int, AtLeast(1)]``."""
+
+    minimum: int
+
+
+def accepts(annotation: Any, value: Any) -> bool:
+    """Whether `value` is exactly of the annotated kind: a bool is no int and a string no number."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        kind, mark = get_args(annotation)
+        return accepts(kind, value) and bool(value >= mark.minimum)
+    if origin in (Union, UnionType):
+        return any(accepts(option, value) for option in get_args(annotation))
+    if origin is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in get_args(annotation))
+    if annotation is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is annotation
+
+
+def describe(annotation: Any) -> str:
+    """The values that an annotation allows, in words."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        kind, mark = get_args(annotation)
+        return f"{describe(kind)} of at least {mark.minimum}"
+    if origin in (Union, UnionType):
+        return " or ".join(describe(option) for option in get_args(annotation))
+    if origin is Literal:
+        *first, last = (repr(choice) for choice in get_args(annotation))
+        return f"{', '.join(first)} or {last}" if first else last
+    if is_dataclass(annotation):
+        return f"a {cast(type, annotation).__name__} (ThreeDConfig.from_mapping takes nested mappings)"
+    words: dict[object, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
+    return words[annotation]
+
+
+def nearest_value(annotation: Any, value: object) -> object:
+    """The allowed value nearest to a refused one: by distance for numbers, else by spelling; None if there is none."""
+    candidates = _candidates(annotation)
+    number = _as_number(value)
+    if number is not None:
+        if accepts(annotation, number):  # a number in quotes, or True for 1
+            return number
+        numbers = [item for item in candidates if type(item) is int]
+        return min(numbers, key=lambda item: abs(item - number)) if numbers else None
+    spelling = {str(item).lower(): item for item in candidates}
+    matches = difflib.get_close_matches(str(value).lower(), spelling, n=1)
+    return spelling[matches[0]] if matches else None
+
+
+def _candidates(annotation: Any) -> list[object]:
+    """The values of an annotation that can be listed: choices, and the minimum of a number."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return [get_args(annotation)[1].minimum]
+    if origin in (Union, UnionType):
+        return [value for option in get_args(annotation) for value in _candidates(option)]
+    if origin is Literal:
+        return list(get_args(annotation))
+    return [True, False] if annotation is bool else []
+
+
+def _as_number(value: object) -> int | float | None:
+    """`value` as a finite number, if it is one or spells one; an int where it is whole."""
+    if not isinstance(value, (str, int, float)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    if not math.isfinite(number):
+        return None
+    return int(number) if number.is_integer() else number

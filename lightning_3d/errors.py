@@ -1,0 +1,35 @@
+"""The exceptions that users see.
+
+Every message says what is wrong, the values, where, and the fix. Errors that depend on the configuration, the plan
+or the batch signature are raised alike on every rank, before any collective that the others would wait in.
+"""
+
+from __future__ import annotations
+
+
+class ThreeDError(Exception):
+    """Base class of everything that lightning_3d raises on purpose."""
+
+
+class ConfigError(ThreeDError, ValueError):
+    """An unknown key, a value outside its choices, or sizes that do not fit the world size."""
+
+
+class PlanError(ThreeDError, ValueError):
+    """The model can't be cut or sharded as asked; names the block or the call."""
+
+
+class TraceError(ThreeDError, RuntimeError):
+    """The user's step can't be followed through pipeline stages; names the call and the place."""
+
+
+class BatchError(ThreeDError, ValueError):
+    """A batch that can't be split into microbatches, or that differs between ranks of one replica."""
+
+
+class StepError(ThreeDError, RuntimeError):
+    """A step that does something a pipeline can't run (no loss, manual optimization, several closures)."""
+
+
+class CheckpointError(ThreeDError, RuntimeError):
+    """A checkpoint that does not fit the model or can't be read."""

@@ -1,0 +1,72 @@
+"""Making all ranks start from the same weights, and dropping what lies on other stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.errors import PlanError
+from lightning_3d.plan import Plan
+from lightning_3d.state import named_state
+
+
+def synchronise(module: nn.Module, device: torch.device) -> None:
+    """Give all ranks the weights and buffers of rank 0, if they differ.
+
+    They differ if the model was built without a seed. Seeded ranks only exchange a checksum.
+
+    Raises:
+        PlanError: a parameter or buffer is on the meta device.
+    """
+    state = {tensor: fqn for fqn, tensor, _ in named_state(module)}
+    if missing := [fqn for tensor, fqn in state.items() if tensor.is_meta]:
+        raise PlanError(
+            f"{len(missing)} parameters or buffers are on the meta device ({', '.join(missing[:3])}, ...): the model has"
+            " no weights yet. Build it without torch.device('meta') or init_module(empty_init=True)."
+        )
+    with torch.no_grad():
+        sums = torch.stack([_checksum(tensor, index) for index, tensor in enumerate(state)]).to(device)
+        everyone = torch.empty(dist.get_world_size() * len(sums), dtype=sums.dtype, device=device)
+        dist.all_gather_into_tensor(everyone, sums)
+        if bool((everyone.view(-1, len(sums)) == sums).all()):
+            same = torch.ones(1, device=device)
+        else:
+            same = torch.zeros(1, device=device)
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        if same.item():
+            return
+        for tensor in state:
+            there = tensor.detach().to(device).contiguous()
+            dist.broadcast(there, src=0)
+            tensor.copy_(there)
+
+
+def _checksum(tensor: Tensor, index: int) -> Tensor:
+    values = tensor.detach().reshape(-1).double()
+    weights = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device)
+    return ((values * weights.remainder(8191)).sum() + index).cpu()
+
+
+def drop_absent(module: nn.Module, plan: Plan, stage: int) -> None:
+    """Replace what other stages hold by meta tensors of the same shape; ties stay ties."""
+    _replace(module, lambda fqn, tensor: tensor if plan.holds(stage, fqn) else torch.empty_like(tensor, device="meta"))
+
+
+def move_to(module: nn.Module, device: torch.device) -> None:
+    """Move what this rank holds; meta tensors stay."""
+    _replace(module, lambda fqn, tensor: tensor if tensor.is_meta else tensor.detach().to(device))
+
+
+def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    changed: dict[Tensor, Tensor] = {}
+    for fqn, tensor, owner in list(named_state(module)):
+        if tensor not in changed:
+            new = change(fqn, tensor)
+            is_new_parameter = isinstance(tensor, nn.Parameter) and new is not tensor
+            changed[tensor] = nn.Parameter(new, requires_grad=tensor.requires_grad) if is_new_parameter else new
+        name = fqn.rpartition(".")[2]
+        members = owner._parameters if name in owner._parameters else owner._buffers
+        members[name] = changed[tensor]  # type: ignore[assignment]

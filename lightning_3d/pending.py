@@ -1,0 +1,76 @@
+"""Gradients of a pipeline step until Lightning asks for the backward.
+
+[Note: pending gradients]
+A schedule runs forward and backward together, inside ``training_step``. Lightning's automatic optimization calls
+``training_step``, then ``zero_grad``, then ``backward``. So the new gradients are set aside before ``zero_grad`` can
+clear them, and ``backward`` adds them to what accumulated before, scaled by whatever was applied to the loss meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.errors import StepError
+
+
+class PendingGradients:
+    """Holds the gradients of one step.
+
+    Args:
+        parameters: All parameters that this rank holds.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._before: list[Tensor | None] = []
+        self._new: list[Tensor | None] | None = None
+        self._loss: Tensor | None = None
+
+    def begin(self) -> None:
+        """Before a step: set older gradients aside."""
+        self._before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def hold(self, loss: Tensor) -> Tensor:
+        """After a step: set its gradients aside and put the older ones back.
+
+        Args:
+            loss: The step's loss, a value without a graph.
+
+        Returns:
+            A leaf with the loss's value, whose gradient will tell how the loss was scaled before the backward.
+        """
+        self._new = [parameter.grad for parameter in self._parameters]
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+            parameter.grad = gradient
+        self._before = []
+        self._loss = loss.detach().clone().requires_grad_()
+        return self._loss
+
+    def release(self) -> None:
+        """In the backward: add the step's gradients, scaled like its loss.
+
+        Raises:
+            StepError: the loss that came back is not made from the step's loss.
+        """
+        if self._new is None or self._loss is None or self._loss.grad is None:
+            raise StepError(
+                "backward() was called with a loss that does not come from the last training_step. With a pipeline each"
+                " training_step runs forward and backward together; optimizers whose closure runs several of them"
+                " (LBFGS) and extra backward calls need pipeline_parallel_size=1."
+            )
+        scale = float(self._loss.grad)
+        for parameter, gradient in zip(self._parameters, self._new, strict=True):
+            if gradient is None:
+                continue
+            if scale != 1.0:
+                gradient.mul_(scale)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._new = self._loss = None

@@ -1,0 +1,1 @@
+"""Pipeline parallel for any module: every stage runs the user's whole step; tensors of other stages are ghosts."""

@@ -1,0 +1,70 @@
+"""Ghosts: tensors of another pipeline stage, with shape, dtype and device, and no data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import TraceError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMeta:
+    """What is known of a tensor without its data. A stage boundary sends it contiguously."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> TensorMeta:
+        return TensorMeta(
+            shape=tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def empty(self) -> Tensor:
+        """A contiguous leaf of this shape; fake under a ``FakeTensorMode``."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device).requires_grad_(self.requires_grad)
+
+
+class Ghost(Tensor):
+    """A tensor whose data lives on another pipeline stage.
+
+    Calls with a ghost never reach the dispatcher: the interception of the running step answers them. What does
+    reach it is a use that the step can't follow, and raises.
+    """
+
+    @staticmethod
+    def __new__(cls, meta: TensorMeta) -> Ghost:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, meta.shape, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad
+        )
+
+    def __init__(self, meta: TensorMeta) -> None:
+        """The arguments are consumed by ``__new__``."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # nn.Parameter and .data make one
+            return args[0]
+        raise TraceError(
+            f"{func} was called on a tensor that lives on another pipeline stage, from code that the pipeline does not"
+            " see (a compiled function, a custom autograd.Function or a C++ extension outside of any block). Move the"
+            " call into an nn.Module that is a block, or name its module with pipeline.partition='type:REGEX'."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Ghost(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"

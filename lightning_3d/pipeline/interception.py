@@ -1,0 +1,172 @@
+"""Seeing the calls that a step makes: torch functions in glue, and blocks.
+
+Owns two workarounds: taking one mode off torch's function-mode stack while a block runs (torch 2.13 has only private
+calls for that), and swapping a block's class so that its ``__call__`` can be answered without running its hooks, as
+FSDP2 swaps classes too.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_3d.errors import StepError
+
+Call = Callable[..., Any]
+
+_TENSOR_GETTERS = frozenset(
+    getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
+)
+_META_FUNCTIONS = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.stride,
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.ndimension,
+        Tensor.__len__,
+        Tensor.__hash__,
+        Tensor.__repr__,
+        Tensor.is_contiguous,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_signed,
+        Tensor.is_inference,
+        Tensor.storage_offset,
+        Tensor.get_device,
+        Tensor.register_hook,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_tensor,
+        torch.numel,
+    }
+)
+
+
+def reads_meta_only(func: Call) -> bool:
+    """Whether ``func`` asks for shape, dtype and the like, which a ghost answers itself."""
+    if func in _META_FUNCTIONS:
+        return True
+    return getattr(func, "__name__", "") == "__get__" and func not in _TENSOR_GETTERS
+
+
+class StepMode(TorchFunctionMode):
+    """A mode that sees every torch function called in glue and every call of a block.
+
+    Inside a block it is off the stack, so blocks run at full speed.
+    """
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self._router = router
+
+    @abstractmethod
+    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a torch function called in glue."""
+
+    @abstractmethod
+    def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer the call of a block; ``call`` runs the block itself."""
+
+    def __torch_function__(self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if reads_meta_only(func):
+            return func(*args, **kwargs)
+        return self.on_function(func, args, kwargs)
+
+    def __enter__(self) -> StepMode:
+        assert self._router.step is None, "steps don't nest"
+        self._router.step = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._router.step = None
+        super().__exit__(*exc)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run a block's own code: neither its functions nor nested calls are seen."""
+        above = []
+        while (mode := torch._C._pop_torch_function_stack()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            torch._C._push_on_torch_function_stack(mode)
+        self._router.step = None
+        try:
+            yield
+        finally:
+            self._router.step = self
+            above = [torch._C._pop_torch_function_stack() for _ in above]
+            torch._C._push_on_torch_function_stack(self)
+            for mode in reversed(above):
+                torch._C._push_on_torch_function_stack(mode)
+
+
+class Router:
+    """Hands the calls of blocks to the step that is being traced or run; without one, blocks run as always."""
+
+    def __init__(self) -> None:
+        self.step: StepMode | None = None
+        self.absent: frozenset[str] = frozenset()
+        """FQNs of the blocks of other stages."""
+
+    def install(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Route the calls of these blocks (FQN -> module) through this router, for good."""
+        for fqn, block in blocks.items():
+            block.__class__ = _routed_class(type(block))
+            block.__dict__["_router"] = self
+            block.__dict__["_block_fqn"] = fqn
+
+    def check_present(self, fqn: str) -> None:
+        """Refuse the call of a block of another stage outside of a step."""
+        if fqn in self.absent:
+            raise StepError(
+                f"{fqn} was called outside of a step, but it lives on another pipeline stage. Only training_step,"
+                " validation_step, test_step and predict_step run on all stages: move the call there, or use"
+                " pipeline_parallel_size=1."
+            )
+
+
+def own_forward(block: nn.Module) -> Call:
+    """The block's forward as its author wrote it, past the routing and past whatever wraps the instance."""
+    for cls in type(block).__mro__:
+        if cls is not _Routed and not issubclass(cls, _Routed) and "forward" in cls.__dict__:
+            return cls.__dict__["forward"].__get__(block)  # type: ignore[no-any-return]
+    raise AssertionError(f"{type(block).__name__} has no forward")
+
+
+class _Routed(nn.Module):
+    """Goes in front of a block's class."""
+
+    _router: Router
+    _block_fqn: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().__call__
+        step = self._router.step
+        if step is not None:
+            return step.on_block(self._block_fqn, self, call, args, kwargs)
+        self._router.check_present(self._block_fqn)
+        return call(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = super().forward
+        step = self._router.step  # set only if glue calls `block.forward(...)` directly
+        return call(*args, **kwargs) if step is None else step.on_block(self._block_fqn, self, call, args, kwargs)
+
+
+@cache
+def _routed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    routed: type[nn.Module] = type(cls)(cls.__name__, (_Routed, cls), names)
+    return routed

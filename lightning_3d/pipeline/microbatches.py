@@ -1,0 +1,132 @@
+"""Splitting a batch into microbatches, and the signature that a trace is valid for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import BatchError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """A part of a batch."""
+
+    batch: Any
+    weight: float
+    """Its share of the batch's samples; the weights of a batch sum to 1."""
+
+
+def batch_size(batch: Any) -> int:
+    """Number of samples: the common length of dimension 0 of all tensors.
+
+    Raises:
+        BatchError: there is no tensor, or two tensors differ.
+    """
+    found: dict[int, str] = {}
+    for path, leaf in leaves_of(batch, "batch"):
+        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+            found.setdefault(leaf.shape[0], f"{path} {tuple(leaf.shape)}")
+    if len(found) != 1:
+        what = "differ: " + ", ".join(found.values()) if found else "are none"
+        raise BatchError(
+            "A pipeline splits every tensor of a batch along dimension 0, so all must have the same length there."
+            f" The tensors of this batch {what}. Make per-batch tensors buffers of the module, or give them a batch"
+            " dimension in the collate function."
+        )
+    return next(iter(found))
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
+    """Split into ``num_microbatches`` consecutive parts whose sizes differ by at most one, larger ones first.
+
+    Tensors are split along dimension 0, and so are lists and tuples of non-tensors that are as long as the batch
+    (strings, say); everything else goes to each microbatch as it is.
+
+    Raises:
+        BatchError: there are fewer samples than microbatches, or the tensors have no common length.
+    """
+    size = batch_size(batch)
+    if size < num_microbatches:
+        raise BatchError(
+            f"A batch of {size} samples can't be split into {num_microbatches} microbatches. Raise the batch size of the"
+            " dataloader (it counts per data-parallel rank), or lower pipeline.num_microbatches."
+        )
+    small, larger = divmod(size, num_microbatches)
+    parts, start = [], 0
+    for k in range(num_microbatches):
+        stop = start + small + (k < larger)
+        parts.append(Microbatch(batch=_slice(batch, start, stop, size), weight=(stop - start) / size))
+        start = stop
+    return parts
+
+
+def signature(batch: Any) -> Hashable:
+    """What a trace depends on: structure, shapes, dtypes, and the values of what is not a tensor."""
+    return tuple(
+        (path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else (path, repr(leaf))
+        for path, leaf in leaves_of(batch)
+        if not isinstance(leaf, str)
+    )
+
+
+def _slice(tree: Any, start: int, stop: int, size: int) -> Any:
+    if isinstance(tree, Tensor):
+        return tree[start:stop] if tree.ndim > 0 else tree
+    if _is_per_sample(tree, size):
+        return type(tree)(tree[start:stop])
+    return _map_children(tree, lambda child: _slice(child, start, stop, size))
+
+
+def _is_per_sample(tree: Any, size: int) -> bool:
+    """Whether it is a list with one entry per sample rather than a structure of tensors."""
+    return type(tree) in (list, tuple) and len(tree) == size and not any(_holds_tensor(child) for child in tree)
+
+
+def _holds_tensor(tree: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for _, leaf in leaves_of(tree))
+
+
+def leaves_of(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+    """The leaves of nested mappings, sequences and dataclasses, each with its path."""
+    children = _children(tree)
+    if children is None:
+        return [(path, tree)]
+    return [found for name, child in children for found in leaves_of(child, f"{path}{name}")]
+
+
+def _children(tree: Any) -> list[tuple[str, Any]] | None:
+    """The named parts of a container, or None for a leaf."""
+    if isinstance(tree, Mapping):
+        return [(f"[{key!r}]", value) for key, value in tree.items()]
+    if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes)):
+        return [(f"[{i}]", value) for i, value in enumerate(tree)]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{f.name}", getattr(tree, f.name)) for f in dataclasses.fields(tree)]
+    return None
+
+
+def _map_children(tree: Any, change: Any) -> Any:
+    """Rebuild a container of the same type with changed parts; a leaf comes back as it is."""
+    if isinstance(tree, Mapping):
+        changed = {key: change(value) for key, value in tree.items()}
+        return changed if type(tree) is dict else type(tree)(changed)  # type: ignore[call-arg]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(change(value) for value in tree))
+    if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes)):
+        return type(tree)(change(value) for value in tree)  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return dataclasses.replace(tree, **{f.name: change(getattr(tree, f.name)) for f in dataclasses.fields(tree)})
+    return tree
+
+
+def detached_from_inference(batch: Any) -> Any:
+    """Copies of tensors made under ``torch.inference_mode``, which neither autograd nor DTensor takes."""
+    if isinstance(batch, Tensor):
+        return batch.clone() if batch.is_inference() else batch
+    with torch.no_grad():
+        return _map_children(batch, detached_from_inference)

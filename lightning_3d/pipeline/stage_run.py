@@ -1,0 +1,197 @@
+"""Running one microbatch on one stage: own events for real, events of other stages as ghosts.
+
+Every stage runs the user's whole step. It counts events along the trace; when the last tensor that must be sent exists,
+it leaves the user's code by ``StageExit``. The last stage runs on into the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_3d.errors import TraceError
+from lightning_3d.pipeline.ghost import Ghost
+from lightning_3d.pipeline.interception import Call, Router, StepMode
+from lightning_3d.pipeline.stages import StageFlow
+from lightning_3d.pipeline.trace import Event
+
+
+class StageExit(BaseException):
+    """Leaves the user's step once the stage has made all that it sends. Not an ``Exception``, so that no user code
+    catches it."""
+
+
+class StageRun(StepMode):
+    """One run of the user's step on one microbatch by one stage.
+
+    Args:
+        router: The router of the model's blocks.
+        flow: The trace of this batch signature, cut into stages.
+        stage: Index of this stage.
+        received: The tensors of ``flow.received(stage)``.
+        randomness: Number of an event -> context in which it draws random numbers of this stage's own.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        flow: StageFlow,
+        stage: int,
+        received: Sequence[Tensor],
+        randomness: Callable[[int], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__(router)
+        self._randomness = randomness
+        self._flow, self._stage = flow, stage
+        self._position = 0
+        self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or own tensor -> id of its value
+        mutated = {i for event in self._own_events() for i in event.inputs if event.mutated}
+        self._values: dict[int, Tensor] = {  # a received leaf that an own in-place call changes is copied first
+            i: tensor.clone() if i in mutated else tensor
+            for i, tensor in zip(flow.received(stage), received, strict=True)
+        }
+        self._to_send = dict.fromkeys(flow.sent(stage))
+        self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
+
+    def _own_events(self) -> list[Event]:
+        pairs = zip(self._flow.trace.events, self._flow.event_stages, strict=True)
+        return [event for event, stage in pairs if stage == self._stage]
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Run the step.
+
+        Returns:
+            On the last stage what the step returned, with tensors of earlier stages filled in; on the others the
+            tensors to send.
+        """
+        if self._stage == self._flow.num_stages - 1:
+            with self:
+                output = step()
+            if self._flow.trace.stopped_by is None and self._position != len(self._flow.trace.events):
+                raise self._changed("the step ended")
+            return tree_map(self._value, output)
+        try:
+            with self:
+                self._leave_if_done()
+                step()
+        except StageExit:
+            return tuple(self._made[i].contiguous() for i in self._to_send)
+        raise self._changed("the step ended")
+
+    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        if not any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in leaves):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+
+        def run(values: list[Any]) -> Any:
+            value_args, value_kwargs = tree_unflatten(values, spec)
+            return func(*value_args, **value_kwargs)
+
+        return self._on_event(name, False, leaves, run)
+
+    def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+
+        def run(values: list[Any]) -> Any:
+            value_args, value_kwargs = tree_unflatten(values, spec)
+            return call(*value_args, **value_kwargs)
+
+        with self.paused():
+            return self._on_event(fqn, True, leaves, run)
+
+    def _on_event(self, name: str, is_block: bool, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        events = self._flow.trace.events
+        if self._position == len(events) and self._flow.trace.stopped_by is not None and not is_block:
+            return run([self._value(leaf) for leaf in leaves])  # past the end of the trace, on the last stage
+        if self._position == len(events) or (events[self._position].name, events[self._position].is_block) != (
+            name,
+            is_block,
+        ):
+            raise self._changed(f"it called {name}")
+        event, stage = events[self._position], self._flow.event_stages[self._position]
+        self._position += 1
+        if stage != self._stage:
+            return self._skip(event, leaves)
+        answer = self._execute(event, leaves, run)
+        self._leave_if_done()
+        return answer
+
+    def _skip(self, event: Event, leaves: list[Any]) -> Any:
+        answer = []
+        for result in event.results:
+            if result.argument is not None:
+                answer.append(leaves[result.argument])
+            elif result.tensor is not None:
+                ghost = Ghost(self._flow.trace.tensors[result.tensor])
+                self._ids[ghost] = result.tensor
+                answer.append(ghost)
+            else:
+                answer.append(result.constant)
+        for position, i in event.mutated.items():
+            self._ids[leaves[position]] = i
+        return tree_unflatten(answer, event.spec)
+
+    def _execute(self, event: Event, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        values = [self._value(leaf) for leaf in leaves]
+        for position in event.mutated:  # a later stage may read the value from before this in-place call
+            old = self._ids.get(leaves[position])
+            if old in self._made:
+                self._made[old] = self._made[old].clone()
+        with self._randomness(self._position) if event.is_random else nullcontext():
+            outputs, spec = tree_flatten(run(values))
+        if len(outputs) != len(event.results) or spec != event.spec:
+            raise self._changed(f"{event.name} returned another structure")
+        answer = []
+        for output, result in zip(outputs, event.results, strict=True):
+            if result.argument is not None:
+                answer.append(leaves[result.argument])
+                continue
+            if result.tensor is not None:
+                output = output.view_as(output) if output in self._ids else output
+                self._keep(output, result.tensor, output)
+            answer.append(output)
+        for position, i in event.mutated.items():
+            self._keep(leaves[position], i, values[position])
+        return tree_unflatten(answer, event.spec)
+
+    def _keep(self, tensor: Tensor, i: int, value: Tensor) -> None:
+        self._ids[tensor] = i
+        if isinstance(tensor, Ghost):
+            self._values[i] = value
+        if i in self._to_send:
+            self._made[i] = value
+
+    def _value(self, leaf: Any) -> Any:
+        """The data behind a ghost."""
+        if not isinstance(leaf, Tensor) or leaf not in self._ids:
+            return leaf
+        i = self._ids[leaf]
+        if i in self._values:
+            return self._values[i]
+        if isinstance(leaf, Ghost):
+            raise self._changed(f"it used {leaf}, which no other stage sent")
+        return leaf
+
+    def _leave_if_done(self) -> None:
+        if self._stage < self._flow.num_stages - 1 and len(self._made) == len(self._to_send):
+            raise StageExit
+
+    @staticmethod
+    def _describe(event: Event) -> str:
+        return f"{event.name} (at {event.where})"
+
+    def _changed(self, what: str) -> TraceError:
+        events = self._flow.trace.events
+        at_end = self._position >= len(events)
+        expected = "the end of the step" if at_end else self._describe(events[self._position])
+        return TraceError(
+            f"Pipeline stage {self._stage}: the step took another path than when it was traced: {what}, where the trace"
+            f" has {expected} as call {self._position + 1} of {len(events)}. Control flow may depend on the shapes of the"
+            " batch and on Python values that are equal on all ranks, not on random numbers or on tensors' data."
+        )

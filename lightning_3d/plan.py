@@ -1,0 +1,189 @@
+"""The plan: what lies where. Made before anything is done, by pure functions of the model, a trace and the config.
+
+No collectives and no process groups: sizes are ints, so a plan for any number of ranks can be made in one process.
+Applying a plan only executes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_3d.config import ThreeDConfig
+from lightning_3d.errors import PlanError
+from lightning_3d.mesh import MeshShape
+from lightning_3d.partition import partition
+from lightning_3d.pipeline.trace import Trace
+from lightning_3d.state import named_state
+
+if TYPE_CHECKING:
+    from lightning_3d.tensor.plan import BlockTensorPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """Where one block lies."""
+
+    fqn: str
+    kind: str
+    """Name of its class."""
+    num_parameters: int
+    stages: tuple[int, ...]
+    """Pipeline stage of its first call, its second, ..."""
+    tensor: BlockTensorPlan | None
+    """How its weights are sharded over tp; None if they are replicated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where everything lies, for all ranks."""
+
+    shape: MeshShape
+    zero_stage: int
+    schedule: str
+    num_microbatches: int
+    blocks: tuple[BlockPlan, ...]
+    """In the order of their first call."""
+    state_stages: Mapping[str, tuple[int, ...]]
+    """FQN of a parameter or of a block's buffer -> the stages that hold it, ascending. Glue buffers are everywhere."""
+    ties: Mapping[str, str]
+    """FQN -> first FQN of the same tensor, where a tensor has several."""
+
+    @property
+    def stages_of_calls(self) -> Mapping[str, tuple[int, ...]]:
+        """Block FQN -> stages of its calls."""
+        return {block.fqn: block.stages for block in self.blocks}
+
+    def blocks_of(self, stage: int) -> tuple[BlockPlan, ...]:
+        """The blocks that a stage runs."""
+        return tuple(block for block in self.blocks if stage in block.stages)
+
+    def holds(self, stage: int, fqn: str) -> bool:
+        """Whether a stage holds this parameter or buffer."""
+        return fqn not in self.state_stages or stage in self.state_stages[fqn]
+
+    def is_owner(self, stage: int, fqn: str) -> bool:
+        """Whether a stage is the lowest that holds this parameter: it counts in norms and is saved from there."""
+        return self.state_stages[fqn][0] == stage
+
+    def __rich__(self) -> Table:
+        shape = self.shape
+        schedule = f", {self.schedule} with {self.num_microbatches} microbatches" if shape.pp > 1 else ""
+        table = Table(title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}")
+        for column in ("stage", "ranks", "blocks", "parameters", "share", "tensor parallel"):
+            table.add_column(column, justify="right" if column in ("parameters", "share") else "left")
+        loads = [sum(block.num_parameters for block in self.blocks_of(stage)) for stage in range(shape.pp)]
+        ranks = shape.dp * shape.cp * shape.tp
+        for stage in range(shape.pp):
+            table.add_row(
+                str(stage),
+                f"{stage * ranks}-{(stage + 1) * ranks - 1}",
+                "\n".join(_grouped(self.blocks_of(stage))),
+                f"{loads[stage]:,}",
+                f"{loads[stage] / max(sum(loads), 1):.0%}",
+                "\n".join(_tensor_column(self.blocks_of(stage))),
+            )
+        return table
+
+
+def make_plan(
+    module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace | None, config: ThreeDConfig, shape: MeshShape
+) -> Plan:
+    """Assign blocks to stages and weights to shards.
+
+    Args:
+        module: The whole model.
+        blocks: From ``find_blocks``.
+        trace: One step of the model; needed if there is more than one stage or tensor-parallel rank.
+
+    Raises:
+        PlanError: there are more stages than calls of blocks.
+    """
+    stages = _assign_stages(blocks, trace, config, shape.pp)
+    order = sorted(blocks, key=lambda fqn: stages[fqn][0])
+    state_stages, ties = _place_state(module, blocks, stages, trace, shape.pp)
+    return Plan(
+        shape=shape,
+        zero_stage=config.zero.stage,
+        schedule=config.pipeline.schedule,
+        num_microbatches=config.num_microbatches,
+        blocks=tuple(
+            BlockPlan(
+                fqn=fqn,
+                kind=type(blocks[fqn]).__name__,
+                num_parameters=sum(p.numel() for p in blocks[fqn].parameters()),
+                stages=stages[fqn],
+                tensor=None,
+            )
+            for fqn in order
+        ),
+        state_stages=state_stages,
+        ties=ties,
+    )
+
+
+def _assign_stages(
+    blocks: Mapping[str, nn.Module], trace: Trace | None, config: ThreeDConfig, num_stages: int
+) -> dict[str, tuple[int, ...]]:
+    calls = list(blocks) if trace is None else [event.name for event in trace.block_calls]
+    if len(calls) < num_stages:
+        raise PlanError(
+            f"pipeline_parallel_size={num_stages}: the model has only {len(calls)} calls of blocks to share out"
+            f" ({', '.join(calls)}). Use at most {len(calls)} stages, or name finer blocks with"
+            " pipeline.partition='type:REGEX'."
+        )
+    uniform = config.pipeline.partition == "uniform"
+    loads = [1 if uniform else sum(p.numel() for p in blocks[fqn].parameters()) for fqn in calls]
+    stages: dict[str, tuple[int, ...]] = {}
+    for fqn, stage in zip(calls, partition(loads, num_stages), strict=True):
+        stages[fqn] = (*stages.get(fqn, ()), stage)
+    previous: tuple[int, ...] = (0,)
+    for fqn in blocks:  # a block that the step never calls stays with the one defined before it
+        previous = stages.setdefault(fqn, previous[-1:])
+    return stages
+
+
+def _place_state(
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    stages: Mapping[str, tuple[int, ...]],
+    trace: Trace | None,
+    num_stages: int,
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """A tensor lies on the stages of the blocks that own it and of the glue calls that use it, whatever its names."""
+    owners = {inner: fqn for fqn, block in blocks.items() for inner in block.modules()}
+    everywhere = set(range(num_stages))
+    used_by_glue = {fqn for event in (trace.events if trace else ()) for fqn in event.parameters}
+    names: dict[Tensor, list[str]] = {}
+    held: dict[Tensor, set[int]] = {}
+    for fqn, tensor, owner in named_state(module):
+        if owner not in owners and not isinstance(tensor, nn.Parameter):
+            continue
+        names.setdefault(tensor, []).append(fqn)
+        place = set(stages[owners[owner]]) if owner in owners and fqn not in used_by_glue else everywhere
+        held.setdefault(tensor, set()).update(place)
+    state_stages = {fqn: tuple(sorted(held[tensor])) for tensor, fqns in names.items() for fqn in fqns}
+    ties = {fqn: fqns[0] for fqns in names.values() for fqn in fqns if len(fqns) > 1}
+    return state_stages, ties
+
+
+def _grouped(blocks: tuple[BlockPlan, ...]) -> list[str]:
+    """Runs of blocks of one class on one line each."""
+    runs: list[list[BlockPlan]] = []
+    for block in blocks:
+        if runs and runs[-1][-1].kind == block.kind:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return [f"{run[0].fqn}{f' .. {run[-1].fqn}' if len(run) > 1 else ''} ({run[0].kind})" for run in runs]
+
+
+def _tensor_column(blocks: tuple[BlockPlan, ...]) -> list[str]:
+    seen: dict[str, str] = {}
+    for block in blocks:
+        seen.setdefault(block.kind, "replicated" if block.tensor is None else str(block.tensor))
+    return [f"{kind}: {text}" for kind, text in seen.items()]

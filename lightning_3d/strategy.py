@@ -1,0 +1,465 @@
+"""``ThreeDStrategy``: what Lightning's Trainer calls. ``setup`` shows the order of things; the work is elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d.blocks import find_blocks
+from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.data import BatchGuard, example_batch
+from lightning_3d.agreement import on_rank_zero
+from lightning_3d.errors import ConfigError, StepError
+from lightning_3d.gradients import Gradients
+from lightning_3d.initial_weights import drop_absent, move_to, synchronise
+from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
+from lightning_3d.pending import PendingGradients
+from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss
+from lightning_3d.pipeline.interception import Router
+from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
+from lightning_3d.plan import Plan, make_plan
+from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.rng import StepRandomness
+from lightning_3d.zero import Zero
+
+_STEPS: Mapping[TrainerFn, str] = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Applied:
+    """The parallel model of this rank."""
+
+    plan: Plan
+    zero: Zero
+    gradients: Gradients
+    pending: PendingGradients
+    engine: PipelineEngine | None
+    """None without a pipeline."""
+    guard: BatchGuard
+    randomness: StepRandomness
+
+
+class ThreeDStrategy(ParallelStrategy):
+    """Trains any LightningModule in data (ZeRO) x pipeline x tensor parallel; ``Trainer(strategy="3d")``.
+
+    Args:
+        pipeline_parallel_size: Number of pipeline stages.
+        data_parallel_size: Number of model replicas; ``"auto"`` fills the world size.
+        tensor_parallel_size: Ranks that share each block's weights.
+        context_parallel_size: Ranks that share each sequence; only 1 so far.
+        zero: A ``ZeroConfig`` or a dict of its keys.
+        pipeline: A ``PipelineConfig`` or a dict of its keys.
+        tensor: A ``TensorConfig`` or a dict of its keys.
+        batch: A ``BatchConfig`` or a dict of its keys.
+        save_distributed_checkpoint: ``True`` writes a folder with every rank's part, ``False`` one ``.ckpt`` file.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default the one for the device.
+        timeout: Of collectives.
+
+    Raises:
+        ConfigError: a key or value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        pipeline_parallel_size: int = 1,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        zero: ZeroConfig | dict[str, Any] | None = None,
+        pipeline: PipelineConfig | dict[str, Any] | None = None,
+        tensor: TensorConfig | dict[str, Any] | None = None,
+        batch: BatchConfig | dict[str, Any] | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        super().__init__()
+        self.config = ThreeDConfig.from_mapping(
+            {
+                "pipeline_parallel_size": pipeline_parallel_size,
+                "data_parallel_size": data_parallel_size,
+                "tensor_parallel_size": tensor_parallel_size,
+                "context_parallel_size": context_parallel_size,
+                "zero": zero,
+                "pipeline": pipeline,
+                "tensor": tensor,
+                "batch": batch,
+                "save_distributed_checkpoint": save_distributed_checkpoint,
+            }
+        )
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._mesh: Mesh | None = None
+        self._applied: _Applied | None = None
+        self._accumulating = False
+        self._num_steps = 0  # steps of any kind that ran, for their random numbers
+
+    @classmethod
+    def from_config(
+        cls, config: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
+    ) -> ThreeDStrategy:
+        """Make a strategy from a YAML file or a mapping (a dict or an OmegaConf node).
+
+        Args:
+            config: Path of a YAML file with the keys of ``ThreeDConfig``, or such a mapping.
+            overrides: Assignments such as ``"zero.stage=2"`` to the file's values, applied in order.
+
+        Raises:
+            ConfigError: an unknown key or a value that is not allowed.
+        """
+        if isinstance(config, (str, os.PathLike)):
+            read = ThreeDConfig.from_file(config, overrides)
+        elif overrides:
+            raise ConfigError(f"overrides {list(overrides)} apply to a file; change the mapping itself instead")
+        else:
+            read = ThreeDConfig.from_mapping(config)
+        return cls(**{field.name: getattr(read, field.name) for field in fields(read)})
+
+    # ---- processes and the mesh
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend of the default process group."""
+        return self._process_group_backend
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place and its process groups; there once the processes have started."""
+        assert self._mesh is not None, "the mesh is made in setup_environment"
+        return self._mesh
+
+    @property
+    def plan(self) -> Plan:
+        """What lies where; there once the Trainer has set the strategy up. Printable by rich."""
+        return self._parts.plan
+
+    @property
+    def _parts(self) -> _Applied:
+        assert self._applied is not None, "the model is made parallel in setup"
+        return self._applied
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        shape = resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)
+        reset_seed()
+        self.set_world_ranks()
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            self.root_device
+        )
+        assert self.cluster_environment is not None
+        device_id = None if self.root_device.type == "cpu" else self.root_device
+        _init_dist_connection(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
+        )
+        self._mesh = build_mesh(shape, zero_stage=self.config.zero.stage, device_type=self.root_device.type)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and the rank-zero helpers who we are; the accelerator connector calls it."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.mesh.shape.dp, "rank": self.mesh.dp_rank}
+
+    # ---- the order of things
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        if self._applied is None:
+            self._applied = self._parallelise(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _parallelise(self, trainer: Trainer) -> _Applied:
+        module, mesh, device = self._module, self.mesh, self.root_device
+        _refuse_unsupported(module, mesh)
+        blocks = find_blocks(module, self.config.pipeline.partition)
+        router = Router()
+        router.install(blocks)
+        synchronise(module, device)
+        tracing = Tracing(module, blocks, router, device)
+        plan = self._agree_on_plan(trainer, tracing, blocks)
+
+        drop_absent(module, plan, mesh.pp_rank)
+        move_to(module, device)
+        _update_properties(module, device=device)
+        own = {block.fqn: blocks[block.fqn] for block in plan.blocks_of(mesh.pp_rank)}
+        router.absent = frozenset(blocks) - frozenset(own)
+        zero = Zero(module, own.values(), mesh=mesh, stage=self.config.zero.stage)
+
+        gradients = Gradients(module, plan, mesh, device)
+        randomness = StepRandomness(
+            seed=self.broadcast(torch.initial_seed()),
+            num_replicas=mesh.shape.dp,
+            dp_rank=mesh.dp_rank,
+            stage=mesh.pp_rank,
+            device=device,
+        )
+        engine = None
+        if mesh.shape.pp > 1:
+            engine = PipelineEngine(
+                module=module,
+                rank_module=zero.root,
+                tracing=tracing,
+                router=router,
+                plan=plan,
+                mesh=mesh,
+                randomness=randomness,
+                device=device,
+            )
+        for metric in module.modules():
+            if isinstance(metric, torchmetrics.Metric) and metric.process_group is None:
+                metric.process_group = mesh.group("dp")  # the other axes hold copies
+        self._precision.attach(device_type=device.type, norm=gradients.norm)
+        return _Applied(
+            plan=plan,
+            zero=zero,
+            gradients=gradients,
+            pending=PendingGradients(p for p in module.parameters() if not p.is_meta),
+            engine=engine,
+            guard=BatchGuard(self.config.batch, mesh, device),
+            randomness=randomness,
+        )
+
+    def _agree_on_plan(self, trainer: Trainer, tracing: Tracing, blocks: Mapping[str, nn.Module]) -> Plan:
+        """Plan on rank 0 and send the plan, or the error, to all ranks."""
+        shape = self.mesh.shape
+        batch = self._example(trainer) if shape.pp * shape.tp > 1 else None
+
+        def make() -> Plan:
+            trace = None
+            if batch is not None:
+                microbatch = split_batch(batch, self.config.num_microbatches)[0].batch if shape.pp > 1 else batch
+                name = _STEPS[trainer.state.fn]
+                with torch.set_grad_enabled(name == "training_step"), self._precision.forward_context():
+                    trace = tracing(name, microbatch, (0,))
+            return make_plan(self._module, blocks, trace, self.config, shape)
+
+        return on_rank_zero(make, self.root_device)
+
+    def _example(self, trainer: Trainer) -> Any:
+        batch = trainer.precision_plugin.convert_input(example_batch(trainer))
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return detached_from_inference(self.batch_to_device(batch, dataloader_idx=0))
+
+    # ---- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        parts = self._parts
+        self._num_steps += 1
+        batch, *rest = (*args, *kwargs.values())
+        batch = parts.guard(batch)
+        with self._precision.train_step_context():
+            if parts.engine is None:
+                parts.zero.set_accumulating(self._accumulating)
+                with parts.randomness.replica(self._num_steps):
+                    output = parts.zero.root(lambda: self._module.training_step(batch, *rest))
+                if self._module.automatic_optimization:
+                    check_loss(output)
+                return output
+            parts.pending.begin()
+            parts.zero.begin_step()
+            output = parts.engine.run("training_step", batch, rest, number=self._num_steps, backward=True)
+            parts.zero.end_step()
+            parts.gradients.sum_shared()
+        loss = parts.pending.hold(check_loss(output))
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.val_step_context():
+            return self._evaluate("validation_step", *args, *kwargs.values())
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.test_step_context():
+            return self._evaluate("test_step", *args, *kwargs.values())
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._precision.predict_step_context():
+            return self._evaluate("predict_step", *args, *kwargs.values())
+
+    def _evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
+        parts = self._parts
+        self._num_steps += 1
+        with torch.inference_mode(False), torch.no_grad():  # DTensors do not survive inference mode
+            batch = parts.guard(detached_from_inference(batch))
+            if parts.engine is not None:
+                return parts.engine.run(name, batch, rest, number=self._num_steps, backward=False)
+            with parts.randomness.replica(self._num_steps):
+                return parts.zero.root(lambda: getattr(self._module, name)(batch, *rest))
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self._parts.engine is not None:
+            self._parts.pending.release()
+        if not self._accumulating:
+            self._parts.zero.reshard()
+        return loss
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]  # Lightning declares a Generator
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Norm of all gradients as if they lay in one process; a 0-d tensor, equal on all ranks. Every rank calls it."""
+        return self._parts.gradients.norm(norm_type=norm_type)
+
+    @override
+    def on_validation_end(self) -> None:
+        self._parts.zero.reshard()
+
+    # ---- precision
+
+    @property
+    def _precision(self) -> ThreeDPrecision:
+        plugin = self.precision_plugin
+        assert isinstance(plugin, ThreeDPrecision)
+        return plugin
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        assert self._precision_plugin is not None
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = ThreeDPrecision.translate(precision_plugin)
+
+    # ---- collectives that Lightning and users ask for
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not dist.is_initialized():
+            return
+        device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
+        dist.barrier(device_ids=device_ids)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the dp axis unless a group is given: the other axes hold copies."""
+        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+            return tensor
+        return _sync_ddp(tensor, group or self.mesh.group("dp"), reduce_op=reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather over the dp axis unless a group is given: the other axes hold copies."""
+        return _all_gather_ddp_if_available(tensor, group=group or self.mesh.group("dp"), sync_grads=sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Over all ranks."""
+        flag = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(flag)
+
+    # ---- the model's place
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing: every rank moves what it holds when the model is made parallel."""
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _refuse_unsupported(module: LightningModule, mesh: Mesh) -> None:
+    """Raise for what can't run on this mesh."""
+    if mesh.shape.pp > 1 and not module.automatic_optimization:
+        raise StepError(
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but on"
+            f" pipeline_parallel_size={mesh.shape.pp} each training_step runs forward and backward together. Use automatic"
+            " optimization, or pipeline_parallel_size=1."
+        )
+    if any(isinstance(inner, FSDPModule) for inner in module.modules()):
+        raise StepError(
+            f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and load"
+            " a checkpoint into it."
+        )

@@ -1,0 +1,262 @@
+"""Which torch function calls inside a block have a meaning for tensor parallel, and what that meaning is.
+
+Planning (`follow`) and execution (`sharded_calls`) watch the same calls with a ``TorchFunctionMode`` and must take the
+same decisions, so the decisions stand here, without a tensor being touched. A "call" is one call that user code makes
+of a torch function, operator or tensor method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """One use of a weight: ``input @ weight + bias`` along the last dim of the input."""
+
+    input: Tensor
+    """``[..., contracted]``."""
+
+    weight: Tensor
+    """``[features, contracted]`` as in ``F.linear`` if `features_dim` is 0, else ``[contracted, features]``."""
+
+    bias: Tensor | None
+    """``[features]`` or broadcastable to the output."""
+
+    features_dim: int
+
+    @property
+    def contracted_dim(self) -> int:
+        """The dim of the weight that is summed over."""
+        return 1 - self.features_dim
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Projection | None:
+    return Projection(input=input, weight=weight, bias=bias, features_dim=0)
+
+
+def _addmm(input: Tensor, mat1: Tensor, mat2: Tensor, **options: object) -> Projection | None:
+    return None if options else Projection(input=mat1, weight=mat2, bias=input, features_dim=1)
+
+
+def _mm(input: Tensor, mat2: Tensor, **options: object) -> Projection | None:
+    return None if options else Projection(input=input, weight=mat2, bias=None, features_dim=1)
+
+
+def _matmul(input: Tensor, other: Tensor, **options: object) -> Projection | None:
+    return None if options else Projection(input=input, weight=other, bias=None, features_dim=1)
+
+
+_PROJECTIONS: Mapping[Function, Callable[..., Projection | None]] = {
+    F.linear: _linear,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+    torch.mm: _mm,
+    Tensor.mm: _mm,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+}
+
+_BATCHED_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+
+
+def as_projection(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Projection | None:
+    """Read a call as ``input @ weight + bias`` with a two-dimensional weight, or None."""
+    read = _PROJECTIONS.get(function)
+    projection = read(*args, **kwargs) if read is not None else None
+    if projection is None or not isinstance(projection.weight, Tensor) or projection.weight.dim() != 2:
+        return None
+    return projection
+
+
+def is_batched_matmul(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call multiplies two stacks of matrices, ``[..., n, k] @ [..., k, m]``."""
+    return function in _BATCHED_MATMULS and len(args) == 2 and not kwargs
+
+
+def batched_matmul_dim(left: Tensor, right: Tensor, left_dim: int | None, right_dim: int | None) -> int | None:
+    """The batch dim along which every rank can multiply its own shards, or None.
+
+    Args:
+        left: First operand.
+        right: Second operand.
+        left_dim: The dim that `left` is sharded on; None if it is not, or not evenly.
+        right_dim: The same for `right`.
+    """
+    if left_dim is None or left_dim != right_dim or left.dim() != right.dim() or left_dim >= left.dim() - 2:
+        return None
+    return left_dim if left.shape[left_dim] == right.shape[left_dim] else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """The arguments of ``F.scaled_dot_product_attention``; heads are at dim -3."""
+
+    query: Tensor
+    """``[..., heads, queries, head_dim]``."""
+
+    key: Tensor
+    """``[..., kv_heads, keys, head_dim]``."""
+
+    value: Tensor
+    """``[..., kv_heads, keys, value_dim]``."""
+
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Attention:
+    return Attention(
+        query=query,
+        key=key,
+        value=value,
+        mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def as_attention(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
+    """Read a call as scaled dot product attention, or None."""
+    return _attention(*args, **kwargs) if function is F.scaled_dot_product_attention else None
+
+
+def attention_dim(
+    attention: Attention, query_dim: int | None, key_dim: int | None, value_dim: int | None, *, size: int
+) -> int | None:
+    """The dim (heads or batch) along which every rank can attend on its own shards, or None.
+
+    Replicated keys and values go with sharded query heads: every rank takes those that its query heads need.
+
+    Args:
+        attention: The call.
+        query_dim: The dim that the query is sharded on; None if it is replicated.
+        key_dim: The same for the key.
+        value_dim: The same for the value.
+        size: Length of the tp axis.
+    """
+    query, key, value = attention.query, attention.key, attention.value
+    if query_dim is None or query_dim >= query.dim() - 2 or not query.dim() == key.dim() == value.dim():
+        return None
+    if query.shape[query_dim] % size:
+        return None
+    if key_dim == value_dim == query_dim:
+        return query_dim if key.shape[key_dim] % size == value.shape[key_dim] % size == 0 else None
+    heads_dim = query.dim() - 3
+    if key_dim is None and value_dim is None and query_dim == heads_dim:
+        heads = query.shape[heads_dim]
+        return query_dim if heads % key.shape[heads_dim] == heads % value.shape[heads_dim] == 0 else None
+    return None
+
+
+def mask_dim(attention: Attention, dim: int) -> int | None:
+    """The dim of the mask that goes with dim `dim` of the query; None if the mask is broadcast along it."""
+    if attention.mask is None:
+        return None
+    aligned = dim - attention.query.dim() + attention.mask.dim()
+    return aligned if aligned >= 0 and attention.mask.shape[aligned] != 1 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dropout:
+    """The arguments of ``F.dropout``."""
+
+    input: Tensor
+    p: float
+    training: bool
+
+
+def _functional_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Dropout:
+    return Dropout(input=input, p=p, training=training)  # the result is used, so in place or not is the same
+
+
+def _torch_dropout(input: Tensor, p: float, train: bool) -> Dropout:
+    return Dropout(input=input, p=p, training=train)
+
+
+def as_dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dropout | None:
+    """Read a call as elementwise dropout, or None."""
+    if function is F.dropout:
+        return _functional_dropout(*args, **kwargs)
+    return _torch_dropout(*args, **kwargs) if function is torch.dropout else None
+
+
+_RANDOM = frozenset(
+    "alpha_dropout bernoulli bernoulli_ cauchy_ dropout1d dropout2d dropout3d exponential_ feature_alpha_dropout "
+    "feature_dropout geometric_ gumbel_softmax log_normal_ multinomial normal normal_ poisson rand_like randint_like "
+    "randn_like random_ rrelu uniform_".split()
+)
+
+_IN_PLACE_OPERATORS = frozenset(
+    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ "
+    "__irshift__ __setitem__".split()
+)
+
+
+def is_random(function: Function) -> bool:
+    """Whether a call draws random numbers other than `as_dropout`: it then runs on full tensors, alike on all ranks."""
+    return function_name(function) in _RANDOM
+
+
+def destination(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that a call changes in place, or None."""
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]  # type: ignore[no-any-return]  # just checked
+    name = function_name(function)
+    changes = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if changes and args and isinstance(args[0], Tensor) else None
+
+
+def function_name(function: Function) -> str:
+    """A name for messages: ``view``, ``linear``; for a property's getter the name of the property."""
+    name = str(getattr(function, "__name__", function))
+    owner = getattr(function, "__self__", None)
+    return str(getattr(owner, "__name__", name)) if name == "__get__" else name
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dicts, the arguments or the results of a call."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A copy of nested tuples, lists and dicts with every tensor changed; torch's result types stay what they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [map_tensors(change, item) for item in value]
+        make = getattr(type(value), "_make", type(value))  # a namedtuple's constructor takes no iterable
+        return make(items)
+    return value

@@ -1,0 +1,128 @@
+"""What tensor parallel does to one block: a frozen, printable decision, made without any communication.
+
+The plan says for every parameter of a block whether it is sharded over the tp axis and along which dim, and what the
+block then communicates. How it is found is in `search`; applying it is in `apply`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+Role = Literal["column", "row", "replicate"]
+"""column: the output features are sharded; row: the contracted features are; replicate: every rank holds all of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightPlan:
+    """The decision for one parameter."""
+
+    fqn: str
+    """Name relative to the block; a tied parameter has one entry per name."""
+
+    shape: tuple[int, ...]
+    """The full shape."""
+
+    role: Role
+
+    shard_dim: int | None = None
+    """The dim that is cut into equal shards; None for ``replicate``."""
+
+    reason: str | None = None
+    """Why the parameter stays replicated; None for a sharded one."""
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of the full parameter."""
+        product = 1
+        for length in self.shape:
+            product *= length
+        return product
+
+    @property
+    def placement(self) -> Placement:
+        """The DTensor placement on the tp axis."""
+        return Replicate() if self.shard_dim is None else Shard(self.shard_dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTensorPlan:
+    """How one block runs on ``size`` tensor-parallel ranks."""
+
+    size: int
+    """The length of the tp axis."""
+
+    weights: tuple[WeightPlan, ...]
+    """One entry per parameter name, in the order of ``named_parameters``."""
+
+    num_all_reduces_forward: int = 0
+
+    num_all_reduces_backward: int = 0
+    """Reductions of the gradients of replicated activations that enter column-sharded weights."""
+
+    num_other_collectives_forward: int = 0
+    """All-gathers, all-to-alls and reduce-scatters."""
+
+    communicated_bytes: int = 0
+    """Bytes that one rank sends in one forward with the example's shapes (ring algorithms)."""
+
+    reason: str | None = None
+    """Why the whole block is replicated; None if anything is sharded."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether any parameter is sharded."""
+        return any(weight.shard_dim is not None for weight in self.weights)
+
+    @property
+    def sharded_share(self) -> float:
+        """The part of the block's parameter elements, 0 to 1, that is sharded; ties count once per name."""
+        total = sum(weight.num_elements for weight in self.weights)
+        sharded = sum(weight.num_elements for weight in self.weights if weight.shard_dim is not None)
+        return sharded / total if total else 0.0
+
+    @property
+    def num_local_elements(self) -> int:
+        """The number of parameter elements that one rank holds; ties count once per name."""
+        return sum(
+            weight.num_elements // (1 if weight.shard_dim is None else self.size) for weight in self.weights
+        )
+
+    def weight(self, fqn: str) -> WeightPlan:
+        """The decision for one parameter.
+
+        Raises:
+            KeyError: the block has no parameter of that name.
+        """
+        for weight in self.weights:
+            if weight.fqn == fqn:
+                return weight
+        raise KeyError(fqn)
+
+    def __str__(self) -> str:
+        head = (
+            f"tensor parallel {self.size}: {self.sharded_share:.1%} of the parameters sharded, "
+            f"{self.num_all_reduces_forward} all-reduces forward, {self.num_all_reduces_backward} backward, "
+            f"{self.num_other_collectives_forward} other collectives, {self.communicated_bytes} bytes"
+        )
+        if self.reason is not None:
+            return f"tensor parallel {self.size}: replicated, {self.reason}"
+        width = max((len(weight.fqn) for weight in self.weights), default=0)
+        rows = [
+            f"  {weight.fqn:<{width}}  {weight.role:<9}  {list(weight.shape)}"
+            + (f" on dim {weight.shard_dim}" if weight.reason is None else f"  {weight.reason}")
+            for weight in self.weights
+        ]
+        return "\n".join([head, *rows])
+
+
+def replicated_plan(block: nn.Module, *, size: int, reason: str) -> BlockTensorPlan:
+    """The plan that leaves a block alone: every rank holds and computes all of it."""
+    weights = tuple(
+        WeightPlan(fqn=fqn, shape=tuple(parameter.shape), role="replicate", reason=reason)
+        for fqn, parameter in block.named_parameters(remove_duplicate=False)
+    )
+    return BlockTensorPlan(size=size, weights=weights, reason=reason)

@@ -1,0 +1,107 @@
+"""DTensor's own sharding rules, asked without any process group: the one file that touches its propagator.
+
+torch 2.13 has no public way to ask "given these input placements, which output placements does this op have, and what
+must be redistributed before it?"; `DTensor._op_dispatcher.sharding_propagator` is what DTensor itself asks, so a plan
+made with it is what DTensor then does. Public alternatives need real DTensors and hence process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+
+class NoRule(Exception):
+    """An op has no sharded form for its inputs; whoever asked runs it on full tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """An input of an op that is redistributed before the op runs."""
+
+    tensor: Tensor
+    source: Placement
+    target: Placement
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Propagation:
+    """What DTensor does with one op."""
+
+    outputs: tuple[Placement | None, ...]
+    """By leaf of the op's result; None for a leaf that is no tensor."""
+
+    moves: tuple[Move, ...]
+
+
+class ShardingRules:
+    """The rules for a one-dimensional mesh of `size` ranks that exist only on paper."""
+
+    def __init__(self, size: int) -> None:
+        # A mesh without backend makes no process groups; rules read only its shape. Rank 0 stands for all of them.
+        self._mesh = DeviceMesh("cpu", torch.arange(size), mesh_dim_names=("tp",), _init_backend=False, _rank=0)
+        self._dispatcher = DTensor._op_dispatcher
+
+    def propagate(
+        self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], placement: Callable[[Tensor], Placement]
+    ) -> Propagation:
+        """Ask for one op.
+
+        Args:
+            op: The aten op.
+            args: Its positional arguments; tensors have their full (global) shapes.
+            kwargs: Its keyword arguments.
+            placement: The placement of each tensor argument.
+
+        Raises:
+            NoRule: DTensor can't run the op on these placements.
+        """
+        if op in self._dispatcher._random_ops or op in self._dispatcher._custom_op_handlers:
+            raise NoRule(str(op))
+
+        def spec(leaf: object) -> object:
+            return self._spec(leaf, placement(leaf)) if isinstance(leaf, Tensor) else leaf
+
+        propagator = self._dispatcher.sharding_propagator
+        info = propagator.op_to_schema_info.get(op)
+        if info is None:
+            info = propagator.op_to_schema_info_for_single_dim_strategy.get(op)
+        schema = OpSchema(op, tree_map(spec, tuple(args)), tree_map(spec, kwargs), schema_info=info)
+        try:
+            sharding = propagator.propagate_op_sharding_non_cached(schema)
+        except Exception as error:  # whatever a rule raises, it means that this op can't be sharded this way
+            raise NoRule(f"{op}: {error}") from error
+        targets = schema if sharding.redistribute_schema is None else sharding.redistribute_schema
+        outputs = tree_flatten(sharding.output_spec, is_leaf=lambda leaf: isinstance(leaf, DTensorSpec))[0]
+        return Propagation(
+            outputs=tuple(leaf.placements[0] if isinstance(leaf, DTensorSpec) else None for leaf in outputs),
+            moves=tuple(self._moves(args, schema.args_schema, targets.args_schema)),
+        )
+
+    def _spec(self, tensor: Tensor, placement: Placement) -> DTensorSpec:
+        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        return DTensorSpec(self._mesh, (placement,), tensor_meta=meta)
+
+    @staticmethod
+    def _moves(args: Sequence[Any], given: Sequence[Any], wanted: Sequence[Any]) -> list[Move]:
+        tensors = [leaf for leaf in tree_leaves(tuple(args)) if isinstance(leaf, Tensor)]
+        sources, targets = _specs(given), _specs(wanted)
+        assert len(tensors) == len(sources) == len(targets), "DTensor's rules dropped an argument"
+        pairs = zip(tensors, sources, targets, strict=True)
+        return [Move(tensor=t, source=a, target=b) for t, a, b in pairs if a != b]
+
+
+def _specs(schema: Sequence[Any]) -> list[Placement]:
+    leaves = tree_flatten(tuple(schema), is_leaf=lambda leaf: isinstance(leaf, DTensorSpec))[0]
+    return [leaf.placements[0] for leaf in leaves if isinstance(leaf, DTensorSpec)]
+

@@ -1,0 +1,114 @@
+"""Finding the tensor-parallel plan of a block: follow it, and take back what costs more than it is worth.
+
+The first run shards all that it can (`follow`): a column weight for each replicated activation, a row weight for each
+sharded one, which for an ordinary transformer block is Megatron's plan (Shoeybi et al. 2019,
+https://arxiv.org/abs/1909.08053). Then each sharding that communicates too much is tried without it:
+
+* an activation that is gathered, unless it is small beside the outputs that it comes from;
+* a column-row pair whose all-reduce sends more than gathering the outputs of both weights would (narrow waists, LoRA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_3d.tensor.follow import Communication, Followed, follow_block
+from lightning_3d.tensor.plan import BlockTensorPlan, replicated_plan
+
+
+def plan_block(
+    block: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    size: int,
+    excluded: Collection[nn.Parameter] = frozenset(),
+) -> BlockTensorPlan:
+    """Decide for every parameter of a block whether and how it is sharded over `size` tensor-parallel ranks.
+
+    Pure: no process group, no collective, no memory for tensors; the block is left as it was.
+
+    Args:
+        block: On any device, meta included. Its ``forward`` runs, its hooks do not.
+        args: Example arguments of its forward, real, fake or meta: only shape, dtype and device of tensors count.
+        kwargs: Example keyword arguments.
+        size: Length of the tp axis.
+        excluded: Parameters that code outside the block uses, too; they stay replicated.
+
+    Returns:
+        A plan; it replicates the whole block, with the reason, if nothing can be sharded or followed.
+    """
+    if size == 1:
+        return replicated_plan(block, size=size, reason="the tp axis has one rank")
+    replicated = {
+        fqn: "shared with code outside the block"
+        for fqn, parameter in block.named_parameters(remove_duplicate=False)
+        if any(parameter is other for other in excluded)
+    }
+    try:
+        best = follow_block(block, args, kwargs, size=size, replicated=replicated)
+        best = _improve(block, args, kwargs, size, replicated, best)
+    except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
+        message = next(iter(str(error).splitlines()), "")
+        return replicated_plan(block, size=size, reason=f"can't be followed on fake tensors: {_kind(error)}: {message}")
+    return _plan(block, best, size)
+
+
+def _kind(error: Exception) -> str:
+    return type(error).__name__
+
+
+def _improve(
+    block: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    size: int,
+    replicated: dict[str, str],
+    best: Followed,
+) -> Followed:
+    """Replicate one doubtful group of weights after the other, where that lowers the communicated bytes."""
+    tried: set[frozenset[str]] = set()
+    while doubt := next((d for d in _doubtful(best, size) if d.sources not in tried), None):
+        tried.add(doubt.sources)
+        reason = f"its output would need an {doubt.kind} of {doubt.num_bytes} bytes at {doubt.call}"
+        candidate = replicated | {fqn: reason for fqn in doubt.sources}
+        trial = follow_block(block, args, kwargs, size=size, replicated=candidate)
+        if trial.communicated_bytes < best.communicated_bytes:
+            best, replicated = trial, candidate
+    return best
+
+
+def _doubtful(followed: Followed, size: int) -> Iterator[Communication]:
+    """The communications that may cost more than the sharding is worth, dearest first."""
+    for communication in sorted(followed.communications, key=lambda c: c.num_bytes, reverse=True):
+        if not communication.sources:
+            continue
+        outputs = sum(followed.output_bytes[fqn] for fqn in communication.sources)
+        if communication.row is None:
+            if 2 * communication.num_bytes >= _gather_bytes(outputs, size):
+                yield communication
+        elif communication.num_bytes > _gather_bytes(outputs + followed.output_bytes[communication.row], size):
+            yield communication
+
+
+def _gather_bytes(num_bytes: int, size: int) -> int:
+    return num_bytes * (size - 1) // size
+
+
+def _plan(block: nn.Module, followed: Followed, size: int) -> BlockTensorPlan:
+    if all(weight.shard_dim is None for weight in followed.weights):
+        reasons = [f"{weight.fqn}: {weight.reason}" for weight in followed.weights]
+        reason = f"no weight can be sharded ({'; '.join(reasons[:4])}{'; ...' if len(reasons) > 4 else ''})"
+        return BlockTensorPlan(size=size, weights=followed.weights, reason=reason)
+    all_reduces = sum(communication.kind == "all-reduce" for communication in followed.communications)
+    return BlockTensorPlan(
+        size=size,
+        weights=followed.weights,
+        num_all_reduces_forward=all_reduces,
+        num_all_reduces_backward=followed.num_column_inputs,
+        num_other_collectives_forward=len(followed.communications) - all_reduces,
+        communicated_bytes=followed.communicated_bytes,
+    )

@@ -1,0 +1,312 @@
+"""The one law, as a harness: a `Job` trained in one process and in a `Layout` gives the same numbers.
+
+    reference = run_reference(job)                    plain Trainer, one process
+    result = run_layout(workers, job, layout)         ThreeDStrategy, layout.world_size ranks
+    assert_parity(reference, result)                  losses, gradient norms, logged values on every rank; all weights
+
+What it does not decide: which parts of the model a rank should hold. `LayoutRun.held` says what it did hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset, Subset
+
+from lightning_3d import ThreeDStrategy
+from tests.models import TinyGPT, loader, reference_loader, tokens
+from tests.workers import DEFAULT_TIMEOUT, WorkerPools
+
+MAX_LISTED = 20
+"""Differences that a failed comparison lists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained: one epoch of `steps` optimizer steps, then validation."""
+
+    model: Callable[[], L.LightningModule] = TinyGPT
+    """Builds the model; the global seed is set just before. Module-level, or a `functools.partial` of it."""
+
+    data: Callable[[int], Dataset[tuple[Tensor, ...]]] = tokens
+    """Builds a dataset with the given number of samples."""
+
+    steps: int = 3
+    global_batch_size: int = 8
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    num_val_batches: int = 2
+    """Global batches of validation; 0 for none."""
+
+    seed: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How it is trained: sizes of the mesh axes and the settings that go with them."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    zero: Literal[0, 1, 2, 3] = 1
+    num_microbatches: int | Literal["auto"] = "auto"
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    partition: str = "parameters"
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        return f"pp{self.pp}-dp{self.dp}-tp{self.tp}-zero{self.zero}-{self.schedule}-mb{self.num_microbatches}"
+
+    def strategy(self) -> ThreeDStrategy:
+        return ThreeDStrategy(
+            pipeline_parallel_size=self.pp,
+            data_parallel_size=self.dp,
+            tensor_parallel_size=self.tp,
+            zero={"stage": self.zero},
+            pipeline={
+                "num_microbatches": self.num_microbatches,
+                "partition": self.partition,
+                "schedule": self.schedule,
+            },
+            save_distributed_checkpoint=False,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """What one process saw of a run."""
+
+    losses: list[float]
+    """The logged `loss_step` after every batch."""
+
+    gradient_norms: list[float]
+    """The global 2-norm of all gradients before clipping, at every optimizer step."""
+
+    metrics: dict[str, float]
+    """`trainer.callback_metrics` after the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What one rank holds between steps: number of local elements by FQN, absent where it is 0; ties appear once."""
+
+    parameters: dict[str, int]
+
+    optimizer_state: dict[str, int]
+    """Over all tensors of the parameter's state but 0-d ones (AdamW: twice the parameter)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceRun:
+    """The run of one process."""
+
+    numbers: Numbers
+    weights: dict[str, Tensor]
+    parameters: dict[str, int]
+    """Number of elements of every parameter by FQN; ties appear once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRun:
+    """The run of a layout."""
+
+    numbers: list[Numbers]
+    """By rank."""
+
+    held: list[Held]
+    """By rank."""
+
+    weights: dict[str, Tensor]
+    """The `state_dict` of the plain `.ckpt` that `trainer.save_checkpoint` wrote."""
+
+
+class _Recorder(L.Callback):
+    """Collects the losses and gradient norms while training, and at its end what this rank holds."""
+
+    def __init__(self, gradient_norm: Callable[[L.Trainer], float]) -> None:
+        self.gradient_norm = gradient_norm
+        self.losses: list[float] = []
+        self.gradient_norms: list[float] = []
+        self.held = Held(parameters={}, optimizer_state={})
+
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.gradient_norms.append(self.gradient_norm(trainer))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        self.losses.append(float(trainer.callback_metrics["loss_step"]))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.held = held(pl_module, trainer.optimizers[0])
+
+    def numbers(self, trainer: L.Trainer) -> Numbers:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return Numbers(losses=self.losses, gradient_norms=self.gradient_norms, metrics=metrics)
+
+
+def held(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Held:
+    """Count the elements that this process holds of every parameter and of its optimizer state."""
+    parameters = {name: _num_local(parameter) for name, parameter in module.named_parameters()}
+    state = {
+        name: sum(_num_local(value) for value in optimizer.state[parameter].values() if _num_dims(value) > 0)
+        for name, parameter in module.named_parameters()
+        if parameter in optimizer.state
+    }
+    return Held(
+        parameters={name: num for name, num in parameters.items() if num},
+        optimizer_state={name: num for name, num in state.items() if num},
+    )
+
+
+def _num_dims(value: object) -> int:
+    return value.dim() if isinstance(value, Tensor) else 0
+
+
+def _num_local(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return 0 if local.is_meta else local.numel()
+
+
+def _trainer(job: Job, strategy: Strategy | str, num_devices: int, recorder: _Recorder) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        devices=num_devices,
+        strategy=strategy,
+        precision=job.precision,
+        max_epochs=1,
+        accumulate_grad_batches=job.accumulate_grad_batches,
+        gradient_clip_val=job.gradient_clip_val,
+        limit_val_batches=job.num_val_batches,
+        num_sanity_val_steps=0,
+        callbacks=[recorder],
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _splits(job: Job) -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor, ...]]]:
+    """Training and validation samples."""
+    num_train = job.steps * job.accumulate_grad_batches * job.global_batch_size
+    num_val = job.num_val_batches * job.global_batch_size
+    samples = job.data(num_train + num_val)
+    return Subset(samples, range(num_train)), Subset(samples, range(num_train, num_train + num_val))
+
+
+def _norm_of_all(trainer: L.Trainer) -> float:
+    gradients = [p.grad.double() for p in trainer.lightning_module.parameters() if p.grad is not None]
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+
+
+def _norm_of_strategy(trainer: L.Trainer) -> float:
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    return float(trainer.strategy.gradient_norm())
+
+
+def run_reference(job: Job) -> ReferenceRun:
+    """Train the job in this process with the plain Trainer."""
+    recorder = _Recorder(_norm_of_all)
+    trainer = _trainer(job, "auto", 1, recorder)
+    train, val = _splits(job)
+    L.seed_everything(job.seed, verbose=False)
+    model = job.model()
+    trainer.fit(
+        model,
+        reference_loader(train, global_batch_size=job.global_batch_size, seed=job.seed),
+        loader(val, global_batch_size=job.global_batch_size),
+    )
+    return ReferenceRun(
+        numbers=recorder.numbers(trainer),
+        weights={name: value.detach().clone() for name, value in model.state_dict().items()},
+        parameters={name: parameter.numel() for name, parameter in model.named_parameters()},
+    )
+
+
+def run_layout(workers: WorkerPools, job: Job, layout: Layout, *, timeout: float = DEFAULT_TIMEOUT) -> LayoutRun:
+    """Train the job on `layout.world_size` ranks of the pool; seconds of `timeout` as in `WorkerPool.run`."""
+    ranks = workers(layout.world_size).run(_train_rank, job, layout, timeout=timeout)
+    return LayoutRun(
+        numbers=[numbers for numbers, _, _ in ranks],
+        held=[rank_held for _, rank_held, _ in ranks],
+        weights=ranks[0][2],
+    )
+
+
+def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tensor]]:
+    recorder = _Recorder(_norm_of_strategy)
+    trainer = _trainer(job, layout.strategy(), layout.world_size, recorder)
+    train, val = _splits(job)
+    L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
+    trainer.fit(
+        job.model(),
+        loader(train, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp),
+        loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp),
+    )
+    path = Path("final.ckpt")
+    trainer.save_checkpoint(path)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if trainer.global_rank == 0 else {}
+    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {})
+
+
+def assert_parity(reference: ReferenceRun, result: LayoutRun, tolerance: float = 1e-5) -> None:
+    """Compare every number with the reference; the greatest absolute difference of each kind may be `tolerance`.
+
+    Raises:
+        AssertionError: Something differs, is missing, or is not a number; lists the first of everything that does.
+    """
+    problems: list[str] = []
+    for rank, numbers in enumerate(result.numbers):
+        problems += _compare(f"losses on rank {rank}", reference.numbers.losses, numbers.losses, tolerance)
+        problems += _compare(
+            f"gradient norms on rank {rank}", reference.numbers.gradient_norms, numbers.gradient_norms, tolerance
+        )
+        problems += _compare_named(f"metrics on rank {rank}", reference.numbers.metrics, numbers.metrics, tolerance)
+    expected = {name: value.flatten().tolist() for name, value in reference.weights.items()}
+    actual = {name: value.flatten().tolist() for name, value in result.weights.items()}
+    for name in sorted(expected.keys() ^ actual.keys()):
+        problems.append(f"weights: {name} is {'missing' if name in expected else 'unexpected'}")
+    for name in sorted(expected.keys() & actual.keys()):
+        problems += _compare(f"weights of {name}", expected[name], actual[name], tolerance)
+    if not reference.numbers.losses or not reference.numbers.gradient_norms or not expected:
+        problems.append("the reference is empty")
+    listed = problems[:MAX_LISTED] + [f"and {len(problems) - MAX_LISTED} more"] * (len(problems) > MAX_LISTED)
+    assert not problems, f"{len(problems)} differences from one process:\n" + "\n".join(listed)
+
+
+def _compare(what: str, expected: list[float], actual: list[float], tolerance: float) -> list[str]:
+    if len(expected) != len(actual):
+        return [f"{what}: {len(actual)} values, expected {len(expected)}"]
+    differences = [abs(a - b) for a, b in zip(expected, actual, strict=True)]
+    if all(difference <= tolerance for difference in differences):  # False for NaN
+        return []
+    worst = max(range(len(differences)), key=lambda i: math.inf if math.isnan(differences[i]) else differences[i])
+    return [
+        f"{what}: differ by up to {differences[worst]:.3g} > {tolerance:g}"
+        f" (index {worst}: {actual[worst]:.8g}, expected {expected[worst]:.8g})"
+    ]
+
+
+def _compare_named(what: str, expected: dict[str, float], actual: dict[str, float], tolerance: float) -> list[str]:
+    if expected.keys() != actual.keys():
+        return [f"{what}: {sorted(actual)}, expected {sorted(expected)}"]
+    names = sorted(expected)
+    problems = [_compare(f"{what}, {name}", [expected[name]], [actual[name]], tolerance) for name in names]
+    return [problem for part in problems for problem in part]

@@ -1,0 +1,210 @@
+"""The config: the same keys from every source, and one clear error for every mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from jsonargparse import ArgumentParser
+from omegaconf import OmegaConf
+
+from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.errors import ConfigError
+
+CONF = Path(__file__).parents[1] / "conf"
+MAIN_JOB = ThreeDConfig(
+    pipeline_parallel_size=2,
+    data_parallel_size="auto",
+    tensor_parallel_size=2,
+    zero=ZeroConfig(stage=1),
+    pipeline=PipelineConfig(num_microbatches=4, partition="parameters", schedule="1f1b"),
+)
+
+
+def test_file_of_the_main_job() -> None:
+    assert ThreeDConfig.from_file(CONF / "gpt_2x2x2.yaml") == MAIN_JOB
+    assert ThreeDConfig.from_file(str(CONF / "gpt_2x2x2.yaml")) == MAIN_JOB
+
+
+def test_overrides_change_exactly_what_they_name() -> None:
+    overrides = ["zero.stage=2", "pipeline.num_microbatches=6", "pipeline.num_microbatches=8"]
+    config = ThreeDConfig.from_file(CONF / "gpt_2x2x2.yaml", overrides)
+    pipeline = dataclasses.replace(MAIN_JOB.pipeline, num_microbatches=8)
+    assert config == dataclasses.replace(MAIN_JOB, zero=ZeroConfig(stage=2), pipeline=pipeline)
+
+
+def test_sections_as_mapping_dataclass_or_omegaconf_node() -> None:
+    expected = ThreeDConfig(zero=ZeroConfig(stage=3))
+    for section in ({"stage": 3}, ZeroConfig(stage=3), OmegaConf.create({"stage": 3})):
+        assert ThreeDConfig.from_mapping({"zero": section}) == expected
+    assert ThreeDConfig.from_mapping(OmegaConf.create({"zero": {"stage": 3}})) == expected
+
+
+def test_absent_sections_are_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("zero:\n")
+    assert ThreeDConfig.from_file(file) == ThreeDConfig.from_mapping({"pipeline": None}) == ThreeDConfig()
+    file.write_text("")
+    assert ThreeDConfig.from_file(file) == ThreeDConfig()
+
+
+def test_interpolations_and_floats_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "pipeline_parallel_size: 4\n"
+        "pipeline: {num_microbatches: '${pipeline_parallel_size}', partition: 'type:Block|.*Layer'}\n"
+        "tensor: {verify_tolerance: 1e-5}\n"
+    )
+    config = ThreeDConfig.from_file(file)
+    assert config.pipeline == PipelineConfig(num_microbatches=4, partition="type:Block|.*Layer")
+    assert config.tensor == TensorConfig(verify_tolerance=1e-5)
+
+
+def test_hydra_composes_the_same_config() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        node = compose("gpt_2x2x2", overrides=["zero.stage=2"])
+    assert ThreeDConfig.from_mapping(node) == dataclasses.replace(MAIN_JOB, zero=ZeroConfig(stage=2))
+
+
+class _Sections:
+    """A constructor with the signature types of the strategy."""
+
+    def __init__(
+        self,
+        zero: ZeroConfig | dict[str, Any] | None = None,
+        pipeline: PipelineConfig | dict[str, Any] | None = None,
+    ) -> None:
+        self.config = ThreeDConfig.from_mapping({"pipeline_parallel_size": 2, "zero": zero, "pipeline": pipeline})
+
+
+def _from_command_line(arguments: list[str]) -> ThreeDConfig:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(_Sections, "strategy")
+    strategy: _Sections = parser.instantiate(parser.parse_args(arguments)).strategy
+    return strategy.config
+
+
+def test_jsonargparse_reads_file_and_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "cli.yaml"
+    file.write_text("strategy:\n  zero: {stage: 2}\n  pipeline: {num_microbatches: auto, schedule: gpipe}\n")
+    config = _from_command_line([f"--config={file}", "--strategy.pipeline.num_microbatches=8"])
+    assert config.zero == ZeroConfig(stage=2)
+    assert config.pipeline == PipelineConfig(num_microbatches=8, schedule="gpipe")
+    with pytest.raises(ConfigError, match=re.escape("'zero.stge': the nearest valid key is 'zero.stage'")):
+        _from_command_line([f"--config={file}", "--strategy.zero.stge=3"])
+    with pytest.raises(ConfigError, match=re.escape("zero.stage=7 is not allowed: use 0, 1, 2 or 3 (nearest: 3)")):
+        _from_command_line([f"--config={file}", "--strategy.zero.stage=7"])
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"zero": {"stag": 2}}, "unknown config key 'zero.stag': the nearest valid key is 'zero.stage'"),
+        ({"stage": 2}, "unknown config key 'stage': the nearest valid key is 'zero.stage'"),
+        ({"zero": {"num_microbatches": 2}}, "the nearest valid key is 'pipeline.num_microbatches'"),
+        ({"pipline": {}}, "unknown config key 'pipline': the nearest valid key is 'pipeline'"),
+        ({"tensor_parallel": 2}, "the nearest valid key is 'tensor_parallel_size'"),
+        ({3: 4}, "unknown config key '3'"),
+        ({"zero": 3}, "zero=3 is not allowed: use a mapping or a ZeroConfig"),
+        ({"zero": BatchConfig()}, "is not allowed: use a mapping or a ZeroConfig"),
+        ([1], "config=[1] is not allowed"),
+    ],
+)
+def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ThreeDConfig.from_mapping(mapping)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 is not allowed: use an integer of at least 1"),
+        ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True is not allowed"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size='2' is not allowed: use an integer of at least 1 (near"),
+        ({"tensor_parallel_size": 2.0}, "tensor_parallel_size=2.0 is not allowed"),
+        ({"tensor_parallel_size": None}, "tensor_parallel_size=None is not allowed"),
+        ({"data_parallel_size": -3}, "use an integer of at least 1 or 'auto' (nearest: 1)"),
+        ({"data_parallel_size": "aut"}, "data_parallel_size='aut' is not allowed"),
+        ({"zero": {"stage": 5}}, "zero.stage=5 is not allowed: use 0, 1, 2 or 3 (nearest: 3)"),
+        ({"zero": {"stage": True}}, "zero.stage=True is not allowed"),
+        ({"zero": {"stage": [1]}}, "zero.stage=[1] is not allowed"),
+        ({"pipeline": {"schedule": "1F1b "}}, "use 'gpipe' or '1f1b' (nearest: '1f1b')"),
+        ({"pipeline": {"partition": "paramters"}}, "(nearest: 'parameters')"),
+        ({"pipeline": {"partition": "type:"}}, "(nearest: 'type:REGEX')"),
+        ({"pipeline": {"partition": "type:("}}, "unterminated subpattern at position 0"),
+        ({"batch": {"check": "allways"}}, "use 'start', 'always' or 'never' (nearest: 'always')"),
+        ({"tensor": {"verify": "false"}}, "tensor.verify='false' is not allowed: use True or False (nearest: False)"),
+        ({"tensor": {"verify_tolerance": float("nan")}}, "tensor.verify_tolerance=nan is not allowed"),
+        ({"tensor": {"verify_tolerance": -1.0}}, "use a number of at least 0 (nearest: 0)"),
+        ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is not built yet"),
+        ({"pipeline": {"num_microbatches": 4}}, "Trainer(accumulate_grad_batches=4)"),
+        ({"pipeline_parallel_size": 4, "pipeline": {"num_microbatches": 2}}, "use at least 4 microbatches"),
+    ],
+)
+def test_wrong_values_are_refused(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ThreeDConfig.from_mapping(mapping)
+
+
+def test_dataclasses_check_themselves() -> None:
+    with pytest.raises(ConfigError, match=re.escape("zero.stage=5 is not allowed")):
+        ZeroConfig(stage=5)  # type: ignore[arg-type]  # the mistake under test
+    with pytest.raises(ConfigError, match=re.escape("zero={'stage': 1} is not allowed: use a ZeroConfig")):
+        ThreeDConfig(zero={"stage": 1})  # type: ignore[arg-type]  # the mistake under test
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("zero.stge=2", "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"),
+        ("zero.stage=9", "zero.stage=9 is not allowed"),
+        ("zero.stage", "override 'zero.stage' is no assignment"),
+        ("zero.stage=[1", "can't read the config"),
+        ("zero=2", "zero=2 is not allowed"),
+        ("zero.stage=${nowhere}", "'nowhere' not found"),
+    ],
+)
+def test_wrong_overrides_name_the_file_and_the_overrides(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        ThreeDConfig.from_file(CONF / "gpt_2x2x2.yaml", [override])
+    assert "gpt_2x2x2.yaml" in str(caught.value)
+    assert override in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"- 1\n", "no mapping at its top level"),
+        (b"zero: [1\n", "while parsing a flow sequence"),
+        (b"zero: 1\nzero: 2\n", "found duplicate key zero"),
+        (b"\xd0\x00", "can't decode"),
+        (b"tensor_parallel_size: ???\n", "Missing mandatory value: tensor_parallel_size"),
+    ],
+)
+def test_unreadable_files_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        ThreeDConfig.from_file(file)
+    assert str(file) in str(caught.value)
+
+
+def test_auto_microbatches_are_the_stages() -> None:
+    assert ThreeDConfig().num_microbatches == 1
+    assert ThreeDConfig(pipeline_parallel_size=4).num_microbatches == 4
+    gpipe = PipelineConfig(num_microbatches=2, schedule="gpipe")
+    assert ThreeDConfig(pipeline_parallel_size=4, pipeline=gpipe).num_microbatches == 2
+
+
+def test_config_is_frozen_and_pickles() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MAIN_JOB.tensor_parallel_size = 4  # type: ignore[misc]  # the mistake under test
+    assert pickle.loads(pickle.dumps(MAIN_JOB)) == MAIN_JOB

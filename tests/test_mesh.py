@@ -1,0 +1,139 @@
+"""The mesh: sizes against the world size, coordinates, and the process groups along every axis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # groups of any size in one process, torch 2.13
+
+from lightning_3d.config import ThreeDConfig
+from lightning_3d.errors import ConfigError
+from lightning_3d.mesh import AxisName, Mesh, MeshCoordinate, MeshShape, build_mesh, resolve_mesh_shape
+from tests.workers import WorkerPools
+
+CUBE = MeshShape(pp=2, dp=2, cp=1, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "shape"),
+    [
+        ({}, 1, MeshShape(pp=1, dp=1, cp=1, tp=1)),
+        ({}, 8, MeshShape(pp=1, dp=8, cp=1, tp=1)),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, 8, CUBE),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "data_parallel_size": 2}, 8, CUBE),
+        ({"pipeline_parallel_size": 16, "tensor_parallel_size": 8}, 1024, MeshShape(pp=16, dp=8, cp=1, tp=8)),
+    ],
+)
+def test_sizes_fill_the_world(sizes: dict[str, Any], world_size: int, shape: MeshShape) -> None:
+    resolved = resolve_mesh_shape(ThreeDConfig.from_mapping(sizes), world_size)
+    assert resolved == shape
+    assert resolved.world_size == world_size
+
+
+@pytest.mark.parametrize(
+    ("data_parallel_size", "world_size", "message"),
+    [
+        ("auto", 6, "world size 6 is not divisible by pipeline 2 x context 1 x tensor 2 = 4: use 4 or 8 processes, or"),
+        ("auto", 2, "world size 2 is not divisible by pipeline 2 x context 1 x tensor 2 = 4: use 4 processes, or"),
+        (
+            3,
+            8,
+            "data_parallel_size=3 x pipeline 2 x context 1 x tensor 2 = 4 needs 12 processes, but the world size is",
+        ),
+        (3, 8, "is 8: use 12 processes, or data_parallel_size=2 or 'auto'"),
+        (2, 6, "world size 6 is not divisible by"),
+    ],
+)
+def test_sizes_that_do_not_fill_the_world(
+    data_parallel_size: int | Literal["auto"], world_size: int, message: str
+) -> None:
+    config = ThreeDConfig(pipeline_parallel_size=2, tensor_parallel_size=2, data_parallel_size=data_parallel_size)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_mesh_shape(config, world_size)
+
+
+def test_tp_is_innermost_and_pp_outermost() -> None:
+    shape = MeshShape(pp=2, dp=3, cp=2, tp=2)
+    coordinates = [shape.coordinate(rank) for rank in range(shape.world_size)]
+    assert coordinates[1] == MeshCoordinate(pp=0, dp=0, cp=0, tp=1)
+    assert coordinates[2] == MeshCoordinate(pp=0, dp=0, cp=1, tp=0)
+    assert coordinates[4] == MeshCoordinate(pp=0, dp=1, cp=0, tp=0)
+    assert coordinates[12] == MeshCoordinate(pp=1, dp=0, cp=0, tp=0)
+    assert len(set(coordinates)) == shape.world_size
+
+
+def test_replicas_divide_the_ranks() -> None:
+    shape = MeshShape(pp=2, dp=3, cp=2, tp=2)
+    for dp in range(shape.dp):
+        expected = [rank for rank in range(shape.world_size) if shape.coordinate(rank).dp == dp]
+        assert shape.replica_ranks(dp) == expected
+    assert CUBE.replica_ranks(1) == [2, 3, 6, 7]
+
+
+MakeMesh = Callable[[MeshShape, int, int], Mesh]
+
+
+@pytest.fixture
+def make_mesh() -> Iterator[MakeMesh]:
+    """`make_mesh(shape, rank, zero_stage)`: the mesh as one rank of a simulated world sees it."""
+
+    def make(shape: MeshShape, rank: int, zero_stage: int) -> Mesh:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=shape.world_size)
+        return build_mesh(shape, zero_stage=zero_stage, device_type="cpu")
+
+    yield make
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+@pytest.mark.parametrize("rank", [0, 3, 5, 22])
+def test_groups_of_every_axis(make_mesh: MakeMesh, rank: int, zero_stage: int) -> None:
+    shape = MeshShape(pp=2, dp=3, cp=2, tp=2)
+    mesh = make_mesh(shape, rank, zero_stage)
+    here = asdict(shape.coordinate(rank))
+    assert {"pp": mesh.pp_rank, "dp": mesh.dp_rank, "cp": mesh.cp_rank, "tp": mesh.tp_rank} == here
+    others = {name: [other for other in range(24) if _differ(shape, rank, other) <= {name}] for name in here}
+    names: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
+    for name in names:
+        assert dist.get_process_group_ranks(mesh.group(name)) == others[name]
+        assert mesh.axis(name).get_local_rank() == here[name]
+        assert mesh.axis(name).size() == asdict(shape)[name]
+    assert dist.get_process_group_ranks(mesh.group("replica")) == shape.replica_ranks(mesh.dp_rank)
+
+
+def _differ(shape: MeshShape, rank: int, other: int) -> set[str]:
+    """The axes along which two ranks have different coordinates."""
+    first, second = asdict(shape.coordinate(rank)), asdict(shape.coordinate(other))
+    return {name for name in first if first[name] != second[name]}
+
+
+@pytest.mark.parametrize(("zero_stage", "sizes"), [(0, (2, 2, 1, 1, 2)), (1, (2, 1, 2, 1, 2)), (3, (2, 1, 2, 1, 2))])
+def test_dp_axis_follows_the_zero_stage(make_mesh: MakeMesh, zero_stage: int, sizes: tuple[int, ...]) -> None:
+    mesh = make_mesh(CUBE, 0, zero_stage)
+    assert mesh.device_mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    assert mesh.device_mesh.shape == sizes
+
+
+def _sums_along_axes(shape: MeshShape, zero_stage: int) -> dict[str, int]:
+    mesh = build_mesh(shape, zero_stage=zero_stage, device_type="cpu")
+    sums = {}
+    for name in ("pp", "dp", "tp", "replica"):
+        total = torch.tensor(2 ** dist.get_rank())
+        dist.all_reduce(total, group=mesh.group(name))
+        sums[name] = int(total)
+    return sums
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_collectives_stay_on_their_axis(workers: WorkerPools, zero_stage: int) -> None:
+    sums = workers(4).run(_sums_along_axes, MeshShape(pp=2, dp=2, cp=1, tp=1), zero_stage)
+    assert [rank["pp"] for rank in sums] == [0b0101, 0b1010, 0b0101, 0b1010]
+    assert [rank["dp"] for rank in sums] == [0b0011, 0b0011, 0b1100, 0b1100]
+    assert [rank["tp"] for rank in sums] == [0b0001, 0b0010, 0b0100, 0b1000]
+    assert [rank["replica"] for rank in sums] == [0b0101, 0b1010, 0b0101, 0b1010]

@@ -1,0 +1,159 @@
+"""The worker pool itself: results, failures, hangs and deaths of ranks, and what the ranks look like to Lightning."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from torch.utils.data import DataLoader
+
+from tests.workers import RUNS_PER_POOL, WorkerError, WorkerPools
+
+
+def _rank_and(value: torch.Tensor) -> tuple[int, torch.Tensor]:
+    total = value.clone()
+    dist.all_reduce(total)
+    return dist.get_rank(), total
+
+
+def _fail_on(bad_rank: int) -> None:
+    print(f"rank {dist.get_rank()} was here")
+    if dist.get_rank() == bad_rank:
+        raise ValueError(f"bad luck on {bad_rank}")
+    dist.barrier()
+
+
+def _fail_everywhere() -> None:
+    raise ValueError("the same everywhere")
+
+
+def _hang_on(bad_rank: int) -> None:
+    if dist.get_rank() == bad_rank:
+        time.sleep(600)
+
+
+def _exit_on(bad_rank: int) -> None:
+    if dist.get_rank() == bad_rank:
+        os._exit(3)
+    dist.barrier()
+
+
+def _leave_traces() -> tuple[str, str | None, list[str], int]:
+    before = (os.getcwd(), os.environ.get("LEFT_BEHIND"), os.listdir(), os.getpid())
+    dist.barrier()
+    os.environ["LEFT_BEHIND"] = "yes"
+    Path(f"left_behind_{dist.get_rank()}").touch()
+    return before
+
+
+def _cluster() -> tuple[str, int, int, int]:
+    trainer = L.Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    environment = trainer._accelerator_connector.cluster_environment
+    is_torchrun = isinstance(environment, TorchElasticEnvironment)
+    return ("torchrun" if is_torchrun else "other", trainer.global_rank, trainer.world_size, torch.get_num_threads())
+
+
+def _load_in_processes() -> list[int]:
+    return [int(item) for item in DataLoader(range(4), num_workers=2, batch_size=None)]  # type: ignore[arg-type]
+
+
+def test_results_come_by_rank_and_collectives_work(workers: WorkerPools) -> None:
+    results = workers(2).run(_rank_and, torch.tensor([1.0, 2.0]))
+    assert [rank for rank, _ in results] == [0, 1]
+    assert all(torch.equal(total, torch.tensor([2.0, 4.0])) for _, total in results)
+
+
+def test_failing_rank_is_reported_and_pool_works_afterwards(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match="bad luck on 1") as caught:
+        workers(2).run(_fail_on, 1)
+    message = str(caught.value)
+    assert "--- rank 1:\nTraceback" in message
+    assert "_fail_on" in message
+    assert "rank 1 was here" in message
+    assert "--- rank 0: not finished" in message
+    assert "barrier" in message  # the stack of the rank that waited
+    assert "ValueError: bad luck on 1" in caught.value.failures[1]
+    assert [rank for rank, _ in workers(2).run(_rank_and, torch.ones(1))] == [0, 1]
+
+
+def test_same_failure_everywhere_is_shown_once(workers: WorkerPools) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        workers(2).run(_fail_everywhere)
+    assert time.monotonic() - start < 30
+    assert str(caught.value).count("ValueError: the same everywhere") == 1
+    assert "--- ranks 0, 1:" in str(caught.value)
+    assert set(caught.value.failures) == {0, 1}
+
+
+def test_hanging_rank_times_out_and_pool_works_afterwards(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match="not finished after 2 s") as caught:
+        workers(2).run(_hang_on, 1, timeout=2.0)
+    assert "_hang_on" in str(caught.value)  # the stack of the hanging rank
+    assert [rank for rank, _ in workers(2).run(_rank_and, torch.ones(1))] == [0, 1]
+
+
+def test_dead_rank_is_reported(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match="exited with code 3") as caught:
+        workers(2).run(_exit_on, 0)
+    assert "exited with code 3" in caught.value.failures[0]
+    assert [rank for rank, _ in workers(2).run(_rank_and, torch.ones(1))] == [0, 1]
+
+
+def test_runs_share_processes_but_no_directory_and_no_environment(workers: WorkerPools) -> None:
+    first, second = workers(2).run(_leave_traces), workers(2).run(_leave_traces)
+    assert first[0][0] == first[1][0]
+    assert second[0][0] != first[0][0]
+    assert not Path(first[0][0]).exists()
+    assert [(left, files) for _, left, files, _ in first + second] == [(None, [])] * 4
+    assert [pid for *_, pid in first] == [pid for *_, pid in second]
+
+
+def test_processes_are_replaced_in_time() -> None:
+    with WorkerPools() as pools:
+        pids = [pools(1).run(os.getpid)[0] for _ in range(RUNS_PER_POOL + 1)]
+    assert len(set(pids[:-1])) == 1
+    assert pids[-1] != pids[0]
+
+
+def test_lightning_sees_ranks_as_started_by_torchrun(workers: WorkerPools) -> None:
+    assert workers(2).run(_cluster) == [("torchrun", 0, 2, 1), ("torchrun", 1, 2, 1)]
+
+
+def test_ranks_may_start_dataloader_workers(workers: WorkerPools) -> None:
+    assert workers(2).run(_load_in_processes) == [[0, 1, 2, 3]] * 2
+
+
+def _abandon(pid_file: str) -> None:
+    """Start a pool and die without closing it."""
+    pids = WorkerPools()(1).run(os.getpid)
+    Path(pid_file).write_text(str(pids[0]))
+    os._exit(0)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks the process up in /proc")
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    parent = multiprocessing.get_context("spawn").Process(target=_abandon, args=(str(pid_file),))
+    parent.start()
+    parent.join(timeout=60)
+    pid = int(pid_file.read_text())
+    deadline = time.monotonic() + 20
+    while _is_alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _is_alive(pid)
