@@ -88,11 +88,11 @@ class GPT(L.LightningModule):
     def __init__(
         self,
         vocabulary: int = 256,
-        context: int = 128,
+        context: int = 64,
         width: int = 128,
         num_heads: int = 4,
         num_layers: int = 4,
-        lr: float = 3e-3,
+        lr: float = 2e-3,
         num_warmup_steps: int = 20,
     ) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class StdlibText(L.LightningDataModule):
 
     SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
-    def __init__(self, context: int = 128, batch_size: int = 16, max_bytes: int = 4_000_000) -> None:
+    def __init__(self, context: int = 64, batch_size: int = 32, max_bytes: int = 4_000_000) -> None:
         super().__init__()
         self.context = context
         self.batch_size = batch_size
@@ -292,8 +292,8 @@ def main(
     overrides: list[str] | None = None,
     devices: int = 8,
     accelerator: str = "cpu",
-    steps: int = 150,
-    batch_size: int = 8,
+    steps: int = 200,
+    batch_size: int = 32,
     val_check_interval: int = 50,
     seed: int = 1,
     output: str = "runs/gpt",

@@ -41,7 +41,7 @@ def find_blocks(root: nn.Module, partition: str = "parameters") -> dict[str, nn.
     def visit(module: nn.Module, prefix: str) -> None:
         for name, child in module.named_children():
             fqn = f"{prefix}{name}"
-            if child in seen or not holds_state(child) or isinstance(child, torchmetrics.Metric):
+            if isinstance(child, torchmetrics.Metric) or child in seen or not holds_state(child):
                 continue
             seen.add(child)
             if child not in chosen and _is_outer(child, chosen, element=isinstance(module, _CONTAINERS)):

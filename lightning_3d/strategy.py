@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,11 +34,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_3d.agreement import on_rank_zero
 from lightning_3d.blocks import find_blocks
+from lightning_3d.checkpoint import (
+    full_model_state,
+    full_optimizer_state,
+    is_sharded_checkpoint,
+    load_full,
+    load_sharded,
+    model_state,
+    optimizer_state,
+    read_full,
+    save_sharded,
+)
 from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
 from lightning_3d.data import BatchGuard, example_batch
-from lightning_3d.agreement import on_rank_zero
-from lightning_3d.errors import ConfigError, StepError
+from lightning_3d.errors import CheckpointError, ConfigError, StepError
 from lightning_3d.gradients import Gradients
 from lightning_3d.initial_weights import drop_absent, move_to, synchronise
 from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
@@ -215,6 +228,11 @@ class ThreeDStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Tells the accelerator connector to give dataloaders a distributed sampler."""
+        return True
 
     @property
     @override
@@ -434,6 +452,73 @@ class ThreeDStrategy(ParallelStrategy):
         flag = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)
+
+    # ---- checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """This rank's part, or on rank 0 the whole for a single file."""
+        self._parts.zero.reshard()
+        if self.config.save_distributed_checkpoint:
+            return model_state(self._module)
+        return full_model_state(self._module, self.mesh.axis("pp"))
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """This rank's part, or on rank 0 the whole for a single file."""
+        if self.config.save_distributed_checkpoint:
+            return optimizer_state(self._module, optimizer)
+        return full_optimizer_state(self._module, optimizer, self.mesh.axis("pp"))
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        if storage_options is not None:
+            raise CheckpointError("storage_options: strategy='3d' writes to file systems, not through a CheckpointIO")
+        path = Path(self.broadcast(filepath))
+        if self.config.save_distributed_checkpoint:
+            save_sharded(path, checkpoint, self.mesh.axis("pp"))
+            return
+        if self.is_global_zero and is_sharded_checkpoint(path):
+            shutil.rmtree(path)
+        super().save_checkpoint(checkpoint, path)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fill the model and its optimizers from a checkpoint of any layout.
+
+        Returns:
+            The rest of the Trainer's checkpoint.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        optimizers, strict = self.optimizers if fitting else [], self._module.strict_loading
+        if path.is_dir():
+            return load_sharded(path, self._module, optimizers, strict=strict, weights_only=weights_only)
+        checkpoint = read_full(path, weights_only=weights_only)
+        load_full(checkpoint, self._module, optimizers, strict=strict)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: ``load_checkpoint`` did it."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: ``load_checkpoint`` did it."""
 
     # ---- the model's place
 

@@ -132,7 +132,7 @@ def build(layout: Layout, num_blocks: int = 4, width: int = 6) -> tuple[Model, D
         (layout.pp, layout.replicate, layout.shard, layout.tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"),
     )
-    torch.manual_seed(dist.get_rank())  # initial values that no load may leave
+    torch.manual_seed(0)  # initial values, which no load may leave
     model, stage = Model(num_blocks, width), mesh["pp"].get_local_rank()
     own = [block for i, block in enumerate(model.blocks) if i * layout.pp // len(model.blocks) == stage]
     for block in set(model.blocks) - set(own):
@@ -171,11 +171,14 @@ def build_optimizers(model: nn.Module) -> list[Optimizer]:
 
 
 def step(model: nn.Module, optimizers: list[Optimizer]) -> None:
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            parameter.grad = torch.ones_like(parameter)
+    own = [parameter for parameter in model.parameters() if not parameter.is_meta]
+    meshes = {parameter: parameter.device_mesh if isinstance(parameter, DTensor) else None for parameter in own}
+    for mesh in set(meshes.values()):  # torch's foreach code takes one mesh at a time
+        for parameter in own:
+            parameter.grad = torch.ones_like(parameter) if meshes[parameter] == mesh else None
+        for optimizer in optimizers:
+            optimizer.step()
     for optimizer in optimizers:
-        optimizer.step()
         for group in optimizer.param_groups:
             group["lr"] = 0.125
 
@@ -249,7 +252,8 @@ def load(layouts: list[Layout], folder: Path) -> list[int]:
             model, _ = build(layout)
             optimizers = build_optimizers(model)
             placements = {fqn: p.placements for fqn, p in model.named_parameters() if isinstance(p, DTensor)}
-            assert bool(placements) == (layout.shard * layout.replicate * layout.tp > 1)
+            if layout.shard * layout.replicate * layout.tp > 1:
+                assert placements
             if is_sharded:
                 rest = load_sharded(folder / "sharded", model, optimizers, strict=True)
                 assert rest == {"epoch": 3}
@@ -258,18 +262,33 @@ def load(layouts: list[Layout], folder: Path) -> list[int]:
                 load_full(checkpoint, model, optimizers, strict=True)
             counts.append(check(model, optimizers))
             assert placements == {fqn: p.placements for fqn, p in model.named_parameters() if isinstance(p, DTensor)}
-            assert all(p.is_meta for block in model.blocks for p in block.parameters()) is False
+            absent = [all(p.is_meta for p in block.parameters()) for block in model.blocks]
+            assert sum(absent) == (2 if layout.pp == 2 else 0)
             step(model, optimizers)  # what was loaded can be trained
     return counts
+
+
+PAIRS = {
+    "one": ["pp2", "dp2", "tp2", "pp2 x dp2", "pp2 x tp2", "dp2 x tp2", "replicate2 x tp2"],
+    "pp2": ["one", "tp2", "dp2 x tp2"],
+    "dp2": ["one", "pp2", "pp2 x tp2"],
+    "tp2": ["one", "dp2", "replicate2 x tp2"],
+    "pp2 x dp2": ["one", "pp2 x dp2", "dp2 x tp2"],
+    "pp2 x tp2": ["one", "tp2", "pp2 x dp2"],
+    "dp2 x tp2": ["one", "pp2", "dp2 x tp2", "pp2 x tp2"],
+    "replicate2 x tp2": ["one", "dp2", "dp2 x tp2"],
+}
+"""Which layouts load what the layout in the key saved."""
 
 
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_any_layout_loads_what_any_other_saved(saved: str, workers: WorkerPools, tmp_path: Path) -> None:
     workers(LAYOUTS[saved].world_size).run(save, LAYOUTS[saved], tmp_path)
     for world_size in (1, 2, 4):
-        layouts = [layout for layout in LAYOUTS.values() if layout.world_size == world_size]
-        counts = workers(world_size).run(load, layouts, tmp_path)
-        assert min(min(of_rank) for of_rank in counts) > 100
+        layouts = [LAYOUTS[name] for name in PAIRS[saved] if LAYOUTS[name].world_size == world_size]
+        if layouts:
+            counts = workers(world_size).run(load, layouts, tmp_path)
+            assert min(min(of_rank) for of_rank in counts) > 100
 
 
 @pytest.mark.parametrize("saved", ["pp2", "dp2 x tp2", "pp2 x dp2"])
@@ -299,6 +318,10 @@ def assert_same(ours: Any, reference: Any, where: str) -> None:
         assert list(ours) == list(reference), where
         for key, value in reference.items():
             assert_same(ours[key], value, f"{where}.{key}")
+    elif isinstance(reference, list):
+        assert len(ours) == len(reference), where
+        for i, value in enumerate(reference):
+            assert_same(ours[i], value, f"{where}.{i}")
     elif isinstance(reference, Tensor):
         assert ours.dtype == reference.dtype, where
         assert torch.equal(ours, reference), where
@@ -370,7 +393,8 @@ def test_plain_trainer_and_layouts_read_each_other(workers: WorkerPools, tmp_pat
 
 def test_lightning_consolidates_a_sharded_checkpoint(workers: WorkerPools, tmp_path: Path) -> None:
     workers(4).run(save, LAYOUTS["pp2 x dp2"], tmp_path)
-    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(tmp_path / "sharded")]
+    # Not lightning.pytorch's program: 2.6.6 looks for the section that FSDPStrategy writes, not ModelParallelStrategy.
+    command = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(tmp_path / "sharded")]
     subprocess.run(command, check=True, timeout=100, capture_output=True)
     workers(1).run(check_consolidated, tmp_path / "sharded.consolidated")
     workers(2).run(load_consolidated, tmp_path / "sharded.consolidated")
@@ -383,8 +407,8 @@ def check_consolidated(path: Path) -> None:
     model, _ = build(Layout())
     optimizers = build_optimizers(model)
     model.load_state_dict(checkpoint["state_dict"])
-    for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
-        optimizer.load_state_dict({"state": {}, **state})
+    for i, optimizer in enumerate(optimizers):
+        optimizer.load_state_dict({"state": {}, **checkpoint[f"optimizer_{i}"]})
     check(model, optimizers)
 
 
@@ -392,7 +416,7 @@ def load_consolidated(path: Path) -> None:
     checkpoint = read_full(path, weights_only=False)
     model, _ = build(Layout(pp=2))
     optimizers = build_optimizers(model)
-    states = [{"state": {}, **state} for state in checkpoint["optimizer_states"]]
+    states = [{"state": {}, **checkpoint[f"optimizer_{i}"]} for i in range(len(optimizers))]
     load_full({**checkpoint, "optimizer_states": states}, model, optimizers, strict=True)
     check(model, optimizers)
 
@@ -502,7 +526,7 @@ def shard_pieces_again(folder: Path) -> None:
         lambda: full_model_state(module, None),
         lambda: load_full({"state_dict": {"weight": full}}, module, [], strict=True),
     ):
-        with pytest.raises(CheckpointError, match="weight has placements .* sharded in pieces and sharded again"):
+        with pytest.raises(CheckpointError, match=r"weight has placements .* sharded in pieces and sharded again"):
             action()
 
 
@@ -533,9 +557,9 @@ def load_what_does_not_fit(layout: Layout, folder: Path) -> None:
         assert unchanged(model, before)
 
     short, _ = build(layout, num_blocks=2)
-    raises(short, [], r"unexpected in the checkpoint: blocks\.2\.up\.weight, .* more.*strict_loading=False")
+    raises(short, [], r"unexpected in the checkpoint: blocks\.2\.\S+, .* more.*strict_loading=False")
     long, _ = build(layout, num_blocks=8)
-    raises(long, [], r"missing in the checkpoint: blocks\.4\.up\.weight, .* more")
+    raises(long, [], r"missing in the checkpoint: blocks\.4\.\S+, .* more")
     wide, _ = build(layout, width=8)
     raises(wide, [], r"embed.weight has shape \(11, 6\) in the checkpoint and \(11, 8\) in the model", strict=False)
     model, _ = build(layout)
@@ -578,20 +602,20 @@ def read_what_is_not_there(folder: Path) -> None:
     model, pp = build(Layout(pp=2))
     with pytest.raises(CheckpointError, match="not a complete checkpoint folder"):
         load_sharded(folder, model, [], strict=True)
-    with pytest.raises(CheckpointError, match="Could not read the checkpoint .*nothing.ckpt .*FileNotFoundError"):
+    with pytest.raises(CheckpointError, match=r"Could not read the checkpoint .*nothing.ckpt .*FileNotFoundError"):
         read_full(folder / "nothing.ckpt", weights_only=True)
     (folder / f"file{dist.get_rank()}").write_text("")
-    with pytest.raises(CheckpointError, match="Could not write the checkpoint .*NotADirectoryError|FileExistsError"):
+    with pytest.raises(CheckpointError, match=r"Could not write the checkpoint .*NotADirectoryError|FileExistsError"):
         save_sharded(folder / "file0" / "checkpoint", {"state_dict": model_state(model)}, pp)
     save_sharded(folder / "good", {"state_dict": model_state(model)}, pp)
     dist.barrier()
     if dist.get_rank() == 0:
         next(iter((folder / "good").glob("__1_*.distcp"))).unlink()
     dist.barrier()
-    with pytest.raises(CheckpointError, match="Could not read the checkpoint .*FileNotFoundError"):
+    with pytest.raises(CheckpointError, match=r"Could not read the checkpoint .*FileNotFoundError"):
         load_sharded(folder / "good", model, [], strict=True)
     assert is_sharded_checkpoint(folder / "good")
-    with pytest.raises(CheckpointError, match="meta.pt .*pickle"):
+    with pytest.raises(CheckpointError, match=r"meta.pt .*pickle"):
         save_sharded(folder / "bad", {"state_dict": model_state(model), "callback": lambda: None}, pp)
     assert not is_sharded_checkpoint(folder / "bad")
 

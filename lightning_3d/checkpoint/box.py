@@ -91,10 +91,14 @@ def full_value(tensor: Tensor) -> Tensor:
     """The full tensor on every rank of its mesh; a collective there. Plain tensors are full already."""
     if not isinstance(tensor, DTensor):
         return tensor
-    mesh, placements = tensor.device_mesh, tensor.placements
-    # Innermost axis first: one all-gather each, where a redistribution in one go logs a warning about several.
-    for axis in reversed(range(mesh.ndim)):
-        tensor = tensor.redistribute(placements=[*placements[:axis], *[Replicate()] * (mesh.ndim - axis)])
+    # One axis at a time, in the reverse of the order in which they were sharded. `full_tensor()` does the like, but
+    # logs a warning that one all-gather can't do it all.
+    strided = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, _StridedShard)]
+    others = [axis for axis in range(tensor.device_mesh.ndim) if axis not in strided]
+    for axis in [*strided, *reversed(others)]:
+        placements = list(tensor.placements)
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
 
 

@@ -31,13 +31,6 @@ TreePath = tuple[str | int, ...]
 MODEL = "state_dict"
 """Section of the model's state."""
 
-MODEL_IN_INDEX = "model"
-"""What that section is called in the index of paths, which only offline readers use.
-
-Lightning's `consolidate_checkpoint` looks for this name, while its ModelParallelStrategy writes and reads "state_dict"
-(lightning 2.6.6); a folder with both can be read by both.
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
@@ -74,7 +67,7 @@ class Folder:
             tensor = None
             if isinstance(stored, TensorStorageMetadata):
                 tensor = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
-            entries[(MODEL, *path[1:]) if path[0] == MODEL_IN_INDEX else path] = Entry(key=key, tensor=tensor)
+            entries[path] = Entry(key=key, tensor=tensor)
         return cls(location=location, entries=entries)
 
     def model_tensors(self) -> dict[str, TensorInfo | None]:

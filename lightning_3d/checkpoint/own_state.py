@@ -21,13 +21,13 @@ from lightning_3d.errors import CheckpointError
 def model_state(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` without what is absent; tensors are aliases of the parameters, DTensors stay DTensors."""
     state = module.state_dict()
-    absent = {fqn.rpartition(".")[0] for fqn, value in state.items() if isinstance(value, Tensor) and value.is_meta}
-    # Extra state that is no tensor belongs to the pipeline rank that holds the tensors beside it.
-    return {
-        fqn: value
-        for fqn, value in state.items()
-        if (not value.is_meta if isinstance(value, Tensor) else fqn.rpartition(".")[0] not in absent)
-    }
+    present = {fqn: not value.is_meta for fqn, value in state.items() if isinstance(value, Tensor)}
+    for fqn in state.keys() - present.keys():
+        # Extra state belongs to the pipeline ranks that hold some of the tensors in its module, if there are any.
+        owner = fqn.removesuffix(fqn.rpartition(".")[2])
+        tensors = [is_present for other, is_present in present.items() if other.startswith(owner)]
+        present[fqn] = any(tensors) or not tensors
+    return {fqn: value for fqn, value in state.items() if present[fqn]}
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:

@@ -18,16 +18,13 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_3d.checkpoint.box import as_box, check_placements
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.folder import MODEL, MODEL_IN_INDEX, Folder, TreePath
+from lightning_3d.checkpoint.folder import MODEL, Folder, TreePath
 from lightning_3d.checkpoint.match import check_groups, check_model, check_num_optimizers
 from lightning_3d.checkpoint.own_state import model_state, optimizer_state, restore_model, restore_optimizer
 from lightning_3d.checkpoint.ownership import exchange, owners, pipeline_rank
@@ -45,7 +42,7 @@ def is_sharded_checkpoint(path: Path) -> bool:
 
 def remove_sharded(path: Path) -> None:
     """Remove the files of a checkpoint folder, on one rank; the folder and files of others in it stay."""
-    for file in [path / META, path / ".metadata", *path.glob("*.distcp")]:
+    for file in [path / META, path / f"{META}.part", path / ".metadata", *path.glob("*.distcp")]:
         file.unlink(missing_ok=True)
 
 
@@ -85,24 +82,12 @@ def save_sharded(path: Path, checkpoint: Mapping[str, Any], pp: DeviceMesh | Non
         if dist.get_rank() == 0:
             state[section]["param_groups"] = optimizers[section]["param_groups"]
     with failing_alike(f"write the checkpoint {path}"):
-        save(state, checkpoint_id=path, planner=_SavePlanner())
+        save(state, checkpoint_id=path)
     with failing_alike(f"write {path / META}"):
         if dist.get_rank() == 0:
             rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-            torch.save(rest, path / META)
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Puts `MODEL_IN_INDEX` into the index."""
-
-    @override
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.mappings = {
-            key: (MODEL_IN_INDEX, *path[1:]) if path[0] == MODEL else path for key, path in self.mappings.items()
-        }
+            torch.save(rest, path / f"{META}.part")
+            (path / f"{META}.part").replace(path / META)
 
 
 def _make_room(path: Path) -> None:

@@ -124,7 +124,7 @@ class PipelineEngine:
             if not self._is_last:
                 return output
             outputs[index] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-            return check_loss(output) * parts[index].weight if backward else ()
+            return check_loss(output).reshape(()) * parts[index].weight if backward else ()
 
         with self._randomness.step():
             schedule.run(StageCall(forward=forward))
@@ -178,7 +178,7 @@ def check_loss(output: Any) -> Tensor:
         )
     if loss.numel() != 1:
         raise StepError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to a 0-d tensor.")
-    return loss.reshape(())
+    return loss
 
 
 def _join_outputs(outputs: Sequence[Any], parts: Sequence[Microbatch]) -> Any:

@@ -18,8 +18,8 @@ def undone(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
     What reaches beyond the module (files, loggers used directly) stays done.
     """
     rng_states = _collect_rng_states()
-    inside = {inner for block in blocks for inner in block.modules()}
-    saved = [(m, _snapshot(vars(m))) for m in module.modules() if m not in inside]
+    inside = {id(inner) for block in blocks for inner in block.modules()}
+    saved = [(m, _snapshot(vars(m))) for m in module.modules() if id(m) not in inside]
     try:
         yield
     finally:

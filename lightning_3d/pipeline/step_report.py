@@ -73,7 +73,7 @@ class LogRecorder:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._metrics = {m: fqn for fqn, m in module.named_modules() if isinstance(m, torchmetrics.Metric)}
+        self._fqns = {id(m): fqn for fqn, m in module.named_modules() if isinstance(m, torchmetrics.Metric)}  # hash varies
         self._calls: dict[int, list[LogCall]] = {}
         self._microbatch = 0
 
@@ -92,7 +92,7 @@ class LogRecorder:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
         arguments = dict(zip(names, args, strict=False)) | kwargs
         if isinstance(value, torchmetrics.Metric):
-            value = MetricReference(fqn=self._metrics[value])
+            value = MetricReference(fqn=self._fqns[id(value)])
         else:
             value = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
         self._calls[self._microbatch].append(

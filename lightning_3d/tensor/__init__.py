@@ -1,1 +1,21 @@
-"""Tensor parallel for the blocks of any model: found by propagation, proved against the dense block, or left alone."""
+"""Tensor parallel for the blocks of any model: found by propagation, proved against the dense block, or left alone.
+
+``plan_block`` decides without communication, ``verify_block`` compares the planned block with the dense one, and
+``apply_block`` carries the plan out.
+"""
+
+from lightning_3d.tensor.apply import apply_block
+from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan, replicated_plan
+from lightning_3d.tensor.search import plan_block
+from lightning_3d.tensor.verify import Verification, block_signature, verify_block
+
+__all__ = [
+    "BlockTensorPlan",
+    "Verification",
+    "WeightPlan",
+    "apply_block",
+    "block_signature",
+    "plan_block",
+    "replicated_plan",
+    "verify_block",
+]

@@ -413,7 +413,10 @@ class _FollowCalls(TorchFunctionMode):
                     dims[id(weight.transposed)] = 1 - weight.shard_dim
                     self._put(weight.transposed, Shard(dims[id(weight.transposed)]), frozenset())
                 self._put(weight.fake, Shard(weight.shard_dim), frozenset())
-        return self._dim(call.weight) is not None
+        is_sharded = self._dim(call.weight) is not None
+        if not is_sharded and call.bias is not None and (bias := self._undecided(call.bias)) is not None:
+            self._replicate(bias, "its weight is replicated")
+        return is_sharded
 
     def _choose(self, weight: _Weight, call: Projection, features_dim: int) -> None:
         sharding = self.sharding(call.input)

@@ -82,11 +82,15 @@ def _improve(
 
 
 def _doubtful(followed: Followed, size: int) -> Iterator[Communication]:
-    """The communications that may cost more than the sharding is worth, dearest first."""
-    for communication in sorted(followed.communications, key=lambda c: c.num_bytes, reverse=True):
+    """The communications that may cost more than the sharding is worth; those that give up least come first."""
+
+    def outputs_of(communication: Communication) -> int:
+        return sum(followed.output_bytes[fqn] for fqn in communication.sources)
+
+    for communication in sorted(followed.communications, key=outputs_of):
+        outputs = outputs_of(communication)
         if not communication.sources:
             continue
-        outputs = sum(followed.output_bytes[fqn] for fqn in communication.sources)
         if communication.row is None:
             if 2 * communication.num_bytes >= _gather_bytes(outputs, size):
                 yield communication

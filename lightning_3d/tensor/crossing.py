@@ -1,0 +1,100 @@
+"""The differentiable crossings between replicated (plain) tensors and shards, each with its collective.
+
+A plain tensor inside a block has the same value on every tp rank, and so has its gradient. Every function here keeps
+that: where ranks contribute different parts of a gradient, its backward sums them.
+
+                        forward              backward
+    enter_columns       nothing              all-reduce       (Megatron's f)
+    reduce_rows         all-reduce           nothing          (Megatron's g)
+    shard               take one's shard     all-gather
+    replicate           nothing              all-reduce or all-gather, as the gradient needs
+    gather              all-gather           take one's shard
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+
+class _EnterColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A copy: autograd may hand the same gradient tensor to other nodes.
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _ReduceRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
+        reduced = partial.contiguous()
+        dist.all_reduce(reduced, group=group)
+        return reduced.view_as(reduced)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch: Any
+        return gradient, None
+
+
+def enter_columns(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A plain activation as the input of column weights; call it once per activation, whatever uses it then."""
+    return cast(Tensor, _EnterColumns.apply(tensor, mesh.get_group())) if tensor.requires_grad else tensor
+
+
+def reduce_rows(partial: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over tp of what a row weight gave on each rank; `partial` must be a fresh result and is overwritten."""
+    return cast(Tensor, _ReduceRows.apply(partial, mesh.get_group()))
+
+
+def replicate(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A plain tensor as an operand beside sharded ones; 0-d CPU tensors move to the mesh's device."""
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def shard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """This rank's part of a plain tensor along `dim`, which the size of tp divides."""
+    return replicate(tensor, mesh).redistribute(placements=[Shard(dim)]).to_local(grad_placements=[Shard(dim)])
+
+
+def gather(tensor: DTensor) -> Tensor:
+    """A sharded or partial tensor as a plain one."""
+    return tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+
+
+def as_sharded(local: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """Equal shards along `dim` as one tensor."""
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+
+
+def local_shard(tensor: DTensor) -> Tensor:
+    """This rank's part of a tensor; its gradient is this rank's part of the tensor's gradient."""
+    return tensor.to_local(grad_placements=tensor.placements)
+
+
+def placement_of(tensor: DTensor) -> Placement:
+    """The placement on the tp axis."""
+    return tensor.placements[0]
+
+
+def shard_dim(tensor: object, mesh: DeviceMesh) -> int | None:
+    """The dim that a tensor is evenly sharded on; None for a plain tensor or any other placement."""
+    if not isinstance(tensor, DTensor):
+        return None
+    placement = placement_of(tensor)
+    if not isinstance(placement, Shard) or tensor.shape[placement.dim] % mesh.size():
+        return None
+    return placement.dim

@@ -1,0 +1,230 @@
+"""The proof that a planned block computes what the dense block computes, made on random input before training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_3d.tensor import crossing
+from lightning_3d.tensor.apply import apply_block
+from lightning_3d.tensor.plan import BlockTensorPlan
+from lightning_3d.tensor.preserve import preserved
+
+_SEED = 20_250_101
+"""Of the random inputs: any number, the same on all ranks."""
+
+_FLOOR = 1e-3
+"""A tensor is compared relative to its own greatest element, but at least to this part of the greatest of its kind, so
+that a gradient that is zero but for rounding (the bias of a key projection) does not count as wrong."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """How far a planned block is from its dense self; the same on all ranks of the tp group."""
+
+    output: float
+    """Greatest relative difference of any output; infinite if the block failed or its outputs do not correspond."""
+
+    input_gradient: float
+
+    parameter_gradient: float
+
+    tolerance: float
+
+    error: str | None = None
+    """What the planned block raised on this rank."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every difference is within the tolerance."""
+        return max(self.output, self.input_gradient, self.parameter_gradient) <= self.tolerance
+
+    def __str__(self) -> str:
+        verdict = "proved" if self.passed else "not proved"
+        text = (
+            f"{verdict}: relative difference of outputs {self.output:.1e}, input gradients {self.input_gradient:.1e}, "
+            f"parameter gradients {self.parameter_gradient:.1e}, tolerance {self.tolerance:.1e}"
+        )
+        return text if self.error is None else f"{text}; {self.error}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Results:
+    outputs: list[Tensor]
+    input_gradients: list[Tensor | None]
+    parameter_gradients: dict[str, Tensor | None]
+
+
+def block_signature(block: nn.Module, plan: BlockTensorPlan) -> tuple[object, ...]:
+    """Blocks of one signature need one proof: same class, structure, parameters and plan."""
+    parameters = tuple((fqn, tuple(p.shape), p.dtype, p.requires_grad) for fqn, p in block.named_parameters())
+    return type(block).__module__, type(block).__qualname__, repr(block), parameters, plan
+
+
+def verify_block(
+    block: nn.Module,
+    plan: BlockTensorPlan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mesh: DeviceMesh,
+    *,
+    tolerance: float | None = None,
+    excluded: Collection[nn.Parameter] = frozenset(),
+) -> Verification:
+    """Compare a copy of the block, sharded as planned, with the dense block: outputs and all gradients.
+
+    Every rank of the tp group must call it. Both run in evaluation mode (no dropout) on the same random floating-point
+    inputs; other inputs keep their values; without values booleans are random and integers zero. Random state and block are left as they were,
+    and no gradient stays behind. Memory: one more copy of this block, and its activations.
+
+    Args:
+        block: Dense, with full parameters that are equal on all ranks of the tp group and on the mesh's device.
+        plan: What is to be proved.
+        args: Example arguments of its forward; tensors may be fake or on the meta device.
+        kwargs: Example keyword arguments.
+        mesh: The tp axis.
+        tolerance: Greatest relative difference; None means the square root of the parameters' machine epsilon
+            (3e-4 in fp32, 9e-2 in bf16).
+        excluded: As for `apply_block`.
+    """
+    epsilons = [torch.finfo(p.dtype).eps for p in block.parameters() if p.is_floating_point()]
+    limit = max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5 if tolerance is None else tolerance
+    device = next((parameter.device for parameter in block.parameters()), torch.device(mesh.device_type))
+    inputs = _random_inputs((tuple(args), dict(kwargs)), device)
+    devices = [device] if device.type != "cpu" else []
+    error = None
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), preserved(block):
+        block.eval()
+        names = dict(block.named_parameters())
+        dense = _run(block, names, inputs)
+        try:
+            sharded_block, sharded_names = _sharded_copy(block, plan, mesh, excluded)
+            differences = _differences(dense, _run(sharded_block, sharded_names, inputs))
+        except Exception as failure:  # whatever goes wrong in the planned block, the answer is "not proved"
+            error = f"{type(failure).__name__}: {failure}"
+            differences = [float("inf")] * 3
+    agreed = torch.tensor(differences, dtype=torch.float32, device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    output, input_gradient, parameter_gradient = agreed.tolist()
+    return Verification(
+        output=output,
+        input_gradient=input_gradient,
+        parameter_gradient=parameter_gradient,
+        tolerance=limit,
+        error=error,
+    )
+
+
+def _random_inputs(example: Any, device: torch.device) -> Any:
+    """Concrete inputs like the example; tensors that appear twice stay one tensor."""
+    generator = torch.Generator().manual_seed(_SEED)
+    made: dict[int, Tensor] = {}
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = _random_input(leaf, generator, device)
+        return made[id(leaf)]
+
+    return tree_map(make, example)
+
+
+def _random_input(example: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+    if example.is_floating_point():
+        values = torch.randn(example.shape, generator=generator).to(device, example.dtype)
+        return values.requires_grad_()
+    has_values = not example.is_meta and type(example) is Tensor
+    if example.dtype == torch.bool and not has_values:
+        return torch.rand(example.shape, generator=generator).lt(0.5).to(device)
+    if not has_values:
+        return torch.zeros(example.shape, dtype=example.dtype, device=device)
+    return example.detach().to(device)
+
+
+def _sharded_copy(
+    block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]
+) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    kept = {id(parameter): parameter for parameter in excluded}  # the copy shares what is excluded
+    duplicate = copy.deepcopy(block, memo=dict(kept))
+    apply_block(duplicate, plan, mesh, excluded=excluded)
+    return duplicate, dict(duplicate.named_parameters())
+
+
+def _run(block: nn.Module, parameters: Mapping[str, nn.Parameter], inputs: Any) -> _Results:
+    """Forward and backward of a random linear function of the outputs, without leaving gradients behind."""
+    args, kwargs = inputs
+    differentiable = [leaf for leaf in _tensors(inputs) if leaf.requires_grad]
+    trained = {fqn: parameter for fqn, parameter in parameters.items() if parameter.requires_grad}
+    with torch.enable_grad():
+        outputs = [leaf for leaf in _tensors(block.forward(*args, **kwargs)) if leaf.is_floating_point()]
+        generator = torch.Generator().manual_seed(_SEED + 1)
+        loss = sum(
+            (output * torch.randn(output.shape, generator=generator).to(output)).sum()
+            for output in outputs
+            if output.requires_grad
+        )
+        gradients: list[Tensor | None] = [None] * (len(differentiable) + len(trained))
+        if isinstance(loss, Tensor):
+            gradients = list(torch.autograd.grad(loss, [*differentiable, *trained.values()], allow_unused=True))
+    full = [_full(gradient) for gradient in gradients]
+    return _Results(
+        outputs=[output.detach() for output in outputs],
+        input_gradients=full[: len(differentiable)],
+        parameter_gradients=dict(zip(trained, full[len(differentiable) :], strict=True)),
+    )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    distinct = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
+    return list(distinct.values())
+
+
+def _full(gradient: Tensor | None) -> Tensor | None:
+    return crossing.gather(gradient) if isinstance(gradient, DTensor) else gradient
+
+
+def _differences(dense: _Results, sharded: _Results) -> list[float]:
+    """Of outputs, input gradients and parameter gradients."""
+    names = dense.parameter_gradients.keys()
+    return [
+        _difference(dense.outputs, sharded.outputs),
+        _difference(dense.input_gradients, sharded.input_gradients),
+        _difference(
+            [dense.parameter_gradients[fqn] for fqn in names], [sharded.parameter_gradients[fqn] for fqn in names]
+        ),
+    ]
+
+
+def _difference(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> float:
+    if len(expected) != len(actual):
+        return float("inf")
+    largest = max((_largest(tensor) for tensor in expected), default=0.0)
+    return max(_relative(expected, actual, _FLOOR * largest), default=0.0)
+
+
+def _relative(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None], floor: float) -> Iterator[float]:
+    for left, right in zip(expected, actual, strict=True):
+        if left is None or right is None or left.shape != right.shape:
+            yield 0.0 if left is right else float("inf")
+        elif not torch.equal(left.isfinite(), right.isfinite()):
+            yield float("inf")
+        else:
+            yield _largest(left.double() - right.double()) / max(_largest(left), floor, torch.finfo(torch.float64).tiny)
+
+
+def _largest(tensor: Tensor | None) -> float:
+    """The greatest finite absolute value; what is not finite is compared by place."""
+    if tensor is None or tensor.numel() == 0:
+        return 0.0
+    values = tensor.detach().double()
+    return float(torch.where(values.isfinite(), values, 0.0).abs().max())
