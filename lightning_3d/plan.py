@@ -52,6 +52,8 @@ class Plan:
     """FQN of a parameter or of a block's buffer -> the stages that hold it, ascending. Glue buffers are everywhere."""
     ties: Mapping[str, str]
     """FQN -> first FQN of the same tensor, where a tensor has several."""
+    used_by_glue: frozenset[str]
+    """FQNs of blocks' parameters and buffers that code outside of their block uses."""
 
     @property
     def stages_of_calls(self) -> Mapping[str, tuple[int, ...]]:
@@ -123,6 +125,7 @@ def make_plan(
         ),
         state_stages=state_stages,
         ties=ties,
+        used_by_glue=_used_by_glue(trace),
     )
 
 
@@ -157,7 +160,7 @@ def _place_state(
     """A tensor lies on the stages of the blocks that own it and of the glue calls that use it, whatever its names."""
     owners = {inner: fqn for fqn, block in blocks.items() for inner in block.modules()}
     everywhere = set(range(num_stages))
-    used_by_glue = {fqn for event in (trace.events if trace else ()) for fqn in event.parameters}
+    used_by_glue = _used_by_glue(trace)
     names: dict[Tensor, list[str]] = {}
     held: dict[Tensor, set[int]] = {}
     for fqn, tensor, owner in named_state(module):
@@ -169,6 +172,10 @@ def _place_state(
     state_stages = {fqn: tuple(sorted(held[tensor])) for tensor, fqns in names.items() for fqn in fqns}
     ties = {fqn: fqns[0] for fqns in names.values() for fqn in fqns if len(fqns) > 1}
     return state_stages, ties
+
+
+def _used_by_glue(trace: Trace | None) -> frozenset[str]:
+    return frozenset(fqn for event in (trace.events if trace else ()) for fqn in event.parameters)
 
 
 def _grouped(blocks: tuple[BlockPlan, ...]) -> list[str]:

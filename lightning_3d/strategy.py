@@ -57,9 +57,11 @@ from lightning_3d.pending import PendingGradients
 from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss
 from lightning_3d.pipeline.interception import Router
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
+from lightning_3d.pipeline.trace import Trace
 from lightning_3d.plan import Plan, make_plan
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.rng import StepRandomness
+from lightning_3d.tensor_parallel import apply_blocks, plan_blocks, prove_blocks
 from lightning_3d.zero import Zero
 
 _STEPS: Mapping[TrainerFn, str] = {
@@ -260,11 +262,15 @@ class ThreeDStrategy(ParallelStrategy):
         router.install(blocks)
         synchronise(module, device)
         tracing = Tracing(module, blocks, router, device)
-        plan = self._agree_on_plan(trainer, tracing, blocks)
+        trace = self._traced_example(trainer, tracing)
+        plan = on_rank_zero(lambda: self._make_plan(trace, blocks), device)
 
         drop_absent(module, plan, mesh.pp_rank)
         move_to(module, device)
         _update_properties(module, device=device)
+        if mesh.shape.tp > 1 and self.config.tensor.verify:
+            plan = prove_blocks(plan, module, blocks, trace, mesh, self.config.tensor)
+        apply_blocks(plan, module, blocks, mesh)
         own = {block.fqn: blocks[block.fqn] for block in plan.blocks_of(mesh.pp_rank)}
         router.absent = frozenset(blocks) - frozenset(own)
         zero = Zero(module, own.values(), mesh=mesh, stage=self.config.zero.stage)
@@ -303,21 +309,22 @@ class ThreeDStrategy(ParallelStrategy):
             randomness=randomness,
         )
 
-    def _agree_on_plan(self, trainer: Trainer, tracing: Tracing, blocks: Mapping[str, nn.Module]) -> Plan:
-        """Plan on rank 0 and send the plan, or the error, to all ranks."""
+    def _traced_example(self, trainer: Trainer, tracing: Tracing) -> Trace | None:
+        """A trace of the step that is about to run, if the plan depends on one."""
         shape = self.mesh.shape
-        batch = self._example(trainer) if shape.pp * shape.tp > 1 else None
+        if shape.pp * shape.tp == 1:
+            return None
+        batch = self._example(trainer)
+        microbatch = split_batch(batch, self.config.num_microbatches)[0].batch if shape.pp > 1 else batch
+        name = _STEPS[trainer.state.fn]
+        with torch.set_grad_enabled(name == "training_step"), self._precision.forward_context():
+            return tracing(name, microbatch, (0,))
 
-        def make() -> Plan:
-            trace = None
-            if batch is not None:
-                microbatch = split_batch(batch, self.config.num_microbatches)[0].batch if shape.pp > 1 else batch
-                name = _STEPS[trainer.state.fn]
-                with torch.set_grad_enabled(name == "training_step"), self._precision.forward_context():
-                    trace = tracing(name, microbatch, (0,))
-            return make_plan(self._module, blocks, trace, self.config, shape)
-
-        return on_rank_zero(make, self.root_device)
+    def _make_plan(self, trace: Trace | None, blocks: Mapping[str, nn.Module]) -> Plan:
+        plan = make_plan(self._module, blocks, trace, self.config, self.mesh.shape)
+        if trace is None or plan.shape.tp == 1:
+            return plan
+        return plan_blocks(plan, self._module, blocks, trace)
 
     def _example(self, trainer: Trainer) -> Any:
         batch = trainer.precision_plugin.convert_input(example_batch(trainer))

@@ -8,7 +8,7 @@ of torch.distributed.checkpoint; `single_file` gathers on rank 0 and takes parts
 from __future__ import annotations
 
 from lightning_3d.checkpoint.own_state import model_state, optimizer_state
-from lightning_3d.checkpoint.sharded import is_sharded_checkpoint, load_sharded, remove_sharded, save_sharded
+from lightning_3d.checkpoint.sharded import is_sharded_checkpoint, load_sharded, save_sharded
 from lightning_3d.checkpoint.single_file import full_model_state, full_optimizer_state, load_full, read_full
 
 __all__ = [
@@ -20,6 +20,5 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "read_full",
-    "remove_sharded",
     "save_sharded",
 ]

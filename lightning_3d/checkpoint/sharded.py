@@ -40,12 +40,6 @@ def is_sharded_checkpoint(path: Path) -> bool:
     return path.is_dir() and (path / META).is_file()
 
 
-def remove_sharded(path: Path) -> None:
-    """Remove the files of a checkpoint folder, on one rank; the folder and files of others in it stay."""
-    for file in [path / META, path / f"{META}.part", path / ".metadata", *path.glob("*.distcp")]:
-        file.unlink(missing_ok=True)
-
-
 # --------------------------------------------------------------------------------------------------------------- save
 
 
@@ -72,8 +66,9 @@ def save_sharded(path: Path, checkpoint: Mapping[str, Any], pp: DeviceMesh | Non
         for section, values in sections.items()
     }
     with failing_alike(f"write the checkpoint {path}"):
-        for section, values in mine.items():
-            check_placements(values if section == MODEL else {f: v for s in values.values() for f, v in s.items()})
+        check_placements(mine[MODEL])
+        for section in optimizers:
+            check_placements({f"{n} of {fqn}": v for fqn, named in mine[section].items() for n, v in named.items()})
         if dist.get_rank() == 0:
             _make_room(path)
     state: dict[str, Any] = {MODEL: {fqn: _boxed(value) for fqn, value in mine.pop(MODEL).items()}}
@@ -91,10 +86,12 @@ def save_sharded(path: Path, checkpoint: Mapping[str, Any], pp: DeviceMesh | Non
 
 
 def _make_room(path: Path) -> None:
+    """Make the folder, without a file or the files of another checkpoint in its place; files of others stay."""
     if path.is_file():
         path.unlink()
     path.mkdir(parents=True, exist_ok=True)
-    remove_sharded(path)
+    for file in [path / META, path / f"{META}.part", path / ".metadata", *path.glob("*.distcp")]:
+        file.unlink(missing_ok=True)
 
 
 def _boxed(value: object) -> object:

@@ -110,15 +110,17 @@ def _to_first_stage(value: Tensor | TensorInfo, owner: int, pp: DeviceMesh) -> T
     group = pp.get_group()
     if dist.get_global_rank(group, 0) != 0:
         return None
+    # Through host memory where the group can: there rank 0 keeps it, and gloo sends from nowhere else.
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else pp.device_type
     if isinstance(value, Tensor):
         # As bytes, since backends do not send every dtype.
-        content = value.to(pp.device_type).contiguous().reshape(-1).view(torch.uint8)
+        content = value.to(device).contiguous().reshape(-1).view(torch.uint8)
         if content.numel() > 0:
             dist.send(content, group=group, group_dst=0)
         return None
     if pp.get_local_rank() != 0:
         return None
-    received = torch.empty(value.shape, dtype=value.dtype, device=pp.device_type)
+    received = torch.empty(value.shape, dtype=value.dtype, device=device)
     if received.numel() > 0:
         dist.recv(received.reshape(-1).view(torch.uint8), group=group, group_src=owner)
     return received

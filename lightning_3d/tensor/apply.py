@@ -31,8 +31,8 @@ def apply_block(
 ) -> None:
     """Shard or replicate every parameter of a block as planned and make its forward run on them.
 
-    Names, order, ``requires_grad`` and ties inside the block stay; the Parameter objects are new. Buffers stay plain and
-    replicated. Takes each shard from the full value on this rank, without communication.
+    Names, order, ``requires_grad`` and ties inside the block stay; the Parameter objects are new. Buffers stay plain
+    and replicated. Takes each shard from the full value on this rank, without communication.
 
     Args:
         block: With full parameters, equal on all ranks of `mesh`; they may be on the meta device.
@@ -57,7 +57,7 @@ def apply_block(
         setattr(owner, name, made[id(parameter)])
         if placement.is_replicate():
             replicated.append((owner, name))
-    block.forward = _sharded_forward(block.forward, mesh, replicated)  # type: ignore[method-assign]
+    block.forward = _sharded_forward(block.forward, mesh, replicated)
 
 
 def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]) -> None:

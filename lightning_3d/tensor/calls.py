@@ -205,14 +205,49 @@ def as_dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 _RANDOM = frozenset(
-    "alpha_dropout bernoulli bernoulli_ cauchy_ dropout1d dropout2d dropout3d exponential_ feature_alpha_dropout "
-    "feature_dropout geometric_ gumbel_softmax log_normal_ multinomial normal normal_ poisson rand_like randint_like "
-    "randn_like random_ rrelu uniform_".split()
+    {
+        "alpha_dropout",
+        "bernoulli",
+        "bernoulli_",
+        "cauchy_",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "exponential_",
+        "feature_alpha_dropout",
+        "feature_dropout",
+        "geometric_",
+        "gumbel_softmax",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "random_",
+        "rrelu",
+        "uniform_",
+    }
 )
 
 _IN_PLACE_OPERATORS = frozenset(
-    "__iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__ __ixor__ __ilshift__ "
-    "__irshift__ __setitem__".split()
+    {
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+        "__setitem__",
+    }
 )
 
 

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -39,25 +38,45 @@ class _EnterColumns(torch.autograd.Function):
 
 class _ReduceRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
         # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
-        reduced = partial.contiguous()
+        # `data`, as user code may change the result in place, which autograd refuses for a view made here.
+        reduced = partial.contiguous().data
         dist.all_reduce(reduced, group=group)
-        return reduced.view_as(reduced)
+        return reduced
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch: Any
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor) -> Tensor:
+        ctx.mesh, ctx.dim = tensor.device_mesh, None
+        if isinstance(placement_of(tensor), Shard):
+            ctx.dim = cast(Shard, placement_of(tensor)).dim
+        return tensor.redistribute(placements=[Replicate()]).to_local().data  # as above: not a view
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        # Of a partial sum every rank's part has the full gradient.
+        full = DTensor.from_local(gradient, ctx.mesh, [Replicate()], run_check=False)
+        return full if ctx.dim is None else full.redistribute(placements=[Shard(ctx.dim)])
+
+
+def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
+    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 def enter_columns(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """A plain activation as the input of column weights; call it once per activation, whatever uses it then."""
-    return cast(Tensor, _EnterColumns.apply(tensor, mesh.get_group())) if tensor.requires_grad else tensor
+    return _apply(_EnterColumns, tensor, mesh.get_group()) if tensor.requires_grad else tensor
 
 
 def reduce_rows(partial: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum over tp of what a row weight gave on each rank; `partial` must be a fresh result and is overwritten."""
-    return cast(Tensor, _ReduceRows.apply(partial, mesh.get_group()))
+    return _apply(_ReduceRows, partial, mesh.get_group())
 
 
 def replicate(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -66,13 +85,13 @@ def replicate(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's part of a plain tensor along `dim`, which the size of tp divides."""
+    """Take the own part of a plain tensor along `dim`, which the size of tp divides."""
     return replicate(tensor, mesh).redistribute(placements=[Shard(dim)]).to_local(grad_placements=[Shard(dim)])
 
 
 def gather(tensor: DTensor) -> Tensor:
     """A sharded or partial tensor as a plain one."""
-    return tensor.redistribute(placements=[Replicate()]).to_local(grad_placements=[Replicate()])
+    return _apply(_Gather, tensor)
 
 
 def as_sharded(local: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
@@ -81,7 +100,7 @@ def as_sharded(local: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
 
 
 def local_shard(tensor: DTensor) -> Tensor:
-    """This rank's part of a tensor; its gradient is this rank's part of the tensor's gradient."""
+    """Take the own part of a tensor; its gradient is the own part of the tensor's gradient."""
     return tensor.to_local(grad_placements=tensor.placements)
 
 

@@ -150,9 +150,9 @@ def follow_block(
             if fqn in replicated:
                 weights[id(parameter)].role, weights[id(parameter)].reason = "replicate", replicated[fqn]
         for module in block.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = weights[id(parameter)].fake  # type: ignore[assignment]  # a stand-in
+            for name, member in module._parameters.items():
+                if member is not None:
+                    module._parameters[name] = weights[id(member)].fake  # type: ignore[assignment]  # a stand-in
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = _fake(buffer, device)
@@ -478,11 +478,11 @@ class _FollowCalls(TorchFunctionMode):
         return Replicate() if sharding is None else sharding.placement
 
 
-class _FollowOps(TorchDispatchMode):
+class _FollowOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 2.13
     """Hands every aten op to the follower."""
 
     def __init__(self, follower: _FollowCalls) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
         self._follower = follower
 
     def __torch_dispatch__(

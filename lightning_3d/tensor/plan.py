@@ -87,9 +87,7 @@ class BlockTensorPlan:
     @property
     def num_local_elements(self) -> int:
         """The number of parameter elements that one rank holds; ties count once per name."""
-        return sum(
-            weight.num_elements // (1 if weight.shard_dim is None else self.size) for weight in self.weights
-        )
+        return sum(weight.num_elements // (1 if weight.shard_dim is None else self.size) for weight in self.weights)
 
     def weight(self, fqn: str) -> WeightPlan:
         """The decision for one parameter.

@@ -104,4 +104,3 @@ class ShardingRules:
 def _specs(schema: Sequence[Any]) -> list[Placement]:
     leaves = tree_flatten(tuple(schema), is_leaf=lambda leaf: isinstance(leaf, DTensorSpec))[0]
     return [leaf.placements[0] for leaf in leaves if isinstance(leaf, DTensorSpec)]
-

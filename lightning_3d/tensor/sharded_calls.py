@@ -158,7 +158,7 @@ class ShardedCalls(TorchFunctionMode):
         return crossing.as_sharded(output, self._mesh, dim)
 
     def _part(self, tensor: Tensor, dim: int, num_heads: int) -> Tensor:
-        """This rank's heads; replicated keys and values are repeated for their query heads first."""
+        """Take the own heads; replicated keys and values are repeated for their query heads first."""
         if isinstance(tensor, DTensor):
             return _local(tensor)
         return self._slice(tensor.repeat_interleave(num_heads // tensor.shape[dim], dim), dim)

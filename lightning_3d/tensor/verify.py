@@ -83,8 +83,8 @@ def verify_block(
     """Compare a copy of the block, sharded as planned, with the dense block: outputs and all gradients.
 
     Every rank of the tp group must call it. Both run in evaluation mode (no dropout) on the same random floating-point
-    inputs; other inputs keep their values; without values booleans are random and integers zero. Random state and block are left as they were,
-    and no gradient stays behind. Memory: one more copy of this block, and its activations.
+    inputs; other inputs keep their values; without values booleans are random and integers zero. Random state and block
+    are left as they were, and no gradient stays behind. Memory: one more copy of this block, and its activations.
 
     Args:
         block: Dense, with full parameters that are equal on all ranks of the tp group and on the mesh's device.
