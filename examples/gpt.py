@@ -11,6 +11,7 @@ the checkpoint as any Lightning checkpoint.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import sysconfig
 import time
@@ -32,6 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.report import report_table
 
 LAYOUT = Path(__file__).parent.parent / "conf" / "gpt_2x2x2.yaml"
 
@@ -172,7 +174,7 @@ class StdlibText(L.LightningDataModule):
 
     SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
-    def __init__(self, context: int = 64, batch_size: int = 32, max_bytes: int = 4_000_000) -> None:
+    def __init__(self, context: int = 64, batch_size: int = 16, max_bytes: int = 4_000_000) -> None:
         super().__init__()
         self.context = context
         self.batch_size = batch_size
@@ -253,7 +255,7 @@ def run_one_process(data: StdlibText, accelerator: str, global_batch_size: int, 
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    L.seed_everything(seed)
+    L.seed_everything(seed, verbose=False)
     model = GPT()
     sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(
         data.train_set, num_replicas=1, rank=0, seed=seed
@@ -262,19 +264,9 @@ def run_one_process(data: StdlibText, accelerator: str, global_batch_size: int, 
     return history
 
 
-def table_of(title: str, rows: list[dict[str, object]]) -> Table:
-    """Lay out rows of equal keys."""
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
-    return table
-
-
 def summary_table(history: History, one_process: History, difference: float, val_loss: float) -> Table:
     """Lay out what the run showed."""
-    table = Table(title="What came out", title_justify="left", show_header=False)
+    table = Table(title="what came out", show_header=False)
     table.add_row("loss at the start (nats per byte)", f"{history.losses[0]:.3f}")
     table.add_row("loss at the end (mean of the last 10 steps)", f"{statistics.mean(history.losses[-10:]):.3f}")
     table.add_row("best validation loss", f"{val_loss:.3f}")
@@ -287,13 +279,21 @@ def summary_table(history: History, one_process: History, difference: float, val
     return table
 
 
+def hide_advice() -> None:
+    """Silence what Lightning tells about settings chosen here on purpose, so that the run itself can be seen."""
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore", FutureWarning)  # Lightning and torch about each other
+    for message in ("does not have many workers", "Checkpoint directory .* exists", "have no `val_dataloader`"):
+        warnings.filterwarnings("ignore", f".*{message}")
+
+
 def main(
     layout: str = str(LAYOUT),
     overrides: list[str] | None = None,
     devices: int = 8,
     accelerator: str = "cpu",
     steps: int = 200,
-    batch_size: int = 32,
+    batch_size: int = 16,
     val_check_interval: int = 50,
     seed: int = 1,
     output: str = "runs/gpt",
@@ -312,7 +312,7 @@ def main(
         output: Folder for the checkpoint.
 
     """
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    hide_advice()
     strategy = ThreeDStrategy.from_config(layout, overrides=["save_distributed_checkpoint=false", *(overrides or [])])
     history = History()
     checkpoint = ModelCheckpoint(dirpath=output, monitor="val_loss", filename="{step}-{val_loss:.3f}")
@@ -328,7 +328,7 @@ def main(
         logger=False,
         enable_model_summary=False,
     )
-    L.seed_everything(seed)
+    L.seed_everything(seed, verbose=False)
     model = GPT()
     data = StdlibText(model.context, batch_size)
     trainer.fit(model, datamodule=data)
@@ -338,14 +338,13 @@ def main(
 
     console = Console()
     console.print("One process repeats the first steps, with the plain Trainer ...")
-    num_replicas = strategy.distributed_sampler_kwargs["num_replicas"]
-    one_process = run_one_process(data, accelerator, batch_size * num_replicas, seed)
+    one_process = run_one_process(data, accelerator, batch_size * strategy.mesh.shape.dp, seed)
     pairs = zip(history.losses, one_process.losses, strict=False)  # either may be the shorter run
     difference = max(abs(loss - expected) for loss, expected in pairs)
 
     console.rule("The main job")
     console.print(strategy.plan)
-    console.print(table_of("What each rank held", report))
+    console.print(report_table(report))
     assert checkpoint.best_model_score is not None
     console.print(summary_table(history, one_process, difference, checkpoint.best_model_score.item()))
 

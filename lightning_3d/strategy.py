@@ -47,6 +47,7 @@ from lightning_3d.checkpoint import (
     read_full,
     save_sharded,
 )
+from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
 from lightning_3d.data import BatchGuard, example_batch
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
@@ -60,6 +61,7 @@ from lightning_3d.pipeline.microbatches import detached_from_inference, split_ba
 from lightning_3d.pipeline.trace import Trace
 from lightning_3d.plan import Plan, make_plan
 from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.rng import StepRandomness
 from lightning_3d.tensor_parallel import apply_blocks, plan_blocks, prove_blocks
 from lightning_3d.zero import Zero
@@ -402,6 +404,10 @@ class ThreeDStrategy(ParallelStrategy):
         """Norm of all gradients as if they lay in one process; a 0-d tensor, equal on all ranks. Every rank calls it."""
         return self._parts.gradients.norm(norm_type=norm_type)
 
+    def report(self) -> list[RankReport]:
+        """What each rank holds, by rank. Every rank calls it; ``report_table`` shows it."""
+        return gather_reports(self._module, self.optimizers, self.mesh, self.root_device)
+
     @override
     def on_validation_end(self) -> None:
         self._parts.zero.reshard()
@@ -497,35 +503,37 @@ class ThreeDStrategy(ParallelStrategy):
         if self.config.save_distributed_checkpoint:
             save_sharded(path, checkpoint, self.mesh.axis("pp"))
             return
-        if self.is_global_zero and is_sharded_checkpoint(path):
-            shutil.rmtree(path)
-        super().save_checkpoint(checkpoint, path)
+        with failing_alike(f"write the checkpoint {path}"):
+            if self.is_global_zero:
+                if is_sharded_checkpoint(path):
+                    shutil.rmtree(path)
+                super().save_checkpoint(checkpoint, path)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill the model and its optimizers from a checkpoint of any layout.
-
-        Returns:
-            The rest of the Trainer's checkpoint.
-        """
+        """Read a checkpoint of any layout. A folder fills the model and its optimizers here, a file when Lightning has
+        given the user's ``on_load_checkpoint`` its turn."""
         path = Path(self.broadcast(checkpoint_path))
-        fitting = self._module.trainer.state.fn == TrainerFn.FITTING
-        optimizers, strict = self.optimizers if fitting else [], self._module.strict_loading
         if path.is_dir():
-            return load_sharded(path, self._module, optimizers, strict=strict, weights_only=weights_only)
-        checkpoint = read_full(path, weights_only=weights_only)
-        load_full(checkpoint, self._module, optimizers, strict=strict)
-        return checkpoint
+            strict = self._module.strict_loading
+            return load_sharded(path, self._module, self._restored, strict=strict, weights_only=weights_only)
+        return read_full(path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: ``load_checkpoint`` did it."""
+        if "state_dict" in checkpoint:  # it came from a file
+            load_full(checkpoint, self._module, self._restored, strict=strict)
+
+    @property
+    def _restored(self) -> list[Optimizer]:
+        """The optimizers that a checkpoint restores."""
+        return self.optimizers if self._module.trainer.state.fn == TrainerFn.FITTING else []
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: ``load_checkpoint`` did it."""
+        """Nothing: they were restored with the model."""
 
     # ---- the model's place
 

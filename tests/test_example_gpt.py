@@ -13,7 +13,7 @@ import torch
 
 from examples.gpt import GPT, Chunks, History, StdlibText
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "gpt.py"
+ROOT = Path(__file__).parent.parent
 
 
 def test_chunks_are_consecutive_and_targets_one_byte_ahead() -> None:
@@ -82,13 +82,13 @@ def test_generate_continues_prompt_beyond_context() -> None:
 def test_main_job_runs_in_2x2x2(tmp_path: Path) -> None:
     arguments = ["--steps", "24", "--batch_size", "8", "--val_check_interval", "12", "--output", str(tmp_path)]
     run = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [sys.executable, str(ROOT / "examples" / "gpt.py"), *arguments],
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
         cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]  # it fails where losses differ by over 1e-4
     assert "first 20 losses" in run.stdout

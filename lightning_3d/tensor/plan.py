@@ -100,21 +100,27 @@ class BlockTensorPlan:
                 return weight
         raise KeyError(fqn)
 
-    def __str__(self) -> str:
-        head = (
+    @property
+    def summary(self) -> str:
+        """The plan in one line."""
+        if self.reason is not None:
+            return f"tensor parallel {self.size}: replicated, {self.reason}"
+        return (
             f"tensor parallel {self.size}: {self.sharded_share:.1%} of the parameters sharded, "
             f"{self.num_all_reduces_forward} all-reduces forward, {self.num_all_reduces_backward} backward, "
             f"{self.num_other_collectives_forward} other collectives, {self.communicated_bytes} bytes"
         )
+
+    def __str__(self) -> str:
         if self.reason is not None:
-            return f"tensor parallel {self.size}: replicated, {self.reason}"
+            return self.summary
         width = max((len(weight.fqn) for weight in self.weights), default=0)
         rows = [
             f"  {weight.fqn:<{width}}  {weight.role:<9}  {list(weight.shape)}"
             + (f" on dim {weight.shard_dim}" if weight.reason is None else f"  {weight.reason}")
             for weight in self.weights
         ]
-        return "\n".join([head, *rows])
+        return "\n".join([self.summary, *rows])
 
 
 def replicated_plan(block: nn.Module, *, size: int, reason: str) -> BlockTensorPlan:

@@ -15,8 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.tensor.follow import Communication, Followed, follow_block
+from lightning_3d.tensor.follow import Followed, follow_block
+from lightning_3d.tensor.ledger import Communication
 from lightning_3d.tensor.plan import BlockTensorPlan, replicated_plan
+from lightning_3d.tensor.weights import named_parameters
 
 
 def plan_block(
@@ -45,7 +47,7 @@ def plan_block(
         return replicated_plan(block, size=size, reason="the tp axis has one rank")
     replicated = {
         fqn: "shared with code outside the block"
-        for fqn, parameter in block.named_parameters(remove_duplicate=False)
+        for fqn, parameter in named_parameters(block).items()
         if any(parameter is other for other in excluded)
     }
     try:
@@ -53,12 +55,9 @@ def plan_block(
         best = _improve(block, args, kwargs, size, replicated, best)
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
-        return replicated_plan(block, size=size, reason=f"can't be followed on fake tensors: {_kind(error)}: {message}")
+        reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
+        return replicated_plan(block, size=size, reason=reason)
     return _plan(block, best, size)
-
-
-def _kind(error: Exception) -> str:
-    return type(error).__name__
 
 
 def _improve(

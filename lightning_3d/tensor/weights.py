@@ -1,0 +1,140 @@
+"""Deciding each weight of a block at its first use in a fake run.
+
+    input of its first projection    the weight
+    replicated                       column: its output features are sharded
+    sharded on the contracted dim    row: its contracted features are sharded
+    anything else                    replicated
+
+A weight whose first use is no projection stays replicated; a bias goes with its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from lightning_3d.tensor.calls import Function, Projection, tensors_in
+from lightning_3d.tensor.ledger import Ledger
+from lightning_3d.tensor.plan import Role, WeightPlan
+
+_TRANSPOSES = frozenset({Tensor.t, Tensor.T.__get__, Tensor.mT.__get__})  # type: ignore[attr-defined]  # descriptors
+
+
+@dataclass(slots=True)
+class _Weight:
+    fqn: str
+    """Its first name."""
+
+    fake: Tensor
+
+    role: Role | None = None
+    """None until its first use."""
+
+    shard_dim: int | None = None
+
+    reason: str | None = None
+
+    transposed: Tensor | None = None
+    """Its transpose, once the block has taken one."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor is self.fake or tensor is self.transposed
+
+    def replicate(self, reason: str) -> None:
+        self.role, self.reason = "replicate", reason
+
+
+class Weights:
+    """The parameters of a block during a fake run.
+
+    Args:
+        fakes: Fake parameter by name; tied names have the same tensor.
+        replicated: FQN -> reason, for weights that must not be sharded.
+        ledger: Gets the placements of sharded weights.
+    """
+
+    def __init__(self, fakes: Mapping[str, Tensor], replicated: Mapping[str, str], ledger: Ledger) -> None:
+        self._fakes = fakes
+        self._ledger = ledger
+        self._weights: dict[int, _Weight] = {}
+        for fqn, fake in fakes.items():
+            weight = self._weights.setdefault(id(fake), _Weight(fqn, fake))
+            if fqn in replicated:
+                weight.replicate(replicated[fqn])
+
+    def plans(self) -> tuple[WeightPlan, ...]:
+        """The decisions, by name."""
+        return tuple(self._plan(fqn, fake) for fqn, fake in self._fakes.items())
+
+    def _plan(self, fqn: str, fake: Tensor) -> WeightPlan:
+        weight = self._weights[id(fake)]
+        return WeightPlan(
+            fqn=fqn,
+            shape=tuple(fake.shape),
+            role=weight.role or "replicate",
+            shard_dim=weight.shard_dim,
+            reason="not used in this forward" if weight.role is None else weight.reason,
+        )
+
+    def fqn_of(self, tensor: Tensor) -> str:
+        """The first name of a weight, given itself or its transpose."""
+        return next(weight.fqn for weight in self._weights.values() if weight.holds(tensor))
+
+    def decide(self, call: Projection) -> bool:
+        """Decide the weight of a projection if this is its first use; returns whether it is sharded."""
+        weight = self._undecided(call.weight)
+        if weight is not None:
+            self._choose(weight, call)
+            if weight.shard_dim is not None:
+                self._ledger.put(weight.fake, Shard(weight.shard_dim), frozenset())
+                if weight.transposed is not None:
+                    self._ledger.put(weight.transposed, Shard(1 - weight.shard_dim), frozenset())
+        is_sharded = any(w.holds(call.weight) for w in self._weights.values() if w.shard_dim is not None)
+        if not is_sharded:
+            self._replicate_bias(call, "its weight is replicated")
+        return is_sharded
+
+    def settle(self, function: Function, name: str, tensors: Iterable[Tensor], output: object) -> None:
+        """After a call that is no projection: weights that it made a tensor of, and that were undecided, replicate."""
+        results: Sequence[Tensor] = list(tensors_in(output))
+        for tensor in tensors if results else ():
+            if (weight := self._undecided(tensor)) is None:
+                continue
+            if function in _TRANSPOSES and weight.transposed is None and tensor is weight.fake:
+                weight.transposed = results[0]
+            else:
+                weight.replicate(f"used by {name}")
+
+    def _undecided(self, tensor: Tensor) -> _Weight | None:
+        return next((w for w in self._weights.values() if w.role is None and w.holds(tensor)), None)
+
+    def _choose(self, weight: _Weight, call: Projection) -> None:
+        size = self._ledger.size
+        features_dim = call.features_dim if call.weight is weight.fake else 1 - call.features_dim
+        if self._ledger.entry(call.input) is None:
+            features = weight.fake.shape[features_dim]
+            if features % size:
+                weight.replicate(f"{features} output features are not divisible by {size}")
+                return
+            weight.role, weight.shard_dim = "column", features_dim
+            bias = None if call.bias is None else self._undecided(call.bias)
+            if bias is not None and bias.fake.shape == (features,):
+                bias.role, bias.shard_dim = "column", 0
+                self._ledger.put(bias.fake, Shard(0), frozenset())
+        elif self._ledger.dim(call.input) == call.input.dim() - 1:
+            weight.role, weight.shard_dim = "row", 1 - features_dim
+            self._replicate_bias(call, "added after the all-reduce of a row weight")
+        else:
+            weight.replicate(f"its input is {self._ledger.placement(call.input)}")
+
+    def _replicate_bias(self, call: Projection, reason: str) -> None:
+        if call.bias is not None and (bias := self._undecided(call.bias)) is not None:
+            bias.replicate(reason)
+
+
+def named_parameters(block: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters, ties under every name."""
+    return dict(block.named_parameters(remove_duplicate=False))

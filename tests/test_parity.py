@@ -1,0 +1,91 @@
+"""The one law over a table of layouts: same losses, gradient norms, metrics and weights as one process, and really
+sharded as planned."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+
+from tests.models import TinyGPT, TinyMLP, features
+from tests.parity import Job, Layout, LayoutRun, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.workers import WorkerPools
+
+GPT = Job()
+UNTIED = Job(model=partial(TinyGPT, tied=False))
+CLIPPED = Job(gradient_clip_val=0.3, accumulate_grad_batches=2)
+MLP = Job(model=TinyMLP, data=features)
+
+TABLE = [
+    (GPT, Layout()),
+    # two processes
+    *((GPT, Layout(dp=2, zero=stage)) for stage in (0, 1, 2, 3)),
+    (GPT, Layout(pp=2, schedule="gpipe", num_microbatches=4)),
+    (GPT, Layout(pp=2, schedule="1f1b", num_microbatches=4)),
+    (GPT, Layout(pp=2, num_microbatches=3)),  # microbatches of unequal size
+    (GPT, Layout(pp=2, partition="uniform")),
+    (GPT, Layout(pp=2, partition="type:Attention|Embedding")),  # residuals and MLPs become glue and blocks of their own
+    (UNTIED, Layout(pp=2)),
+    (MLP, Layout(pp=2)),
+    (GPT, Layout(tp=2)),
+    (UNTIED, Layout(tp=2)),
+    (CLIPPED, Layout(dp=2, zero=1)),
+    (CLIPPED, Layout(pp=2)),
+    (CLIPPED, Layout(tp=2)),
+    # four processes
+    (GPT, Layout(dp=4, zero=3)),
+    (GPT, Layout(pp=4, num_microbatches=4)),
+    (GPT, Layout(tp=4)),
+    *((GPT, Layout(pp=2, dp=2, zero=stage)) for stage in (0, 1, 2, 3)),
+    *((GPT, Layout(dp=2, tp=2, zero=stage)) for stage in (0, 1, 2, 3)),
+    (GPT, Layout(pp=2, tp=2)),
+    (CLIPPED, Layout(pp=2, dp=2, zero=2)),
+    # eight processes
+    *((GPT, Layout(pp=2, dp=2, tp=2, zero=stage)) for stage in (0, 1, 2, 3)),
+    (CLIPPED, Layout(pp=2, dp=2, tp=2, zero=1, num_microbatches=2)),
+]
+
+
+def _name(job: Job, layout: Layout) -> str:
+    jobs = {"gpt": GPT, "untied": UNTIED, "clipped": CLIPPED, "mlp": MLP}
+    name = next(name for name, known in jobs.items() if known is job)
+    return f"{name}-{layout}-{layout.partition}"
+
+
+@cache
+def _reference(name: str) -> ReferenceRun:
+    return run_reference({"gpt": GPT, "untied": UNTIED, "clipped": CLIPPED, "mlp": MLP}[name])
+
+
+@pytest.mark.parametrize(("job", "layout"), TABLE, ids=[_name(job, layout) for job, layout in TABLE])
+def test_layout_equals_one_process(workers: WorkerPools, job: Job, layout: Layout) -> None:
+    reference = _reference(_name(job, layout).partition("-")[0])
+    result = run_layout(workers, job, layout)
+    assert_parity(reference, result, tolerance=1e-5)
+    assert_held_as_planned(reference, result, layout)
+
+
+def assert_held_as_planned(reference: ReferenceRun, result: LayoutRun, layout: Layout) -> None:
+    """Parameters and optimizer state are cut by pp, tp and, from ZeRO stage 1 on, dp; AdamW has two state tensors."""
+    shards = 1 if layout.zero == 0 else layout.dp
+    ranks_per_stage = layout.dp * layout.tp
+    for fqn, num_elements in reference.parameters.items():
+        stages = {rank // ranks_per_stage for rank, held in enumerate(result.held) if fqn in held.parameters}
+        expected = num_elements // shards // (layout.tp if _is_tensor_parallel(fqn) else 1)
+        tied = fqn == "tokens.weight" and "head.weight" not in reference.parameters
+        assert len(stages) == (2 if tied and layout.pp > 1 else 1), f"{fqn} is on stages {stages}"
+        for rank, held in enumerate(result.held):
+            if rank // ranks_per_stage in stages:
+                assert held.parameters[fqn] == expected, f"{fqn} on rank {rank}"
+                assert held.optimizer_state[fqn] == 2 * expected, f"state of {fqn} on rank {rank}"
+            else:
+                assert fqn not in held.optimizer_state, f"state of {fqn} on rank {rank}"
+    for stage in range(layout.pp):
+        assert result.held[stage * ranks_per_stage].parameters, f"stage {stage} holds nothing"
+
+
+def _is_tensor_parallel(fqn: str) -> bool:
+    """What Megatron's plan shards in TinyGPT: column weights with their biases, row weights without."""
+    column = ("attention.q.", "attention.k.", "attention.v.", "mlp.0.")
+    row = ("attention.out.weight", "mlp.2.weight")
+    return any(part in fqn for part in (*column, *row))
