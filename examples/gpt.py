@@ -174,7 +174,7 @@ class StdlibText(L.LightningDataModule):
 
     SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"})
 
-    def __init__(self, context: int = 64, batch_size: int = 16, max_bytes: int = 4_000_000) -> None:
+    def __init__(self, context: int = 64, batch_size: int = 32, max_bytes: int = 4_000_000) -> None:
         super().__init__()
         self.context = context
         self.batch_size = batch_size
@@ -281,7 +281,8 @@ def summary_table(history: History, one_process: History, difference: float, val
 
 def hide_advice() -> None:
     """Silence what Lightning tells about settings chosen here on purpose, so that the run itself can be seen."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)  # Lightning and torch about each other
     for message in ("does not have many workers", "Checkpoint directory .* exists", "have no `val_dataloader`"):
         warnings.filterwarnings("ignore", f".*{message}")
@@ -292,8 +293,8 @@ def main(
     overrides: list[str] | None = None,
     devices: int = 8,
     accelerator: str = "cpu",
-    steps: int = 200,
-    batch_size: int = 16,
+    steps: int = 150,
+    batch_size: int = 32,
     val_check_interval: int = 50,
     seed: int = 1,
     output: str = "runs/gpt",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
@@ -35,9 +35,9 @@ def example_batch(trainer: Trainer) -> Any:
     combined = loop._combined_loader
     if combined is None or not combined.flattened:
         raise BatchError(
-            "Cutting the model into stages or tensor-parallel shards takes one example batch, but there is no dataloader"
-            f" for trainer.{trainer.state.fn.value if trainer.state.fn else 'fit'}() or its number of batches is limited"
-            " to 0. Give it one, or use pipeline_parallel_size=1 and tensor_parallel_size=1."
+            "Cutting the model into stages or tensor-parallel shards takes an example batch, but there is no dataloader"
+            f" for trainer.{trainer.state.fn.value if trainer.state.fn else 'fit'}(), or its number of batches is"
+            " limited to 0. Give it one, or use pipeline_parallel_size=1 and tensor_parallel_size=1."
         )
     with isolate_rng():
         if combined._mode == "sequential":
@@ -99,15 +99,15 @@ class BatchGuard:
             if len({sums[rank] for rank in ranks}) > 1:
                 listed = ", ".join(f"rank {rank}: {sums[rank] & 0xFFFFFFFF:08x}" for rank in ranks)
                 raise BatchError(
-                    f"The ranks of model replica {dp} got different batches (checksums {listed}), but pipeline and tensor"
-                    " parallel ranks work on one batch together. Make the dataset, its random augmentation and its"
-                    " shuffling depend on the data-parallel rank only, or set batch.broadcast=true to send the first"
+                    f"The ranks of model replica {dp} got different batches (checksums {listed}), but pipeline"
+                    " and tensor parallel ranks work on one batch together. Make the dataset, its random augmentation"
+                    " and its shuffling depend on the data-parallel rank only, or set batch.broadcast=true to send the first"
                     " rank's batch to the others."
                 )
 
 
 def checksum(batch: Any) -> int:
-    """A number that differs if a leaf of the batch differs: CRC-32 of the bytes of every tensor, and of other values."""
+    """A number that differs if a leaf of the batch differs: CRC-32 of the bytes of tensors, and of other values."""
     value = 0
     for path, leaf in leaves_of(batch):
         value = zlib.crc32(path.encode(), value)

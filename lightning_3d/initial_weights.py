@@ -24,8 +24,8 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
     state = {tensor: fqn for fqn, tensor, _ in named_state(module)}
     if missing := [fqn for tensor, fqn in state.items() if tensor.is_meta]:
         raise PlanError(
-            f"{len(missing)} parameters or buffers are on the meta device ({', '.join(missing[:3])}, ...): the model has"
-            " no weights yet. Build it without torch.device('meta') or init_module(empty_init=True)."
+            f"{len(missing)} parameters or buffers are on the meta device ({', '.join(missing[:3])}, ...): the model"
+            " has no weights yet. Build it without torch.device('meta') or init_module(empty_init=True)."
         )
     with torch.no_grad():
         sums = torch.stack([_checksum(tensor, index) for index, tensor in enumerate(state)]).to(device)

@@ -163,7 +163,7 @@ def build_mesh(shape: MeshShape, *, zero_stage: int, device_type: str) -> Mesh:
     )
     # Slicing an axis flattened from `device_mesh` is deprecated (torch 2.13), so the replica has a group of its own.
     replicas = [shape.replica_ranks(dp) for dp in range(shape.dp)]
-    replica_group, _ = dist.new_subgroups_by_enumeration(replicas)  # type: ignore[no-untyped-call]  # torch 2.13
+    replica_group, _ = dist.new_subgroups_by_enumeration(replicas)
     return Mesh(
         shape=shape,
         coordinate=shape.coordinate(dist.get_rank()),

@@ -43,7 +43,8 @@ def partition(loads: Sequence[int], num_stages: int) -> list[int]:
 
 def _candidates(best: Sequence[int], prefix: Sequence[int], part: int, j: int) -> list[tuple[int, int]]:
     """Values of cutting before ``i``: max(best[i], sum of i..j). The first grows with i and the second falls, so the
-    least lies where they cross."""
+    least lies where they cross.
+    """
     if part == 0:
         return [(prefix[j], 0)]
     low = bisect_left(range(part, j), 0, key=lambda i: best[i] - (prefix[j] - prefix[i])) + part

@@ -75,7 +75,9 @@ class Plan:
     def __rich__(self) -> Table:
         shape = self.shape
         schedule = f", {self.schedule} with {self.num_microbatches} microbatches" if shape.pp > 1 else ""
-        table = Table(title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}")
+        table = Table(
+            title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}"
+        )
         for column in ("stage", "ranks", "blocks", "parameters", "share", "tensor parallel"):
             table.add_column(column, justify="right" if column in ("parameters", "share") else "left")
         loads = [sum(block.num_parameters for block in self.blocks_of(stage)) for stage in range(shape.pp)]

@@ -66,7 +66,7 @@ class ThreeDPrecision(Precision):
 
     @override
     @contextmanager
-    def forward_context(self) -> Iterator[None]:  # type: ignore[override]  # Lightning declares a Generator
+    def forward_context(self) -> Iterator[None]:
         autocast = torch.autocast(self._device_type, dtype=torch.bfloat16)
         with autocast if self.precision == "bf16-mixed" else nullcontext():
             yield

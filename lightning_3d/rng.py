@@ -1,8 +1,9 @@
 """Random numbers that repeat for a seed and a layout.
 
 Glue runs on every stage of a replica and must draw the same numbers there (noise and masks made in ``training_step``);
-blocks must draw others on every stage. So each microbatch gets a glue seed that the stages share, and each stage keeps a
-stream of its own for its blocks. Both differ between data-parallel ranks and are equal within a tensor-parallel group.
+blocks must draw others on every stage. So each microbatch gets a glue seed that the stages share, and each stage keeps
+a stream of its own for its blocks. Both differ between data-parallel ranks and are equal within a tensor-parallel
+group.
 The process's own random state is left as it was, so that samplers stay in step on all ranks.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -27,8 +27,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -55,7 +54,7 @@ from lightning_3d.gradients import Gradients
 from lightning_3d.initial_weights import drop_absent, move_to, synchronise
 from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
 from lightning_3d.pending import PendingGradients
-from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss
+from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss, loss_of
 from lightning_3d.pipeline.interception import Router
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
 from lightning_3d.pipeline.trace import Trace
@@ -207,8 +206,9 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
+        # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -231,7 +231,7 @@ class ThreeDStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # a function attribute
 
     @property
     def is_distributed(self) -> bool:
@@ -270,7 +270,7 @@ class ThreeDStrategy(ParallelStrategy):
         drop_absent(module, plan, mesh.pp_rank)
         move_to(module, device)
         _update_properties(module, device=device)
-        if mesh.shape.tp > 1 and self.config.tensor.verify:
+        if trace is not None and mesh.shape.tp > 1 and self.config.tensor.verify:
             plan = prove_blocks(plan, module, blocks, trace, mesh, self.config.tensor)
         apply_blocks(plan, module, blocks, mesh)
         own = {block.fqn: blocks[block.fqn] for block in plan.blocks_of(mesh.pp_rank)}
@@ -318,6 +318,7 @@ class ThreeDStrategy(ParallelStrategy):
             return None
         batch = self._example(trainer)
         microbatch = split_batch(batch, self.config.num_microbatches)[0].batch if shape.pp > 1 else batch
+        assert trainer.state.fn is not None
         name = _STEPS[trainer.state.fn]
         with torch.set_grad_enabled(name == "training_step"), self._precision.forward_context():
             return tracing(name, microbatch, (0,))
@@ -354,7 +355,7 @@ class ThreeDStrategy(ParallelStrategy):
             output = parts.engine.run("training_step", batch, rest, number=self._num_steps, backward=True)
             parts.zero.end_step()
             parts.gradients.sum_shared()
-        loss = parts.pending.hold(check_loss(output))
+        loss = parts.pending.hold(loss_of(output))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     @override
@@ -393,7 +394,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]  # Lightning declares a Generator
+    def block_backward_sync(self) -> Iterator[None]:
         self._accumulating = True
         try:
             yield
@@ -401,7 +402,7 @@ class ThreeDStrategy(ParallelStrategy):
             self._accumulating = False
 
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of all gradients as if they lay in one process; a 0-d tensor, equal on all ranks. Every rank calls it."""
+        """Norm of all gradients as if they lay in one process; 0-d, equal on all ranks. Every rank calls it."""
         return self._parts.gradients.norm(norm_type=norm_type)
 
     def report(self) -> list[RankReport]:
@@ -514,7 +515,8 @@ class ThreeDStrategy(ParallelStrategy):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint of any layout. A folder fills the model and its optimizers here, a file when Lightning has
-        given the user's ``on_load_checkpoint`` its turn."""
+        given the user's ``on_load_checkpoint`` its turn.
+        """
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
             strict = self._module.strict_loading
@@ -555,11 +557,11 @@ def _refuse_unsupported(module: LightningModule, mesh: Mesh) -> None:
     if mesh.shape.pp > 1 and not module.automatic_optimization:
         raise StepError(
             f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but on"
-            f" pipeline_parallel_size={mesh.shape.pp} each training_step runs forward and backward together. Use automatic"
-            " optimization, or pipeline_parallel_size=1."
+            f" pipeline_parallel_size={mesh.shape.pp} each training_step runs forward and backward together. Use"
+            " automatic optimization, or pipeline_parallel_size=1."
         )
     if any(isinstance(inner, FSDPModule) for inner in module.modules()):
         raise StepError(
-            f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and load"
-            " a checkpoint into it."
+            f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
+            " load a checkpoint into it."
         )

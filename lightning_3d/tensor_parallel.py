@@ -83,7 +83,9 @@ def prove_blocks(
     failed = {fqn: why for part in everyone for fqn, why in part.items()}
     if failed and dist.get_rank() == 0:
         listed = "; ".join(f"{fqn}: {why}" for fqn, why in failed.items())
-        warnings.warn(f"Tensor parallel is left out of blocks whose sharding differs from dense: {listed}", stacklevel=2)
+        warnings.warn(
+            f"Tensor parallel is left out of blocks whose sharding differs from dense: {listed}", stacklevel=2
+        )
     return replace(
         plan,
         blocks=tuple(

@@ -1,8 +1,8 @@
 """ZeRO stages 0 to 3 on FSDP2: what the data-parallel ranks share, and when gradients are reduced.
 
-One ``fully_shard`` unit per block and one for what is left, below one root per rank. Stage 0 replicates (hybrid sharding
-over one rank), 1 keeps the parameters gathered through the microbatches and reduces gradients once, 2 reduce-scatters
-gradients as they come, 3 also reshards the parameters after each forward and backward.
+One ``fully_shard`` unit per block and one for what is left, below one root per rank. Stage 0 replicates (hybrid
+sharding over one rank), 1 keeps the parameters gathered through the microbatches and reduces gradients once, 2
+reduce-scatters gradients as they come, 3 also reshards the parameters after each forward and backward.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The one law over a table of layouts: same losses, gradient norms, metrics and weights as one process, and really
-sharded as planned."""
+sharded as planned.
+"""
 
 from __future__ import annotations
 

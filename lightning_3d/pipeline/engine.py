@@ -61,7 +61,9 @@ class Tracing:
             return output, recorder.values(0)
 
         with undone(self._module, self._blocks.values()):
-            return trace_step(step, self._module, self._blocks, self._router, self._device)
+            return trace_step(
+                step, self._module, self._blocks, self._router, self._device, calls_all=name == "training_step"
+            )
 
 
 class PipelineEngine:
@@ -116,7 +118,9 @@ class PipelineEngine:
         def forward(index: int, received: tuple[Tensor, ...]) -> Any:
             def run_stage(*tensors: Tensor) -> Any:
                 self._randomness.seed_glue(number, index)
-                run = StageRun(self._router, flows[index], self._stage, tensors, partial(self._randomness.block, number, index))
+                run = StageRun(
+                    self._router, flows[index], self._stage, tensors, partial(self._randomness.block, number, index)
+                )
                 with recorder.microbatch(index):
                     return run.run(lambda: getattr(self._module, name)(parts[index].batch, *rest))
 
@@ -164,7 +168,22 @@ class PipelineEngine:
 
 
 def check_loss(output: Any) -> Tensor:
-    """The loss in what ``training_step`` returned.
+    """The loss in what ``training_step`` returned, to run the backward from.
+
+    Raises:
+        StepError: there is none, or no parameter would get a gradient from it.
+    """
+    loss = loss_of(output)
+    if not loss.requires_grad:
+        raise StepError(
+            "training_step returned a loss that does not require grad, so nothing would be trained. Don't detach it or"
+            " compute it under torch.no_grad(), and leave at least one parameter that it depends on unfrozen."
+        )
+    return loss
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what ``training_step`` returned; 0-d or of one element.
 
     Raises:
         StepError: there is none.

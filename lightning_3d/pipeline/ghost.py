@@ -23,12 +23,14 @@ class TensorMeta:
 
     @staticmethod
     def of(tensor: Tensor) -> TensorMeta:
+        """Of a real, fake or meta tensor."""
         return TensorMeta(
             shape=tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
         )
 
     @property
     def num_bytes(self) -> int:
+        """Size of the data."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def empty(self) -> Tensor:
@@ -45,17 +47,17 @@ class Ghost(Tensor):
 
     @staticmethod
     def __new__(cls, meta: TensorMeta) -> Ghost:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+        return Tensor._make_wrapper_subclass(
             cls, meta.shape, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad
         )
 
     def __init__(self, meta: TensorMeta) -> None:
-        """The arguments are consumed by ``__new__``."""
+        """``__new__`` took the argument."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # nn.Parameter and .data make one
@@ -66,5 +68,5 @@ class Ghost(Tensor):
             " call into an nn.Module that is a block, or name its module with pipeline.partition='type:REGEX'."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has a private argument
         return f"Ghost(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"

@@ -86,12 +86,12 @@ class StepMode(TorchFunctionMode):
     def __enter__(self) -> StepMode:
         assert self._router.step is None, "steps don't nest"
         self._router.step = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._router.step = None
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]  # torch 2.13
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -123,7 +123,7 @@ class Router:
     def install(self, blocks: Mapping[str, nn.Module]) -> None:
         """Route the calls of these blocks (FQN -> module) through this router, for good."""
         for fqn, block in blocks.items():
-            block.__class__ = _routed_class(type(block))
+            block.__class__ = _routed_class(type(block))  # type: ignore[arg-type]  # classes are hashable
             block.__dict__["_router"] = self
             block.__dict__["_block_fqn"] = fqn
 
@@ -168,5 +168,5 @@ class _Routed(nn.Module):
 @cache
 def _routed_class(cls: type[nn.Module]) -> type[nn.Module]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    routed: type[nn.Module] = type(cls)(cls.__name__, (_Routed, cls), names)
+    routed: type[nn.Module] = type(cls)(cls.__name__, (_Routed, cls), names)  # type: ignore[misc]  # the metaclass
     return routed

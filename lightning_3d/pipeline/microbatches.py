@@ -53,8 +53,8 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     size = batch_size(batch)
     if size < num_microbatches:
         raise BatchError(
-            f"A batch of {size} samples can't be split into {num_microbatches} microbatches. Raise the batch size of the"
-            " dataloader (it counts per data-parallel rank), or lower pipeline.num_microbatches."
+            f"A batch of {size} samples can't be split into {num_microbatches} microbatches. Raise the batch size of"
+            " the dataloader (it counts per data-parallel rank), or lower pipeline.num_microbatches."
         )
     small, larger = divmod(size, num_microbatches)
     parts, start = [], 0

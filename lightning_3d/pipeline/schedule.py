@@ -67,8 +67,20 @@ class Schedule:
         self._indices = torch.arange(num_microbatches)
 
     def run(self, call: StageCall) -> None:
-        """Run all microbatches, forward and backward."""
-        self._schedule.step(index=self._indices, call=call, target=self._indices, return_outputs=False)
+        """Run all microbatches, forward and backward.
+
+        Raises:
+            BaseException: what ``call`` or the backward raised, without torch's words around it.
+        """
+        failure = None
+        try:
+            self._schedule.step(index=self._indices, call=call, target=self._indices, return_outputs=False)
+        except RuntimeError as error:  # torch wraps what a stage raises and prints its arguments
+            if error.__cause__ is None:
+                raise
+            failure = error.__cause__
+        if failure is not None:
+            raise failure
 
 
 class _StageModule(nn.Module):
@@ -140,7 +152,8 @@ def _examples(flow: StageFlow, ids: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def _metas(examples: tuple[Tensor, ...]) -> tuple[_TorchMeta, ...]:
-    metas: tuple[_TorchMeta, ...] = extract_tensor_metas(examples)
+    metas = extract_tensor_metas(examples)
+    assert metas is not None
     return metas
 
 

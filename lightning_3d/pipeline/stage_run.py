@@ -23,7 +23,8 @@ from lightning_3d.pipeline.trace import Event
 
 class StageExit(BaseException):
     """Leaves the user's step once the stage has made all that it sends. Not an ``Exception``, so that no user code
-    catches it."""
+    catches it.
+    """
 
 
 class StageRun(StepMode):
@@ -191,7 +192,7 @@ class StageRun(StepMode):
         at_end = self._position >= len(events)
         expected = "the end of the step" if at_end else self._describe(events[self._position])
         return TraceError(
-            f"Pipeline stage {self._stage}: the step took another path than when it was traced: {what}, where the trace"
-            f" has {expected} as call {self._position + 1} of {len(events)}. Control flow may depend on the shapes of the"
-            " batch and on Python values that are equal on all ranks, not on random numbers or on tensors' data."
+            f"Pipeline stage {self._stage}: it took another path than when it was traced: {what}, where the"
+            f" trace has {expected} as call {self._position + 1} of {len(events)}. Control flow may depend on the shapes"
+            " of the batch and on Python values that are equal on all ranks, not on random numbers or on tensors' data."
         )

@@ -33,14 +33,15 @@ class StageFlow:
         return self.crossings[stage - 1] if stage > 0 else ()
 
     def metas(self, ids: tuple[int, ...]) -> tuple[TensorMeta, ...]:
+        """What is known of these tensors."""
         return tuple(self.trace.tensors[i] for i in ids)
 
 
 def cut(trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages: int) -> StageFlow:
     """Give every event its stage and find what crosses.
 
-    A glue event belongs to the latest stage that it reads from. A tensor made in stage s and used in stage t > s crosses
-    every boundary between them.
+    A glue event belongs to the latest stage that it reads from. A tensor made in stage s and used in stage t > s
+    crosses every boundary between them.
 
     Args:
         stages_of_calls: Block FQN -> stage of its first call, its second, ...; further calls stay on the last one.

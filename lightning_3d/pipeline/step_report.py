@@ -1,7 +1,7 @@
 """What the last stage learned in a step, for the other stages: the loss, logged values, metric states.
 
-Only the last stage runs the step to its end. It records every ``self.log`` per microbatch, joins the microbatches to the
-value that the whole batch would have logged, and sends the result to the other stages, where it is replayed: so
+Only the last stage runs the step to its end. It records every ``self.log`` per microbatch, joins the microbatches to
+the value that the whole batch would have logged, and sends the result to the other stages, where it is replayed: so
 callbacks, the progress bar and ``ModelCheckpoint(monitor=...)`` see the same everywhere.
 """
 
@@ -73,7 +73,9 @@ class LogRecorder:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._fqns = {id(m): fqn for fqn, m in module.named_modules() if isinstance(m, torchmetrics.Metric)}  # hash varies
+        self._fqns = {
+            id(m): fqn for fqn, m in module.named_modules() if isinstance(m, torchmetrics.Metric)
+        }  # hash varies
         self._calls: dict[int, list[LogCall]] = {}
         self._microbatch = 0
 
@@ -127,8 +129,8 @@ def _join(calls: Sequence[LogCall], sizes: Sequence[int]) -> LogCall:
     reduction = first.arguments.get("reduce_fx", "mean")
     if reduction not in _REDUCTIONS:
         raise StepError(
-            f"self.log({first.name!r}, reduce_fx={reduction!r}): with a pipeline the values of microbatches are joined by"
-            " 'mean', 'sum', 'max' or 'min'. Use one of them, or a torchmetrics.Metric."
+            f"self.log({first.name!r}, reduce_fx={reduction!r}): with a pipeline the values of microbatches are joined"
+            " by 'mean', 'sum', 'max' or 'min'. Use one of them, or a torchmetrics.Metric."
         )
     join = _joiner(_REDUCTIONS[reduction], counts)
     value = tree_map(lambda *values: join(values), *(call.value for call in calls))
@@ -141,8 +143,11 @@ def _joiner(reduction: str, counts: Sequence[int]) -> Callable[[Sequence[Any]], 
         if reduction == "mean":
             weights = torch.tensor(counts, device=stacked.device, dtype=torch.float64) / sum(counts)
             dtype = stacked.dtype if stacked.is_floating_point() else torch.get_default_dtype()
-            return torch.tensordot(weights, stacked.double(), dims=1).to(dtype)
-        return stacked.sum(0) if reduction == "sum" else stacked.amax(0) if reduction == "max" else stacked.amin(0)
+            mean: Tensor = torch.tensordot(weights, stacked.double(), dims=1)
+            return mean.to(dtype)
+        if reduction == "sum":
+            return stacked.sum(0)
+        return stacked.amax(0) if reduction == "max" else stacked.amin(0)
 
     return join
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Event:
 
     @property
     def outputs(self) -> tuple[int, ...]:
+        """Ids of the tensors that it makes."""
         new = tuple(result.tensor for result in self.results if result.tensor is not None)
         return (*new, *self.mutated.values())
 
@@ -82,11 +84,18 @@ class Trace:
 
     @property
     def block_calls(self) -> tuple[Event, ...]:
+        """The calls of blocks, in order."""
         return tuple(event for event in self.events if event.is_block)
 
 
 def trace_step(
-    step: Callable[[], Any], module: nn.Module, blocks: Mapping[str, nn.Module], router: Router, device: torch.device
+    step: Callable[[], Any],
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    router: Router,
+    device: torch.device,
+    *,
+    calls_all: bool,
 ) -> Trace:
     """Trace ``step``, a call of one of the module's step methods on one microbatch.
 
@@ -95,6 +104,7 @@ def trace_step(
         module: The whole model, for the names of parameters.
         blocks: FQN -> block, routed by ``router``.
         device: Where parameters live when they are at hand.
+        calls_all: Whether the step is expected to call all blocks, as in training.
 
     Raises:
         TraceError: the step needs data of a block before all blocks were called, or a block can't run on fake tensors.
@@ -107,13 +117,15 @@ def trace_step(
     except TraceError:
         raise
     except Exception as error:
-        missing = [fqn for fqn in blocks if fqn not in tracer.block_inputs]
-        if tracer.failed_call is None or missing:
+        if tracer.failed_call is None:
+            raise
+        missing = [fqn for fqn in blocks if fqn not in tracer.block_inputs] if calls_all else []
+        if tracer.failed_in_block or missing:
             raise _explained(error, tracer.failed_call, missing) from error
         stopped_by = f"{tracer.failed_call}: {type(error).__name__}"
     returned = {tracer.ids[leaf] for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf in tracer.ids}
     if stopped_by is not None:
-        returned |= set(tracer.ids.values())
+        returned |= {i for _, i in tracer.ids.items()}
     return Trace(
         events=tuple(tracer.events),
         tensors=tracer.tensors,
@@ -123,9 +135,12 @@ def trace_step(
     )
 
 
-def _explained(error: Exception, failed_call: str | None, missing: list[str]) -> Exception:
-    if failed_call is None:
-        return error
+def _explained(error: Exception, failed_call: str, missing: list[str]) -> TraceError:
+    if not missing:
+        return TraceError(
+            f"Block {failed_call} can't run on fake tensors, which tell the shapes of its outputs"
+            f" ({type(error).__name__}: {error}). Name finer or coarser blocks with pipeline.partition='type:REGEX'."
+        )
     return TraceError(
         f"The step can't be cut into pipeline stages: {failed_call} needs the data of a tensor that another stage"
         f" computes, before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
@@ -141,6 +156,7 @@ class _Tracer(StepMode):
         self.ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> id of its present value
         self.block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self.failed_call: str | None = None
+        self.failed_in_block = False
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._fakes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or real tensor -> fake tensor
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
@@ -204,7 +220,7 @@ class _Tracer(StepMode):
         is_block: bool = False,
     ) -> Any:
         where = _user_frame()
-        self.failed_call = f"{name} at {where}"
+        self.failed_call, self.failed_in_block = f"{name} at {where}", is_block
         fakes = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         versions = [fake._version if isinstance(fake, Tensor) else 0 for fake in fakes]
         arguments = {id(fake): i for i, fake in reversed(list(enumerate(fakes))) if isinstance(fake, Tensor)}
@@ -272,7 +288,7 @@ class _RandomnessSeen(TorchDispatchMode):
     """Notes whether an operator that draws random numbers was called."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -297,7 +313,9 @@ class _ForwardOnly(nn.Module):
 
 
 def _check_constant(value: Any, name: str, where: str) -> None:
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)):
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+    ):
         return
     if any(isinstance(member, Tensor) for member in getattr(value, "__dict__", {}).values()):
         raise TraceError(
@@ -309,10 +327,10 @@ def _check_constant(value: Any, name: str, where: str) -> None:
 
 def _user_frame() -> str:
     """Where the innermost frame outside torch and this package stands."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in ("torch", "lightning_3d", "contextlib"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "unknown"

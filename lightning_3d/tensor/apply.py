@@ -45,7 +45,7 @@ def apply_block(
     """
     _check(block, plan, mesh, excluded)
     made: dict[int, nn.Parameter] = {}
-    replicated: list[Slot] = []
+    replicated: dict[tuple[int, str], Slot] = {}  # a module that hangs in two places has one slot
     for fqn, parameter in list(block.named_parameters(remove_duplicate=False)):
         if any(parameter is other for other in excluded):
             continue
@@ -56,8 +56,8 @@ def apply_block(
         owner = block.get_submodule(owner_name)
         setattr(owner, name, made[id(parameter)])
         if placement.is_replicate():
-            replicated.append((owner, name))
-    block.forward = _sharded_forward(block.forward, mesh, replicated)
+            replicated[id(owner), name] = (owner, name)
+    block.forward = _sharded_forward(block.forward, mesh, list(replicated.values()))
 
 
 def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]) -> None:

@@ -66,7 +66,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
-    return cast(Tensor, function.apply(*args))  # type: ignore[no-untyped-call]  # torch 2.13
+    return cast(Tensor, function.apply(*args))
 
 
 def enter_columns(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -255,7 +255,7 @@ class _FollowCalls(TorchFunctionMode):
         return output
 
 
-class _FollowOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 2.13
+class _FollowOps(TorchDispatchMode):
     """Hands every aten op to the follower."""
 
     def __init__(self, follower: _FollowCalls) -> None:

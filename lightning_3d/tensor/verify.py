@@ -22,10 +22,6 @@ from lightning_3d.tensor.preserve import preserved
 _SEED = 20_250_101
 """Of the random inputs: any number, the same on all ranks."""
 
-_FLOOR = 1e-3
-"""A tensor is compared relative to its own greatest element, but at least to this part of the greatest of its kind, so
-that a gradient that is zero but for rounding (the bias of a key projection) does not count as wrong."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
@@ -108,7 +104,7 @@ def verify_block(
         dense = _run(block, names, inputs)
         try:
             sharded_block, sharded_names = _sharded_copy(block, plan, mesh, excluded)
-            differences = _differences(dense, _run(sharded_block, sharded_names, inputs))
+            differences = _differences(dense, _run(sharded_block, sharded_names, inputs), limit)
         except Exception as failure:  # whatever goes wrong in the planned block, the answer is "not proved"
             error = f"{type(failure).__name__}: {failure}"
             differences = [float("inf")] * 3
@@ -193,23 +189,29 @@ def _full(gradient: Tensor | None) -> Tensor | None:
     return crossing.gather(gradient) if isinstance(gradient, DTensor) else gradient
 
 
-def _differences(dense: _Results, sharded: _Results) -> list[float]:
-    """Of outputs, input gradients and parameter gradients."""
+def _differences(dense: _Results, sharded: _Results, tolerance: float) -> list[float]:
+    """Of outputs, input gradients and parameter gradients.
+
+    A tensor is compared relative to its own greatest element, but at least to `tolerance` times the greatest of its
+    kind: a gradient that is zero but for rounding (the bias of a key projection) does not count as wrong.
+    """
     names = dense.parameter_gradients.keys()
     return [
-        _difference(dense.outputs, sharded.outputs),
-        _difference(dense.input_gradients, sharded.input_gradients),
+        _difference(dense.outputs, sharded.outputs, tolerance),
+        _difference(dense.input_gradients, sharded.input_gradients, tolerance),
         _difference(
-            [dense.parameter_gradients[fqn] for fqn in names], [sharded.parameter_gradients[fqn] for fqn in names]
+            [dense.parameter_gradients[fqn] for fqn in names],
+            [sharded.parameter_gradients[fqn] for fqn in names],
+            tolerance,
         ),
     ]
 
 
-def _difference(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None]) -> float:
+def _difference(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None], tolerance: float) -> float:
     if len(expected) != len(actual):
         return float("inf")
     largest = max((_largest(tensor) for tensor in expected), default=0.0)
-    return max(_relative(expected, actual, _FLOOR * largest), default=0.0)
+    return max(_relative(expected, actual, tolerance * largest), default=0.0)
 
 
 def _relative(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None], floor: float) -> Iterator[float]:

@@ -1,0 +1,516 @@
+"""Tensor-parallel blocks run as one process would: values, gradients, trained weights; and they are really sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.errors import PlanError
+from lightning_3d.tensor import (
+    BlockTensorPlan,
+    Verification,
+    WeightPlan,
+    apply_block,
+    block_signature,
+    plan_block,
+    replicated_plan,
+    verify_block,
+)
+from tests.models import ADAM_EPS, Block
+from tests.test_tensor_plan import (
+    MEGATRON,
+    Caching,
+    CustomScale,
+    EagerAttention,
+    Example,
+    FlatNorm,
+    FusedQKV,
+    GroupedQuery,
+    InPlace,
+    LowRank,
+    Matrices,
+    Mixture,
+    gpt,
+    gpt2,
+    llama_one_kv_head,
+    tokens,
+)
+from tests.workers import WorkerPools
+
+Make = Callable[[], Example]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _mesh(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+
+
+def _plain_block(block_class: type[nn.Module]) -> Example:
+    return block_class(), (tokens(),), {}
+
+
+def _make(name: str) -> Example:
+    """Examples by name, so that they are made on the ranks."""
+    torch.manual_seed(0)
+    made: dict[str, Make] = {make.__name__: make for make in [*MEGATRON, gpt2, llama_one_kv_head]}
+    for block_class in (FusedQKV, Matrices, LowRank, FlatNorm, EagerAttention, GroupedQuery, InPlace, Mixture, Caching):
+        made[block_class.__name__] = lambda block_class=block_class: _plain_block(block_class)
+    made["one_kv_head"] = lambda: (GroupedQuery(num_kv_heads=1), (tokens(),), {"mask": torch.randn(4, 16, 16)})
+    made["bool_mask"] = lambda: (GroupedQuery(), (tokens(), torch.ones(16, 16, dtype=torch.bool).tril()), {})
+    made["encoder_layer"] = lambda: (nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True), (tokens(),), {})
+    made["decoder_layer"] = lambda: (
+        nn.TransformerDecoderLayer(32, 4, 64, 0.0, batch_first=True),
+        (tokens(), tokens()),
+        {},
+    )
+    made["linear"] = lambda: (nn.Linear(32, 32), (tokens(),), {})
+    block, args, kwargs = made[name]()
+    return block.eval(), args, kwargs  # without dropout
+
+
+def _loss(output: Any) -> Tensor:
+    """A function of everything that a block returns, with a gradient that differs everywhere."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    assert not any(isinstance(leaf, DTensor) for leaf in leaves), "the caller sees a DTensor"
+    return sum((leaf.sin() * (index + 1)).sum() for index, leaf in enumerate(leaves))  # type: ignore[return-value]
+
+
+def _run(block: nn.Module, example: Example) -> tuple[Tensor, dict[str, Tensor], Counter[str], Counter[str]]:
+    """Loss, gradients by name, collectives of the forward, of the backward."""
+    _, args, kwargs = example
+    args = tuple(leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in args)
+    with Collectives() as forward:
+        loss = _loss(block(*args, **kwargs))
+    with Collectives() as backward:
+        loss.backward()
+    gradients = {f"argument {index}": arg.grad for index, arg in enumerate(args) if arg.grad is not None}
+    for fqn, parameter in block.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            assert isinstance(parameter, DTensor)
+            assert gradient.placements == parameter.placements
+            gradient = gradient.full_tensor()
+        if gradient is not None:
+            gradients[fqn] = gradient
+    return loss.detach(), gradients, forward.counts, backward.counts
+
+
+def _is_held_as_planned(block: nn.Module, plan: BlockTensorPlan) -> None:
+    for fqn, parameter in block.named_parameters():
+        assert isinstance(parameter, DTensor), fqn
+        weight = plan.weight(fqn)
+        assert parameter.placements == (weight.placement,)
+        parts = 1 if weight.shard_dim is None else plan.size
+        local = parameter.to_local()
+        assert local.numel() * parts == weight.num_elements
+        assert local.untyped_storage().nbytes() * parts == weight.num_elements * parameter.element_size()
+
+
+def _parity(name: str) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
+    size = dist.get_world_size()
+    example = _make(name)
+    block, args, kwargs = example
+    dense = copy.deepcopy(block)
+    names = [fqn for fqn, _ in block.named_parameters()]
+    trained = [parameter.requires_grad for parameter in block.parameters()]
+    plan = plan_block(block, args, kwargs, size=size)
+    apply_block(block, plan, _mesh(size))
+    _is_held_as_planned(block, plan)
+    assert [fqn for fqn, _ in block.named_parameters()] == names
+    assert [parameter.requires_grad for parameter in block.parameters()] == trained
+    expected_loss, expected, _, _ = _run(dense, example)
+    loss, gradients, forward, backward = _run(block, example)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-4)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient, expected[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
+    return plan, forward, backward
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["gpt", "bert", "t5"])
+def test_megatrons_plan_is_right(workers: WorkerPools, name: str, size: int) -> None:
+    pytest.importorskip("transformers")
+    for plan, forward, backward in workers(size).run(_parity, name):
+        assert plan.sharded_share > 0.97
+        assert forward == {"allreduce_": 2}
+        assert backward["allreduce_"] == 2
+        assert set(backward) <= {"allreduce_", "all_gather_into_tensor"}  # T5's own position bias: all heads' gradient
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama_one_kv_head"])
+def test_grouped_queries_are_right(workers: WorkerPools, name: str) -> None:
+    pytest.importorskip("transformers")
+    for plan, forward, backward in workers(2).run(_parity, name):
+        assert plan.sharded_share > 0.93
+        assert forward == {"allreduce_": 2}
+        assert backward["allreduce_"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "collectives"),
+    [
+        ("FusedQKV", 0.65, {"allreduce_": 1}),
+        ("Matrices", 0.99, {"allreduce_": 1}),
+        ("LowRank", 0.98, {"allreduce_": 1}),
+        ("FlatNorm", 0.97, {"allreduce_": 1, "all_reduce": 1}),
+        ("EagerAttention", 0.79, {"allreduce_": 1}),
+        ("GroupedQuery", 0.98, {"allreduce_": 1, "all_gather_into_tensor": 1}),
+        ("one_kv_head", 0.78, {"allreduce_": 1}),
+        ("bool_mask", 0.98, {"allreduce_": 1, "all_gather_into_tensor": 1}),
+        ("InPlace", 0.99, {"allreduce_": 1, "all_reduce": 1}),
+        ("Caching", 0.99, {"allreduce_": 1}),
+        ("encoder_layer", 0.48, {"allreduce_": 1}),
+        ("decoder_layer", 0.32, {"allreduce_": 1}),
+        ("gpt2", 0.65, {"allreduce_": 1}),
+        ("Mixture", 0.0, {}),
+        ("linear", 0.0, {}),
+    ],
+)
+def test_any_block_is_right(workers: WorkerPools, name: str, share: float, collectives: dict[str, int]) -> None:
+    for plan, forward, _ in workers(2).run(_parity, name):
+        assert forward == collectives
+        assert share <= plan.sharded_share < share + 0.03
+        assert sum(forward.values()) == plan.num_all_reduces_forward + plan.num_other_collectives_forward
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+class Net(nn.Module):
+    """Two blocks between an embedding and a head that stay outside tensor parallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.blocks = nn.ModuleList([Block(32, 4) for _ in range(2)])
+        self.head = nn.Linear(32, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _train(net: nn.Module, batches: Tensor) -> None:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=ADAM_EPS)
+    for batch in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
+def _train_with_fsdp(dp_replicate: int, dp_shard: int, reshard: bool) -> tuple[float, float]:
+    torch.manual_seed(0)
+    net = Net()
+    dense = copy.deepcopy(net)
+    batches = torch.randint(16, (3, 4, 9))
+    _train(dense, batches)
+    root = init_device_mesh(
+        "cpu", (1, dp_replicate, dp_shard, 1, 2), mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    )
+    plan = plan_block(net.blocks[0], (torch.empty(2, 8, 32, device="meta"),), {}, size=2)
+    for block in net.blocks:
+        apply_block(block, plan, root["tp"])
+    dp_mesh = root["dp_replicate", "dp_shard"] if dp_replicate > 1 else root["dp_shard"]
+    for module in (*net.blocks, net):
+        fully_shard(module, mesh=dp_mesh, reshard_after_forward=reshard)
+    num_local = sum(parameter.to_local().numel() for parameter in net.blocks.parameters())
+    dp_rank = dist.get_rank() // 2
+    _train(net, batches[:, 2 * dp_rank : 2 * dp_rank + 2])
+    pairs = zip(net.parameters(), dense.parameters(), strict=True)
+    difference = max(float((sharded.full_tensor() - full).abs().max()) for sharded, full in pairs)
+    return difference, num_local / sum(parameter.numel() for parameter in dense.blocks.parameters())
+
+
+@pytest.mark.parametrize(
+    ("dp_replicate", "dp_shard", "reshard", "share"), [(1, 2, True, 0.26), (1, 2, False, 0.26), (2, 1, False, 0.51)]
+)
+def test_composes_with_fsdp(
+    workers: WorkerPools, dp_replicate: int, dp_shard: int, reshard: bool, share: float
+) -> None:
+    for difference, held in workers(4).run(_train_with_fsdp, dp_replicate, dp_shard, reshard):
+        assert difference < 1e-5
+        assert held == pytest.approx(share, abs=0.01)
+
+
+def _ties() -> None:
+    block = nn.ModuleDict(
+        {"mlp": nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), "norm": nn.LayerNorm(32)}
+    )
+    block["again"] = block["norm"]
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = block
+            self.gain = block["norm"].weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["mlp"](self.parts["norm"](x)) * self.gain
+
+    torch.manual_seed(0)
+    tied, x = Tied(), tokens()
+    for parameter in tied.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    dense = copy.deepcopy(tied)
+    excluded = {tied.parts["norm"].bias}
+    plan = plan_block(tied, (x,), {}, size=2, excluded=excluded)
+    assert plan.is_sharded
+    apply_block(tied, plan, _mesh(2), excluded=excluded)
+    assert tied.gain is tied.parts["norm"].weight
+    assert tied.parts["norm"].bias in excluded
+    assert not isinstance(tied.parts["norm"].bias, DTensor)
+    expected_loss, expected, _, _ = _run(dense, (dense, (x,), {}))
+    loss, gradients, _, _ = _run(tied, (tied, (x,), {}))
+    torch.testing.assert_close(loss, expected_loss)
+    assert gradients.keys() == expected.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-4, atol=1e-4)
+
+
+def test_ties_and_excluded_parameters(workers: WorkerPools) -> None:
+    workers(2).run(_ties)
+
+
+# -------------------------------------------------------------------------------------------------------------- dropout
+
+
+class Dropping(nn.Module):
+    """Dropout in a replicated region, in a sharded one, and inside attention."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.up, self.down = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        replicated = F.dropout(x, self.p, self.training)
+        hidden = F.dropout(self.up(x).contiguous(), self.p, self.training)
+        heads = hidden.unflatten(-1, (4, 16)).transpose(1, 2)
+        p = self.p if self.training else 0.0
+        attended = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=p).transpose(1, 2).flatten(2)
+        return replicated, hidden, attended, self.down(attended)
+
+
+DROPPING_PLAN = BlockTensorPlan(
+    size=2,
+    weights=(
+        WeightPlan(fqn="up.weight", shape=(64, 32), role="column", shard_dim=0),
+        WeightPlan(fqn="down.weight", shape=(32, 64), role="row", shard_dim=1),
+    ),
+)
+
+
+def _dropped() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    block, x = Dropping(0.5), torch.ones(8, 64, 32)
+    nn.init.ones_(block.up.weight)
+    apply_block(block, DROPPING_PLAN, _mesh(2))
+    torch.manual_seed(1)
+    replicated, hidden, attended, _ = block(x)
+    return replicated.detach(), hidden.detach(), attended.detach(), torch.rand(4)
+
+
+def test_dropout_differs_between_shards_and_is_alike_elsewhere(workers: WorkerPools) -> None:
+    (replicated, hidden, attended, after), (replicated_1, hidden_1, attended_1, after_1) = workers(2).run(_dropped)
+    assert torch.equal(replicated, replicated_1)
+    assert torch.equal(after, after_1)  # the ranks' generators stay in step
+    assert torch.equal(hidden, hidden_1)
+    assert torch.equal(attended, attended_1)
+    first, second = hidden.chunk(2, -1)
+    assert set(hidden.unique().tolist()) == {0.0, 64.0}
+    assert (first == 0).float().mean() == pytest.approx(0.5, abs=0.02)
+    assert ((first == 0) == (second == 0)).float().mean() == pytest.approx(0.5, abs=0.02)
+    masks = [half != 0 for half in attended.chunk(2, -1)]
+    assert not torch.equal(*masks)
+
+
+def _recomputed() -> None:
+    torch.manual_seed(0)
+    block, x = Dropping(0.5), tokens()
+    apply_block(block, DROPPING_PLAN, _mesh(2))
+    gradients = []
+    for run in (block, lambda x: checkpoint(block, x, use_reentrant=False)):
+        torch.manual_seed(1)
+        block.zero_grad()
+        _loss(run(x)).backward()
+        gradients.append([parameter.grad.to_local() for parameter in block.parameters()])
+    for once, again in zip(*gradients, strict=True):
+        assert once.abs().sum() > 0
+        torch.testing.assert_close(once, again)
+
+
+def test_recomputation_draws_the_same_masks(workers: WorkerPools) -> None:
+    workers(2).run(_recomputed)
+
+
+def _autocast() -> tuple[float, torch.dtype]:
+    block, args, _ = _make("gpt")
+    dense = copy.deepcopy(block)
+    apply_block(block, plan_block(block, args, {}, size=2), _mesh(2))
+    outputs = []
+    for module in (dense, block):
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs.append(module(*args))
+        outputs[-1].square().mean().backward()
+    gradient = block.get_parameter("mlp.0.weight").grad
+    assert isinstance(gradient, DTensor)
+    difference = gradient.full_tensor() - dense.get_parameter("mlp.0.weight").grad
+    return float(difference.abs().max() / gradient.full_tensor().abs().max()), gradient.dtype
+
+
+def test_runs_under_autocast(workers: WorkerPools) -> None:
+    for difference, dtype in workers(2).run(_autocast):
+        assert 0 < difference < 0.03
+        assert dtype == torch.float32
+
+
+# --------------------------------------------------------------------------------------------------------------- proof
+
+
+class Peeking(nn.Module):
+    """Computes something else when its activation is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        return self.down(hidden) * (2.0 if isinstance(hidden, DTensor) else 1.0)
+
+
+class Scaling(nn.Module):
+    """A custom autograd function on a sharded activation, whose backward then mixes plain and sharded tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.gain = nn.Parameter(torch.rand(64) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(CustomScale.apply(self.up(x), self.gain))
+
+
+def _verified(block: nn.Module, args: tuple[Any, ...]) -> Verification:
+    torch.manual_seed(0)
+    plan = plan_block(block, args, {}, size=2)
+    assert plan.is_sharded
+    parameters, state = dict(block.named_parameters()), torch.random.get_rng_state()
+    values = {fqn: value.clone() for fqn, value in block.state_dict().items()}
+    verification = verify_block(block, plan, args, {}, _mesh(2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert block.training
+    assert all(parameters[fqn] is parameter for fqn, parameter in block.named_parameters())
+    assert all(parameter.grad is None for parameter in block.parameters())
+    assert all(torch.equal(values[fqn], value) for fqn, value in block.state_dict().items())
+    assert "forward" not in vars(block)
+    return verification
+
+
+def _proofs() -> list[Verification]:
+    torch.manual_seed(0)
+    x = tokens()
+    dropping = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 32))
+    return [
+        _verified(Block(32, 4), (x,)),
+        _verified(Block(32, 4), (x.to("meta"),)),
+        _verified(Block(32, 4).bfloat16(), (x.bfloat16(),)),
+        _verified(dropping, (x,)),
+    ]
+
+
+def test_right_plans_are_proved(workers: WorkerPools) -> None:
+    for verifications in workers(2).run(_proofs):
+        assert all(verification.passed for verification in verifications), [str(v) for v in verifications]
+        fp32, bf16 = verifications[0], verifications[2]
+        assert 0 < fp32.output < 1e-6
+        assert 0 < fp32.input_gradient < 1e-6
+        assert fp32.tolerance < 1e-3 < bf16.output < bf16.tolerance
+
+
+def _disproofs() -> list[Verification]:
+    torch.manual_seed(0)
+    return [_verified(Peeking(), (tokens(),)), _verified(Scaling(), (tokens(),))]
+
+
+def test_wrong_plans_are_not_proved(workers: WorkerPools) -> None:
+    ranks = workers(2).run(_disproofs)
+    assert ranks[0] == ranks[1]
+    peeking, scaling = ranks[0]
+    assert not peeking.passed
+    assert peeking.output == pytest.approx(1.0)
+    assert peeking.error is None
+    assert not scaling.passed
+    assert "mixed torch.Tensor and DTensor" in str(scaling.error)
+    assert str(scaling).startswith("not proved")
+
+
+def test_like_blocks_share_a_proof() -> None:
+    plan = plan_block(*gpt(), size=2)
+    signature = block_signature(Block(32, 4), plan)
+    assert hash(signature) == hash(block_signature(Block(32, 4), plan))
+    assert signature == block_signature(Block(32, 4), plan)
+    frozen = Block(32, 4).requires_grad_(False)
+    whole = replicated_plan(Block(32, 4), size=2, reason="asked for")
+    others = [block_signature(frozen, plan), block_signature(Block(64, 4), plan), block_signature(Block(32, 4), whole)]
+    assert signature not in others
+
+
+# -------------------------------------------------------------------------------------------------------------- misuse
+
+
+def _misuse() -> list[str]:
+    mesh, messages = _mesh(2), []
+    block, (x,), _ = _make("gpt")
+    weight = block.get_parameter("mlp.0.weight")
+    for plan, target, excluded in (
+        (plan_block(block, (x,), {}, size=4), block, set()),
+        (plan_block(block, (x,), {}, size=2), Block(64, 4), set()),
+        (plan_block(block, (x,), {}, size=2), nn.Linear(32, 32), set()),
+        (plan_block(block, (x,), {}, size=2), block, {weight}),
+    ):
+        with pytest.raises(PlanError) as error:
+            apply_block(target, plan, mesh, excluded=excluded)
+        messages.append(str(error.value))
+    assert block.get_parameter("mlp.0.weight") is weight
+    return messages
+
+
+def test_plans_that_do_not_fit_are_refused(workers: WorkerPools) -> None:
+    messages = workers(2).run(_misuse)[0]
+    assert messages[0] == "a tensor-parallel plan for 4 ranks can't be applied to a tp axis of 2"
+    assert "Block is not the block of this tensor-parallel plan" in messages[1]
+    assert "Linear is not the block of this tensor-parallel plan" in messages[2]
+    assert "mlp.0.weight is excluded from tensor parallel, but the plan shards it" in messages[3]
