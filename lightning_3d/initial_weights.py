@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,12 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
     They differ if the model was built without a seed. Seeded ranks only exchange a checksum.
 
     Raises:
-        PlanError: a parameter or buffer is on the meta device.
+        PlanError: the ranks built different models, or a parameter or buffer is on the meta device; on all ranks.
     """
     state = {tensor: fqn for fqn, tensor, _ in named_state(module)}
+    _check_same_model(state, device)
+    if not state:
+        return
     if missing := [fqn for tensor, fqn in state.items() if tensor.is_meta]:
         raise PlanError(
             f"{len(missing)} parameters or buffers are on the meta device ({', '.join(missing[:3])}, ...): the model"
@@ -42,6 +47,28 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
             there = tensor.detach().to(device).contiguous()
             dist.broadcast(there, src=0)
             tensor.copy_(there)
+
+
+def _check_same_model(state: Mapping[Tensor, str], device: torch.device) -> None:
+    """Raise on all ranks if names, shapes or dtypes differ between ranks, which would crash every later collective."""
+    described = [
+        f"{fqn} {tuple(tensor.shape)} {tensor.dtype}" + (" on the meta device" if tensor.is_meta else "")
+        for tensor, fqn in state.items()
+    ]
+    mine = torch.tensor([zlib.crc32("\n".join(described).encode())], dtype=torch.int64, device=device)
+    sums = torch.empty(dist.get_world_size(), dtype=mine.dtype, device=device)
+    dist.all_gather_into_tensor(sums, mine)
+    other = next((rank for rank, value in enumerate(sums.tolist()) if value != sums[0].item()), None)
+    if other is None:
+        return
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, described)
+    pairs = zip_longest(everyone[0], everyone[other], fillvalue="nothing")
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
+    raise PlanError(
+        f"The ranks built different models: where rank 0 has {first}, rank {other} has {second}. Build the model from"
+        " the same code and arguments on every rank."
+    )
 
 
 def _checksum(tensor: Tensor, index: int) -> Tensor:

@@ -4,6 +4,7 @@
 A schedule runs forward and backward together, inside ``training_step``. Lightning's automatic optimization calls
 ``training_step``, then ``zero_grad``, then ``backward``. So the new gradients are set aside before ``zero_grad`` can
 clear them, and ``backward`` adds them to what accumulated before, scaled by whatever was applied to the loss meanwhile.
+The loss that Lightning gets is a leaf; its gradient is that scale, and its hook is where the backward has come to.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ class PendingGradients:
         self._parameters = list(parameters)
         self._before: list[Tensor | None] = []
         self._new: list[Tensor | None] | None = None
-        self._loss: Tensor | None = None
 
     def begin(self) -> None:
         """Before a step: set older gradients aside."""
@@ -41,28 +41,34 @@ class PendingGradients:
             loss: The step's loss, a value without a graph.
 
         Returns:
-            A leaf with the loss's value, whose gradient will tell how the loss was scaled before the backward.
+            A leaf with the loss's value; its backward releases the gradients.
         """
         self._new = [parameter.grad for parameter in self._parameters]
         for parameter, gradient in zip(self._parameters, self._before, strict=True):
             parameter.grad = gradient
         self._before = []
-        self._loss = loss.detach().clone().requires_grad_()
-        return self._loss
+        leaf = loss.detach().clone().requires_grad_()
+        leaf.register_post_accumulate_grad_hook(self._release)
+        return leaf
 
-    def release(self) -> None:
-        """In the backward: add the step's gradients, scaled like its loss.
+    def check_released(self) -> None:
+        """After the backward.
 
         Raises:
-            StepError: the loss that came back is not made from the step's loss.
+            StepError: the loss that was given is not made from the step's loss.
         """
-        if self._new is None or self._loss is None or self._loss.grad is None:
+        if self._new is not None:
             raise StepError(
                 "backward() was called with a loss that does not come from the last training_step. With a pipeline each"
                 " training_step runs forward and backward together; optimizers whose closure runs several of them"
                 " (LBFGS) and extra backward calls need pipeline_parallel_size=1."
             )
-        scale = float(self._loss.grad)
+
+    def _release(self, loss: Tensor) -> None:
+        """Add the step's gradients, scaled like its loss."""
+        assert self._new is not None
+        assert loss.grad is not None
+        scale = float(loss.grad)
         for parameter, gradient in zip(self._parameters, self._new, strict=True):
             if gradient is None:
                 continue
@@ -72,4 +78,4 @@ class PendingGradients:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-        self._new = self._loss = None
+        self._new = None

@@ -134,6 +134,8 @@ def make_plan(
 def _assign_stages(
     blocks: Mapping[str, nn.Module], trace: Trace | None, config: ThreeDConfig, num_stages: int
 ) -> dict[str, tuple[int, ...]]:
+    if num_stages == 1:
+        return dict.fromkeys(blocks, (0,))
     calls = list(blocks) if trace is None else [event.name for event in trace.block_calls]
     if len(calls) < num_stages:
         raise PlanError(

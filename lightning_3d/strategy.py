@@ -30,7 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_3d.agreement import on_rank_zero
@@ -254,11 +254,12 @@ class ThreeDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            _check_optimizers(self.optimizers, self._module, self.mesh)
         self.setup_precision_plugin()
 
     def _parallelise(self, trainer: Trainer) -> _Applied:
         module, mesh, device = self._module, self.mesh, self.root_device
-        _refuse_unsupported(module, mesh)
+        _refuse_unsupported(module, mesh, sync_batchnorm=self._layer_sync is not None)
         blocks = find_blocks(module, self.config.pipeline.partition)
         router = Router()
         router.install(blocks)
@@ -387,7 +388,7 @@ class ThreeDStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if self._parts.engine is not None:
-            self._parts.pending.release()
+            self._parts.pending.check_released()
         if not self._accumulating:
             self._parts.zero.reshard()
         return loss
@@ -552,16 +553,41 @@ class ThreeDStrategy(ParallelStrategy):
         self.accelerator.teardown()
 
 
-def _refuse_unsupported(module: LightningModule, mesh: Mesh) -> None:
+def _refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: bool) -> None:
     """Raise for what can't run on this mesh."""
-    if mesh.shape.pp > 1 and not module.automatic_optimization:
+    if mesh.shape.pp * mesh.shape.tp > 1 and not module.automatic_optimization:
         raise StepError(
-            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but on"
-            f" pipeline_parallel_size={mesh.shape.pp} each training_step runs forward and backward together. Use"
-            " automatic optimization, or pipeline_parallel_size=1."
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but with"
+            f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} its training_step is"
+            " traced before there are optimizers, and pipeline stages run forward and backward together. Use automatic"
+            " optimization, or size 1 for both."
+        )
+    if sync_batchnorm:
+        raise StepError(
+            "Trainer(sync_batchnorm=True) is not built yet for strategy='3d'. Without pipeline and tensor parallel you"
+            " can call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) yourself (GPUs only)."
         )
     if any(isinstance(inner, FSDPModule) for inner in module.modules()):
         raise StepError(
             f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
             " load a checkpoint into it."
         )
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, mesh: Mesh) -> None:
+    """Raise for optimizers that would not train what they should."""
+    held = set(module.parameters())
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        stale = [p for group in optimizer.param_groups for p in group["params"] if p not in held]
+        if stale:
+            raise StepError(
+                f"{name} holds {len(stale)} parameters that are not the module's (the first of shape"
+                f" {tuple(stale[0].shape)}): the model was made parallel after the optimizer was made. Make it in"
+                " configure_optimizers, from self.parameters()."
+            )
+        if mesh.shape.pp > 1 and isinstance(optimizer, LBFGS):
+            raise StepError(
+                f"{name} runs training_step several times per step and needs all gradients in one place, but"
+                f" pipeline_parallel_size={mesh.shape.pp}. Use another optimizer, or pipeline_parallel_size=1."
+            )
