@@ -45,6 +45,14 @@ def on_rank_zero(decide: Callable[[], T], device: torch.device) -> T:
     return value
 
 
+def gather_numbers(number: int, device: torch.device) -> list[int]:
+    """One 64-bit integer of every rank, by rank; every rank calls it."""
+    mine = torch.tensor([number], dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [int(value) for value in everyone]
+
+
 def _portable(outcome: _Outcome) -> _Outcome:
     """The same, with an error that can't be pickled told in words."""
     if outcome.error is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_3d.agreement import gather_numbers
 from lightning_3d.config import BatchConfig
 from lightning_3d.errors import BatchError
 from lightning_3d.mesh import Mesh
@@ -39,10 +40,16 @@ def example_batch(trainer: Trainer) -> Any:
             f" for trainer.{trainer.state.fn.value if trainer.state.fn else 'fit'}(), or its number of batches is"
             " limited to 0. Give it one, or use pipeline_parallel_size=1 and tensor_parallel_size=1."
         )
-    with isolate_rng():
-        if combined._mode == "sequential":
-            return _first_batch(combined.flattened[0])
-        return tree_unflatten([_first_batch(loader) for loader in combined.flattened], combined._spec)
+    try:
+        with isolate_rng():
+            if combined._mode == "sequential":
+                return _first_batch(combined.flattened[0])
+            return tree_unflatten([_first_batch(loader) for loader in combined.flattened], combined._spec)
+    except StopIteration:
+        raise BatchError(
+            "A dataloader is empty, so there is no example batch to cut the model into stages or tensor-parallel shards"
+            " with. It needs at least one batch for each data-parallel rank (mind drop_last=True)."
+        ) from None
 
 
 def _first_batch(loader: Any) -> Any:
@@ -90,19 +97,16 @@ class BatchGuard:
         return objects[0]
 
     def _compare(self, batch: Any) -> None:
-        mine = torch.tensor([checksum(batch)], dtype=torch.int64, device=self._device)
-        everyone = torch.empty(self._mesh.shape.world_size, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(everyone, mine)
-        sums = everyone.tolist()
+        sums = gather_numbers(checksum(batch), self._device)
         for dp in range(self._mesh.shape.dp):
             ranks = self._mesh.shape.replica_ranks(dp)
             if len({sums[rank] for rank in ranks}) > 1:
-                listed = ", ".join(f"rank {rank}: {sums[rank] & 0xFFFFFFFF:08x}" for rank in ranks)
+                listed = ", ".join(f"rank {rank}: {sums[rank]:08x}" for rank in ranks)
                 raise BatchError(
                     f"The ranks of model replica {dp} got different batches (checksums {listed}), but pipeline"
                     " and tensor parallel ranks work on one batch together. Make the dataset, its random augmentation"
-                    " and its shuffling depend on the data-parallel rank only, or set batch.broadcast=true to send the first"
-                    " rank's batch to the others."
+                    " and its shuffling depend on the data-parallel rank only, or set batch.broadcast=true to send the"
+                    " first rank's batch to the others."
                 )
 
 

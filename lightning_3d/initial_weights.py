@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_3d.agreement import gather_numbers
 from lightning_3d.errors import PlanError
 from lightning_3d.plan import Plan
 from lightning_3d.state import named_state
@@ -33,15 +34,8 @@ def synchronise(module: nn.Module, device: torch.device) -> None:
             " has no weights yet. Build it without torch.device('meta') or init_module(empty_init=True)."
         )
     with torch.no_grad():
-        sums = torch.stack([_checksum(tensor, index) for index, tensor in enumerate(state)]).to(device)
-        everyone = torch.empty(dist.get_world_size() * len(sums), dtype=sums.dtype, device=device)
-        dist.all_gather_into_tensor(everyone, sums)
-        if bool((everyone.view(-1, len(sums)) == sums).all()):
-            same = torch.ones(1, device=device)
-        else:
-            same = torch.zeros(1, device=device)
-        dist.all_reduce(same, dist.ReduceOp.MIN)
-        if same.item():
+        hashes = [int(torch.hash_tensor(tensor.detach()).view(torch.int64)) for tensor in state]
+        if len(set(gather_numbers(zlib.crc32(repr(hashes).encode()), device))) == 1:
             return
         for tensor in state:
             there = tensor.detach().to(device).contiguous()
@@ -55,10 +49,8 @@ def _check_same_model(state: Mapping[Tensor, str], device: torch.device) -> None
         f"{fqn} {tuple(tensor.shape)} {tensor.dtype}" + (" on the meta device" if tensor.is_meta else "")
         for tensor, fqn in state.items()
     ]
-    mine = torch.tensor([zlib.crc32("\n".join(described).encode())], dtype=torch.int64, device=device)
-    sums = torch.empty(dist.get_world_size(), dtype=mine.dtype, device=device)
-    dist.all_gather_into_tensor(sums, mine)
-    other = next((rank for rank, value in enumerate(sums.tolist()) if value != sums[0].item()), None)
+    sums = gather_numbers(zlib.crc32("\n".join(described).encode()), device)
+    other = next((rank for rank, value in enumerate(sums) if value != sums[0]), None)
     if other is None:
         return
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -69,12 +61,6 @@ def _check_same_model(state: Mapping[Tensor, str], device: torch.device) -> None
         f"The ranks built different models: where rank 0 has {first}, rank {other} has {second}. Build the model from"
         " the same code and arguments on every rank."
     )
-
-
-def _checksum(tensor: Tensor, index: int) -> Tensor:
-    values = tensor.detach().reshape(-1).double()
-    weights = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device)
-    return ((values * weights.remainder(8191)).sum() + index).cpu()
 
 
 def drop_absent(module: nn.Module, plan: Plan, stage: int) -> None:

@@ -140,7 +140,7 @@ def _assign_stages(
     if len(calls) < num_stages:
         raise PlanError(
             f"pipeline_parallel_size={num_stages}: the model has only {len(calls)} calls of blocks to share out"
-            f" ({', '.join(calls)}). Use at most {len(calls)} stages, or name finer blocks with"
+            f" ({', '.join(calls) or 'none'}). Use at most {max(len(calls), 1)} stages, or name finer blocks with"
             " pipeline.partition='type:REGEX'."
         )
     uniform = config.pipeline.partition == "uniform"
@@ -194,7 +194,12 @@ def _grouped(blocks: tuple[BlockPlan, ...]) -> list[str]:
 
 
 def _tensor_column(blocks: tuple[BlockPlan, ...]) -> list[str]:
-    seen: dict[str, str] = {}
+    """What tensor parallel does to each class of blocks."""
+    lines: dict[str, str] = {}
     for block in blocks:
-        seen.setdefault(block.kind, "replicated" if block.tensor is None else str(block.tensor))
-    return [f"{kind}: {text}" for kind, text in seen.items()]
+        if block.tensor is None or not block.tensor.is_sharded:
+            lines.setdefault(block.kind, "replicated")
+        else:
+            reduces = f"{block.tensor.num_all_reduces_forward} + {block.tensor.num_all_reduces_backward} all-reduces"
+            lines.setdefault(block.kind, f"{block.tensor.sharded_share:.0%} sharded, {reduces}")
+    return [f"{kind}: {text}" for kind, text in lines.items()]

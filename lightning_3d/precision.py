@@ -42,14 +42,12 @@ class ThreeDPrecision(Precision):
         self._norm: Callable[[Iterable[nn.Parameter]], Tensor] | None = None
 
     @staticmethod
-    def translate(plugin: Precision | None) -> ThreeDPrecision:
+    def translate(plugin: Precision) -> ThreeDPrecision:
         """The counterpart of the plugin that the Trainer chose by its ``precision`` string.
 
         Raises:
             ConfigError: there is none.
         """
-        if plugin is None:
-            return ThreeDPrecision()
         if isinstance(plugin, ThreeDPrecision):
             return plugin
         if type(plugin) not in (Precision, MixedPrecision):
@@ -75,7 +73,10 @@ class ThreeDPrecision(Precision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if clip_val <= 0:
             return
-        assert self._norm is not None
+        if self._norm is None:
+            raise ConfigError(
+                "ThreeDPrecision clips gradients for strategy='3d' only; use Trainer(precision=...) instead"
+            )
         parameters = [parameter for parameter in self.main_params(optimizer) if parameter.grad is not None]
         norm = self._norm(list(self.main_params(optimizer)))
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does

@@ -425,12 +425,12 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        assert self._precision_plugin is not None
-        return self._precision_plugin
+        return self._precision_plugin or ThreeDPrecision()
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = ThreeDPrecision.translate(precision_plugin)
+        # The accelerator connector reads the attribute: as long as it is None, the Trainer's `precision` counts.
+        self._precision_plugin = None if precision_plugin is None else ThreeDPrecision.translate(precision_plugin)
 
     # ---- collectives that Lightning and users ask for
 

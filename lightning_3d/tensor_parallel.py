@@ -73,7 +73,7 @@ def prove_blocks(
                 args,
                 kwargs,
                 mesh.axis("tp"),
-                tolerance=config.verify_tolerance,
+                tolerance=None if config.verify_tolerance == "auto" else config.verify_tolerance,
                 excluded=excluded,
             )
         if not proofs[key].passed:

@@ -141,7 +141,7 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"batch": {"check": "allways"}}, "use 'start', 'always' or 'never' (nearest: 'always')"),
         ({"tensor": {"verify": "false"}}, "tensor.verify='false' is not allowed: use True or False (nearest: False)"),
         ({"tensor": {"verify_tolerance": float("nan")}}, "tensor.verify_tolerance=nan is not allowed"),
-        ({"tensor": {"verify_tolerance": -1.0}}, "use a number of at least 0 (nearest: 0)"),
+        ({"tensor": {"verify_tolerance": -1.0}}, "use a number of at least 0 or 'auto' (nearest: 0)"),
         ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is not built yet"),
         ({"pipeline": {"num_microbatches": 4}}, "Trainer(accumulate_grad_batches=4)"),
         ({"pipeline_parallel_size": 4, "pipeline": {"num_microbatches": 2}}, "use at least 4 microbatches"),

@@ -1,4 +1,4 @@
-"""Lightning's own features under every kind of layout: resume, callbacks, precision, logging, evaluation, prediction."""
+"""Lightning's own features under every kind of layout: resume, callbacks, precision, evaluation, prediction."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ STEPS, GLOBAL_BATCH = 4, 8
 
 def _loaders(dp: int) -> tuple[Any, Any]:
     samples = tokens((STEPS + 2) * GLOBAL_BATCH)
-    train, val = Subset(samples, range(STEPS * GLOBAL_BATCH)), Subset(samples, range(STEPS * GLOBAL_BATCH, len(samples)))
+    train, val = (
+        Subset(samples, range(STEPS * GLOBAL_BATCH)),
+        Subset(samples, range(STEPS * GLOBAL_BATCH, len(samples))),
+    )
     return tuple(loader(part, global_batch_size=GLOBAL_BATCH, data_parallel_size=dp) for part in (train, val))
 
 
@@ -44,9 +47,10 @@ def test_bf16_mixed_keeps_fp32_master_weights_and_follows_one_process(workers: W
     exact = run_reference(Job())
     assert all(weight.dtype == torch.float32 for name, weight in result.weights.items() if "accuracy" not in name)
     # One rounding of bf16 is 2^-8; the microbatches and shards round other sums than one process does.
-    assert reference.numbers.losses != exact.numbers.losses, "bf16 made no difference, so it was not used"
     assert_parity(reference, result, tolerance=2e-2)
-    assert result.numbers[0].losses != exact.numbers.losses
+    for run in (reference.numbers, *result.numbers):  # fp32 layouts differ by less than 1e-5: see the parity table
+        norms = zip(run.gradient_norms, exact.numbers.gradient_norms, strict=True)
+        assert max(abs(norm - other) for norm, other in norms) > 5e-5, "bf16 made no difference, so it was not used"
 
 
 # ------------------------------------------------------------------------------------------------------------- resume

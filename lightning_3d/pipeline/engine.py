@@ -109,7 +109,10 @@ class PipelineEngine:
         """
         size = batch_size(batch)
         parts = split_batch(batch, min(self._plan.num_microbatches, size))
-        keys = [(name, self._module.training, torch.is_grad_enabled(), signature(part.batch)) for part in parts]
+        # What is frozen may change while training.
+        trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
+        modes = (name, self._module.training, torch.is_grad_enabled(), trainable)
+        keys = [(*modes, signature(part.batch)) for part in parts]
         flows = [self._flow(key, name, part, rest) for key, part in zip(keys, parts, strict=True)]
         schedule = self._schedule((backward, *keys), flows, backward=backward)
         recorder, updates = LogRecorder(self._module), metric_updates(self._module)

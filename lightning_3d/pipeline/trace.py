@@ -18,7 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -121,7 +126,7 @@ def trace_step(
             raise
         missing = [fqn for fqn in blocks if fqn not in tracer.block_inputs] if calls_all else []
         if tracer.failed_in_block or missing:
-            raise _explained(error, tracer.failed_call, missing) from error
+            raise _explained(error, tracer.failed_call, missing, in_block=tracer.failed_in_block) from error
         stopped_by = f"{tracer.failed_call}: {type(error).__name__}"
     returned = {tracer.ids[leaf] for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf in tracer.ids}
     if stopped_by is not None:
@@ -135,17 +140,30 @@ def trace_step(
     )
 
 
-def _explained(error: Exception, failed_call: str, missing: list[str]) -> TraceError:
-    if not missing:
+def _explained(error: Exception, failed_call: str, missing: list[str], *, in_block: bool) -> TraceError:
+    cause = f"({type(error).__name__}: {error})"
+    if in_block:
         return TraceError(
-            f"Block {failed_call} can't run on fake tensors, which tell the shapes of its outputs"
-            f" ({type(error).__name__}: {error}). Name finer or coarser blocks with pipeline.partition='type:REGEX'."
+            f"Block {failed_call} failed on fake tensors, which tell the shapes of its outputs {cause}. If it fails in"
+            " one process too, mend the model; else name finer or coarser blocks with pipeline.partition='type:REGEX'."
+        )
+    before = f"before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
+    if _needs_data(error):
+        return TraceError(
+            f"The step can't be traced: {failed_call} needs the data of a tensor that comes from a block, {before}"
+            f" {cause}. Pipeline and tensor parallel plan without data, and with a pipeline the data may be on another"
+            " rank: move the call into a block, or after the last block."
         )
     return TraceError(
-        f"The step can't be cut into pipeline stages: {failed_call} needs the data of a tensor that another stage"
-        f" computes, before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
-        f" ({type(error).__name__}: {error}). Move the call into a block, or after the last block."
+        f"The step can't be traced: {failed_call} failed on fake tensors, {before} {cause}. If it fails in one process"
+        " too, mend the model; else move the call into a block, or after the last block."
     )
+
+
+def _needs_data(error: Exception) -> bool:
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return True
+    return isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error)
 
 
 class _Tracer(StepMode):
