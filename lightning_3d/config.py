@@ -51,13 +51,39 @@ class PipelineConfig:
     """``"parameters"`` balances the stages by parameter count, ``"uniform"`` by block count; ``"type:REGEX"``
     takes the modules whose class name matches the regular expression as the blocks."""
 
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
     """``"gpipe"``: all forwards, then all backwards (Huang et al. 2019). ``"1f1b"``: one forward, one backward in
-    turn, which holds fewer activations (Narayanan et al. 2021); needs as many microbatches as stages."""
+    turn, which holds fewer activations (Narayanan et al. 2021); needs as many microbatches as ranks.
+    ``"interleaved"``: 1F1B with several stages per rank, which shrinks the bubble (Narayanan et al. 2021).
+    ``"interleaved_zero_bubble"`` and ``"zbv"`` also split the backward, so that weight gradients fill the bubble (Qi et
+    al. 2023); with these, ZeRO stages 2 and 3 keep gradients and parameters whole until the end of the step."""
+
+    stages_per_rank: Size | Literal["auto"] = "auto"
+    """Stages that each rank runs; ``"auto"`` is 2 for the last three schedules and 1 for the others."""
 
     def __post_init__(self) -> None:
         _check_values(self)
         _check_partition(self.partition)
+
+    @property
+    def num_local_stages(self) -> int:
+        """Stages per rank, with ``"auto"`` resolved."""
+        if self.stages_per_rank == "auto":
+            return 1 if self.schedule in ("gpipe", "1f1b") else 2
+        return self.stages_per_rank
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from the rest of the backward."""
+        return self.schedule in ("interleaved_zero_bubble", "zbv")
+
+    def stage_ranks(self, pp: int) -> tuple[int, ...]:
+        """For every stage the index of its rank on a pp axis of ``pp`` ranks: round and round, or there and back."""
+        if pp == 1:
+            return (0,)
+        if self.schedule == "zbv":
+            return (*range(pp), *reversed(range(pp)))
+        return tuple(range(pp)) * self.num_local_stages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,15 +294,30 @@ def _check_partition(partition: str) -> None:
 
 
 def _check_pipeline(config: ThreeDConfig) -> None:
-    """Refuse numbers of microbatches that the stages can't use."""
-    num_stages, num_microbatches = config.pipeline_parallel_size, config.num_microbatches
-    if num_stages == 1 and num_microbatches > 1:
+    """Refuse what the schedule can't run."""
+    pp, num_microbatches = config.pipeline_parallel_size, config.num_microbatches
+    schedule, per_rank = config.pipeline.schedule, config.pipeline.num_local_stages
+    if pp == 1 and num_microbatches > 1:
         raise ConfigError(
             f"pipeline.num_microbatches={num_microbatches} needs a pipeline, but pipeline_parallel_size=1: use 1 or "
             f"'auto', and Trainer(accumulate_grad_batches={num_microbatches}) to accumulate gradients"
         )
-    if config.pipeline.schedule == "1f1b" and num_microbatches < num_stages:
+    if schedule == "1f1b" and num_microbatches < pp:
         raise ConfigError(
-            f"pipeline.num_microbatches={num_microbatches} is less than pipeline_parallel_size={num_stages}, which "
-            f"schedule '1f1b' can't fill: use at least {num_stages} microbatches, or schedule 'gpipe'"
+            f"pipeline.num_microbatches={num_microbatches} is less than pipeline_parallel_size={pp}, which "
+            f"schedule '1f1b' can't fill: use at least {pp} microbatches, or schedule 'gpipe'"
+        )
+    wanted = {"gpipe": per_rank == 1, "1f1b": per_rank == 1, "zbv": per_rank == 2}.get(schedule, per_rank >= 2)
+    if not wanted:
+        needed = {"gpipe": "1", "1f1b": "1", "zbv": "2"}.get(schedule, "2 or more")
+        raise ConfigError(
+            f"pipeline.stages_per_rank={per_rank} does not suit schedule '{schedule}', which runs {needed} stages on "
+            "each rank: change one of them"
+        )
+    rounds = max(1, num_microbatches // pp)
+    if schedule in ("interleaved", "interleaved_zero_bubble") and num_microbatches % rounds:
+        nearest = num_microbatches // rounds * rounds
+        raise ConfigError(
+            f"pipeline.num_microbatches={num_microbatches} is no multiple of the {rounds} rounds in which schedule "
+            f"'{schedule}' takes them on {pp} ranks: use {nearest} or {rounds * pp}"
         )

@@ -81,9 +81,9 @@ def _shared_parameters(fqns: Mapping[nn.Parameter, str], plan: Plan) -> dict[tup
     """Stages -> the trainable parameters that exactly these hold, in an order that is the same on all of them."""
     shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for parameter, fqn in sorted(fqns.items(), key=lambda item: item[1]):
-        stages = plan.state_stages[fqn]
-        if len(stages) > 1 and parameter.requires_grad:
-            shared.setdefault(stages, []).append(parameter)
+        ranks = plan.state_ranks[fqn]
+        if len(ranks) > 1 and parameter.requires_grad:
+            shared.setdefault(ranks, []).append(parameter)
     return shared
 
 

@@ -48,8 +48,11 @@ class Plan:
     num_microbatches: int
     blocks: tuple[BlockPlan, ...]
     """In the order of their first call."""
-    state_stages: Mapping[str, tuple[int, ...]]
-    """FQN of a parameter or of a block's buffer -> the stages that hold it, ascending. Glue buffers are everywhere."""
+    stage_ranks: tuple[int, ...]
+    """Index on the pp axis of the rank that runs each stage; several stages may lie on one rank."""
+    state_ranks: Mapping[str, tuple[int, ...]]
+    """FQN of a parameter or of a block's buffer -> indices on the pp axis of the ranks that hold it, ascending. Glue
+    buffers are everywhere."""
     ties: Mapping[str, str]
     """FQN -> first FQN of the same tensor, where a tensor has several."""
     used_by_glue: frozenset[str]
@@ -60,17 +63,31 @@ class Plan:
         """Block FQN -> stages of its calls."""
         return {block.fqn: block.stages for block in self.blocks}
 
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, over all ranks."""
+        return len(self.stage_ranks)
+
+    def stages_on(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages that a rank of the pp axis runs, ascending."""
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank)
+
     def blocks_of(self, stage: int) -> tuple[BlockPlan, ...]:
         """The blocks that a stage runs."""
         return tuple(block for block in self.blocks if stage in block.stages)
 
-    def holds(self, stage: int, fqn: str) -> bool:
-        """Whether a stage holds this parameter or buffer."""
-        return fqn not in self.state_stages or stage in self.state_stages[fqn]
+    def blocks_on(self, pp_rank: int) -> tuple[BlockPlan, ...]:
+        """The blocks that a rank of the pp axis runs."""
+        stages = set(self.stages_on(pp_rank))
+        return tuple(block for block in self.blocks if stages.intersection(block.stages))
 
-    def is_owner(self, stage: int, fqn: str) -> bool:
-        """Whether a stage is the lowest that holds this parameter: it counts in norms and is saved from there."""
-        return self.state_stages[fqn][0] == stage
+    def holds(self, pp_rank: int, fqn: str) -> bool:
+        """Whether a rank of the pp axis holds this parameter or buffer."""
+        return fqn not in self.state_ranks or pp_rank in self.state_ranks[fqn]
+
+    def is_owner(self, pp_rank: int, fqn: str) -> bool:
+        """Whether a rank is the first on the pp axis that holds this parameter: it counts in norms and is saved there."""
+        return self.state_ranks[fqn][0] == pp_rank
 
     def __rich__(self) -> Table:
         shape = self.shape
@@ -80,12 +97,13 @@ class Plan:
         )
         for column in ("stage", "ranks", "blocks", "parameters", "share", "tensor parallel"):
             table.add_column(column, justify="right" if column in ("parameters", "share") else "left")
-        loads = [sum(block.num_parameters for block in self.blocks_of(stage)) for stage in range(shape.pp)]
+        stages = range(self.num_stages)
+        loads = [sum(block.num_parameters for block in self.blocks_of(stage)) for stage in stages]
         ranks = shape.dp * shape.cp * shape.tp
-        for stage in range(shape.pp):
+        for stage, pp_rank in zip(stages, self.stage_ranks, strict=True):
             table.add_row(
                 str(stage),
-                f"{stage * ranks}-{(stage + 1) * ranks - 1}",
+                f"{pp_rank * ranks}-{(pp_rank + 1) * ranks - 1}",
                 "\n".join(_grouped(self.blocks_of(stage))),
                 f"{loads[stage]:,}",
                 f"{loads[stage] / max(sum(loads), 1):.0%}",
@@ -107,9 +125,11 @@ def make_plan(
     Raises:
         PlanError: there are more stages than calls of blocks.
     """
-    stages = _assign_stages(blocks, trace, config, shape.pp)
+    stage_ranks = config.pipeline.stage_ranks(shape.pp)
+    stages = _assign_stages(blocks, trace, config, len(stage_ranks))
     order = sorted(blocks, key=lambda fqn: stages[fqn][0])
-    state_stages, ties = _place_state(module, blocks, stages, trace, shape.pp)
+    ranks = {fqn: {stage_ranks[stage] for stage in of_calls} for fqn, of_calls in stages.items()}
+    state_ranks, ties = _place_state(module, blocks, ranks, trace, shape.pp)
     return Plan(
         shape=shape,
         zero_stage=config.zero.stage,
@@ -125,7 +145,8 @@ def make_plan(
             )
             for fqn in order
         ),
-        state_stages=state_stages,
+        stage_ranks=stage_ranks,
+        state_ranks=state_ranks,
         ties=ties,
         used_by_glue=_used_by_glue(trace),
     )
@@ -139,7 +160,7 @@ def _assign_stages(
     calls = list(blocks) if trace is None else [event.name for event in trace.block_calls]
     if len(calls) < num_stages:
         raise PlanError(
-            f"pipeline_parallel_size={num_stages}: the model has only {len(calls)} calls of blocks to share out"
+            f"{num_stages} pipeline stages: the model has only {len(calls)} calls of blocks to share out"
             f" ({', '.join(calls) or 'none'}). Use at most {max(len(calls), 1)} stages, or name finer blocks with"
             " pipeline.partition='type:REGEX'."
         )
@@ -157,13 +178,13 @@ def _assign_stages(
 def _place_state(
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
-    stages: Mapping[str, tuple[int, ...]],
+    ranks: Mapping[str, set[int]],
     trace: Trace | None,
-    num_stages: int,
+    pp: int,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """A tensor lies on the stages of the blocks that own it and of the glue calls that use it, whatever its names."""
+    """A tensor lies on the ranks of the blocks that own it, and on all if glue uses it, whatever its names."""
     owners = {inner: fqn for fqn, block in blocks.items() for inner in block.modules()}
-    everywhere = set(range(num_stages))
+    everywhere = set(range(pp))
     used_by_glue = _used_by_glue(trace)
     names: dict[Tensor, list[str]] = {}
     held: dict[Tensor, set[int]] = {}
@@ -171,11 +192,11 @@ def _place_state(
         if owner not in owners and not isinstance(tensor, nn.Parameter):
             continue
         names.setdefault(tensor, []).append(fqn)
-        place = set(stages[owners[owner]]) if owner in owners and fqn not in used_by_glue else everywhere
+        place = ranks[owners[owner]] if owner in owners and fqn not in used_by_glue else everywhere
         held.setdefault(tensor, set()).update(place)
-    state_stages = {fqn: tuple(sorted(held[tensor])) for tensor, fqns in names.items() for fqn in fqns}
+    state_ranks = {fqn: tuple(sorted(held[tensor])) for tensor, fqns in names.items() for fqn in fqns}
     ties = {fqn: fqns[0] for fqns in names.values() for fqn in fqns if len(fqns) > 1}
-    return state_stages, ties
+    return state_ranks, ties
 
 
 def _used_by_glue(trace: Trace | None) -> frozenset[str]:

@@ -274,7 +274,7 @@ class ThreeDStrategy(ParallelStrategy):
         if trace is not None and mesh.shape.tp > 1 and self.config.tensor.verify:
             plan = prove_blocks(plan, module, blocks, trace, mesh, self.config.tensor)
         apply_blocks(plan, module, blocks, mesh)
-        own = {block.fqn: blocks[block.fqn] for block in plan.blocks_of(mesh.pp_rank)}
+        own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
         router.absent = frozenset(blocks) - frozenset(own)
         zero = Zero(module, own.values(), mesh=mesh, stage=self.config.zero.stage)
 
@@ -352,7 +352,7 @@ class ThreeDStrategy(ParallelStrategy):
                     check_loss(output)
                 return output
             parts.pending.begin()
-            parts.zero.begin_step()
+            parts.zero.begin_step(splits_backward=self.config.pipeline.splits_backward)
             output = parts.engine.run("training_step", batch, rest, number=self._num_steps, backward=True)
             parts.zero.end_step()
             parts.gradients.sum_shared()

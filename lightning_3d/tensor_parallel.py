@@ -60,7 +60,7 @@ def prove_blocks(
     excluded = _shared(plan, module)
     proofs: dict[Hashable, Verification] = {}
     failed: dict[str, str] = {}
-    for block_plan in plan.blocks_of(mesh.pp_rank):
+    for block_plan in plan.blocks_on(mesh.pp_rank):
         block = blocks[block_plan.fqn]
         if block_plan.tensor is None or not block_plan.tensor.is_sharded:
             continue
@@ -100,7 +100,7 @@ def prove_blocks(
 def apply_blocks(plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], mesh: Mesh) -> None:
     """Shard the blocks of this rank's stage."""
     excluded = _shared(plan, module)
-    for block_plan in plan.blocks_of(mesh.pp_rank):
+    for block_plan in plan.blocks_on(mesh.pp_rank):
         if block_plan.tensor is not None and block_plan.tensor.is_sharded:
             apply_block(blocks[block_plan.fqn], block_plan.tensor, mesh.axis("tp"), excluded=excluded)
 

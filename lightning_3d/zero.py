@@ -50,14 +50,21 @@ class Zero:
                 fully_shard(block, mesh=dp_mesh, reshard_after_forward=stage == 3)
         fully_shard(self.root, mesh=dp_mesh, reshard_after_forward=stage == 3, ignored_params=absent)
 
-    def begin_step(self) -> None:
-        """Before the microbatches of a pipeline step."""
-        self._fsdp.set_requires_gradient_sync(self.stage >= 2)
-        self._fsdp.set_reshard_after_backward(self.stage == 3)
+    def begin_step(self, *, splits_backward: bool) -> None:
+        """Before the microbatches of a pipeline step.
+
+        Args:
+            splits_backward: Whether weight gradients come after the backward of their unit, which FSDP2's hooks do not
+                know of: then parameters and gradients stay whole until the end of the step.
+        """
+        self._fsdp.set_requires_gradient_sync(self.stage >= 2 and not splits_backward)
+        self._fsdp.set_reshard_after_forward(self.stage == 3 and not splits_backward)
+        self._fsdp.set_reshard_after_backward(self.stage == 3 and not splits_backward)
         self._fsdp.set_is_last_backward(False)
 
     def end_step(self) -> None:
         """After the microbatches: reduce what was not reduced yet, and reshard."""
+        self._fsdp.set_reshard_after_forward(self.stage == 3)
         self._fsdp.set_requires_gradient_sync(True)
         self._fsdp.set_reshard_after_backward(True)
         self._fsdp.set_is_last_backward(True)

@@ -60,7 +60,8 @@ class Layout:
     tp: int = 1
     zero: Literal[0, 1, 2, 3] = 1
     num_microbatches: int | Literal["auto"] = "auto"
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    stages_per_rank: int | Literal["auto"] = "auto"
     partition: str = "parameters"
 
     @property
@@ -80,6 +81,7 @@ class Layout:
                 "num_microbatches": self.num_microbatches,
                 "partition": self.partition,
                 "schedule": self.schedule,
+                "stages_per_rank": self.stages_per_rank,
             },
             save_distributed_checkpoint=False,
         )

@@ -90,9 +90,11 @@ class PipelineEngine:
     ) -> None:
         self._module, self._rank_module, self._tracing, self._router = module, rank_module, tracing, router
         self._plan, self._mesh, self._randomness, self._device = plan, mesh, randomness, device
-        self._stage = mesh.pp_rank
-        self._is_last = self._stage == plan.shape.pp - 1
-        self._last_rank = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())][-1]
+        self._stages = plan.stages_on(mesh.pp_rank)
+        self._last_stage = plan.num_stages - 1
+        self._is_source = self._last_stage in self._stages
+        pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
+        self._source = pipeline[plan.stage_ranks[-1]]
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -118,17 +120,17 @@ class PipelineEngine:
         recorder, updates = LogRecorder(self._module), metric_updates(self._module)
         outputs: dict[int, Any] = {}
 
-        def forward(index: int, received: tuple[Tensor, ...]) -> Any:
+        def forward(stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
             def run_stage(*tensors: Tensor) -> Any:
                 self._randomness.seed_glue(number, index)
                 run = StageRun(
-                    self._router, flows[index], self._stage, tensors, partial(self._randomness.block, number, index)
+                    self._router, flows[index], stage, tensors, partial(self._randomness.block, number, index)
                 )
-                with recorder.microbatch(index):
+                with recorder.microbatch(index) if stage == self._last_stage else recorder.muted():
                     return run.run(lambda: getattr(self._module, name)(parts[index].batch, *rest))
 
             output = self._rank_module(run_stage, *received)
-            if not self._is_last:
+            if stage != self._last_stage:
                 return output
             outputs[index] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
             return check_loss(output).reshape(()) * parts[index].weight if backward else ()
@@ -136,21 +138,21 @@ class PipelineEngine:
         with self._randomness.step():
             schedule.run(StageCall(forward=forward))
         report = None
-        if self._is_last:
+        if self._is_source:
             sizes = [round(part.weight * size) for part in parts]
             report = StepReport(
                 output=_join_outputs([outputs[index] for index in range(len(parts))], parts),
                 logged=recorder.joined(sizes),
                 metrics=metric_states(self._module, updates),
             )
-        report = share(report, self._mesh.group("pp"), self._last_rank, self._device)
-        replay(report, self._module, is_source=self._is_last)
+        report = share(report, self._mesh.group("pp"), self._source, self._device)
+        replay(report, self._module, is_source=self._is_source)
         return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, report.output)
 
     def _flow(self, key: Hashable, name: str, part: Microbatch, rest: Sequence[Any]) -> StageFlow:
         if key not in self._flows:
             trace = self._tracing(name, part.batch, rest)
-            _remember(self._flows, key, cut(trace, self._plan.stages_of_calls, self._plan.shape.pp))
+            _remember(self._flows, key, cut(trace, self._plan.stages_of_calls, self._plan.num_stages))
         self._flows.move_to_end(key)
         return self._flows[key]
 
@@ -159,7 +161,8 @@ class PipelineEngine:
             schedule = Schedule(
                 self._plan.schedule,
                 flows,
-                stage=self._stage,
+                stages=self._stages,
+                stage_ranks=self._plan.stage_ranks,
                 module=self._rank_module,
                 device=self._device,
                 group=self._mesh.group("pp"),

@@ -14,31 +14,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining._utils import TensorMeta as _TorchMeta
 from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
 
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
 from lightning_3d.pipeline.stages import StageFlow
 
-_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_SPLITTING = ("interleaved_zero_bubble", "zbv")
+_MULTI = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCall:
     """How a schedule runs one microbatch on this rank's stage."""
 
-    forward: Callable[[int, tuple[Tensor, ...]], Any]
-    """(index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
+    forward: Callable[[int, int, tuple[Tensor, ...]], Any]
+    """(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
 
 
 class Schedule:
-    """Runs the microbatches of one step through this rank's stage.
+    """Runs the microbatches of one step through this rank's stages.
 
     Args:
-        name: ``"gpipe"`` or ``"1f1b"``.
+        name: A schedule of ``PipelineConfig``.
         flows: The traced flow of each microbatch; their shapes may differ.
-        stage: Index of this rank's stage.
-        module: The stage's parameters.
+        stages: Indices of this rank's stages, ascending.
+        stage_ranks: For every stage the index of its rank in ``group``.
+        module: What the rank holds.
         group: Process group of the pp axis.
         backward: Whether to run the backward too.
     """
@@ -48,48 +64,84 @@ class Schedule:
         name: str,
         flows: Sequence[StageFlow],
         *,
-        stage: int,
+        stages: Sequence[int],
+        stage_ranks: Sequence[int],
         module: nn.Module,
         device: torch.device,
         group: dist.ProcessGroup,
         backward: bool,
     ) -> None:
-        num_stages, num_microbatches = flows[0].num_stages, len(flows)
-        if not backward or num_microbatches < num_stages:  # 1F1B needs as many microbatches as stages
-            name = "gpipe"
-        torch_stage = _Stage(_StageModule(module), flows, stage, device, group)
-        self._schedule = _SCHEDULES[name](
-            torch_stage,
-            num_microbatches,
-            loss_fn=(lambda output, target: output) if backward else None,
-            scale_grads=False,
-        )
+        num_microbatches, num_ranks = len(flows), max(stage_ranks) + 1
+        torch_stages = [
+            _Stage(_StageModule(module, stage, splits_backward=name in _SPLITTING), flows, stage, device, group)
+            for stage in stages
+        ]
+        loss_fn = (lambda output, target: output) if backward else None
+        regular = backward and _suits(name, num_microbatches, num_ranks)
+        if name in _SINGLE:
+            make = _SINGLE[name if regular else "gpipe"]
+            self._schedule: Any = make(torch_stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        elif regular:
+            self._schedule = _MULTI[name](torch_stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        else:
+            self._schedule = _InOrder(torch_stages, num_microbatches, stage_ranks, loss_fn=loss_fn)
         self._indices = torch.arange(num_microbatches)
 
     def run(self, call: StageCall) -> None:
-        """Run all microbatches, forward and backward.
+        """Run all microbatches, forward and backward."""
+        self._schedule.step(index=self._indices, call=call, target=self._indices, return_outputs=False)
 
-        Raises:
-            BaseException: what ``call`` or the backward raised, without torch's words around it.
-        """
-        failure = None
-        try:
-            self._schedule.step(index=self._indices, call=call, target=self._indices, return_outputs=False)
-        except RuntimeError as error:  # torch wraps what a stage raises and prints its arguments
-            if error.__cause__ is None:
-                raise
-            failure = error.__cause__
-        if failure is not None:
-            raise failure
+
+def _suits(name: str, num_microbatches: int, num_ranks: int) -> bool:
+    """Whether torch's schedule takes this number of microbatches; the last batch of an epoch may have fewer."""
+    if name == "1f1b":
+        return num_microbatches >= num_ranks
+    return name in ("gpipe", "zbv") or num_microbatches % max(1, num_microbatches // num_ranks) == 0
+
+
+class _InOrder(_PipelineScheduleRuntime):
+    """All forwards stage by stage, then all backwards: for any number of microbatches, and for evaluation."""
+
+    def __init__(
+        self,
+        stages: list[_Stage],
+        num_microbatches: int,
+        stage_ranks: Sequence[int],
+        loss_fn: Callable[..., Tensor] | None,
+    ) -> None:
+        super().__init__(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        self.pipeline_order = {}
+        for rank in range(max(stage_ranks) + 1):
+            own = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
+            forward = [_Action(stage, _ComputationType.FORWARD, i) for stage in own for i in range(num_microbatches)]
+            backward = [_Action(a.stage_index, _ComputationType.FULL_BACKWARD, a.microbatch_index) for a in forward]
+            self.pipeline_order[rank] = [*forward, *reversed(backward)]
+        self._prepare_schedule_with_comms(self.pipeline_order)
+        if loss_fn is None:
+            kept = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
+            self.pipeline_order_with_comms = {
+                rank: [action for action in actions if action.computation_type in kept]
+                for rank, actions in self.pipeline_order_with_comms.items()
+            }
 
 
 class _StageModule(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, stage: int, *, splits_backward: bool) -> None:
         super().__init__()
         self.module = module
+        self._stage = stage
+        self._splits_backward = splits_backward
 
     def forward(self, *received: Tensor, index: Tensor, call: StageCall) -> Any:
-        return call.forward(int(index), received)
+        output = call.forward(self._stage, int(index), received)
+        if self._splits_backward and isinstance(output, tuple):
+            return tuple(_detachable(tensor) for tensor in output)
+        return output
+
+
+def _detachable(tensor: Tensor) -> Tensor:
+    """A tensor that may be detached in place: a split backward does so with outputs, which fails for views."""
+    return tensor.clone() if tensor.requires_grad and (tensor._is_view() or tensor.is_leaf) else tensor
 
 
 class _Stage(PipelineStage):

@@ -90,6 +90,15 @@ class LogRecorder:
         finally:
             del self._module.__dict__["log"]
 
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Drop the calls made inside: the step of a stage that does not run to the end."""
+        self._module.__dict__["log"] = lambda *args, **kwargs: None
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+
     def __call__(self, name: str, value: _Value, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         names = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
         arguments = dict(zip(names, args, strict=False)) | kwargs
