@@ -5,12 +5,14 @@ A *block* is a module that runs as a whole on one pipeline stage. Everything out
 forward of outer modules, the loss) is *glue* and runs on every stage. Blocks are found by walking the module tree:
 containers and modules that contain a container are descended into; the elements of a container are blocks whatever
 they hold inside; any other module with parameters is a block. With ``type:REGEX`` the modules whose class name matches
-are blocks, what contains one is descended into, and the rest is found as above.
+are blocks, with a list of FQNs those of that name; what contains one is descended into, and the rest is found as above.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Hashable, Sequence
 
 import torchmetrics
 from torch import nn
@@ -22,19 +24,19 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)  # they have no forward, so they 
 _TYPE_PREFIX = "type:"
 
 
-def find_blocks(root: nn.Module, partition: str = "parameters") -> dict[str, nn.Module]:
+def find_blocks(root: nn.Module, partition: str | Sequence[str] = "parameters") -> dict[str, nn.Module]:
     """Find the blocks of ``root`` in definition order.
 
     Args:
-        partition: The partition method; ``"type:REGEX"`` names the classes of blocks.
+        partition: The partition method; ``"type:REGEX"`` names the classes of blocks, a sequence names some blocks.
 
     Returns:
         FQN -> module. A module that is reachable by two names is listed once, under its first name.
 
     Raises:
-        PlanError: the regular expression matches no class.
+        PlanError: the regular expression matches no class, or a name is no module's.
     """
-    chosen = _matching(root, partition.removeprefix(_TYPE_PREFIX)) if partition.startswith(_TYPE_PREFIX) else set()
+    chosen = _chosen(root, partition)
     blocks: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
 
@@ -53,6 +55,25 @@ def find_blocks(root: nn.Module, partition: str = "parameters") -> dict[str, nn.
     return blocks
 
 
+def inner_blocks(fqn: str, block: nn.Module) -> dict[str, nn.Module]:
+    """The coarsest blocks inside a block, in definition order; a container that is never called gives its own."""
+    found: dict[str, nn.Module] = {}
+    for name, child in block.named_children():
+        if isinstance(child, torchmetrics.Metric) or not holds_state(child):
+            continue
+        if isinstance(child, _NEVER_CALLED):
+            found |= inner_blocks(f"{fqn}.{name}", child)
+        else:
+            found[f"{fqn}.{name}"] = child
+    return found
+
+
+def kind_of(block: nn.Module) -> Hashable:
+    """Equal for blocks of the same class, structure and parameters, which cost the same."""
+    parameters = tuple((fqn, tuple(p.shape), p.dtype, p.requires_grad) for fqn, p in block.named_parameters())
+    return type(block).__module__, type(block).__qualname__, repr(block), parameters
+
+
 def holds_state(module: nn.Module) -> bool:
     """Whether the module has a parameter anywhere below it."""
     return next(module.parameters(), None) is not None
@@ -65,6 +86,24 @@ def _is_outer(module: nn.Module, chosen: set[nn.Module], *, element: bool) -> bo
     if isinstance(module, nn.Sequential):
         return not element and len(module) > 1
     return not element and any(isinstance(inner, _CONTAINERS) and len(inner) > 1 for inner in module.modules())
+
+
+def _chosen(root: nn.Module, partition: str | Sequence[str]) -> set[nn.Module]:
+    """The modules that the user wants as blocks."""
+    if not isinstance(partition, str):
+        return {_named(root, fqn) for fqn in partition}
+    return _matching(root, partition.removeprefix(_TYPE_PREFIX)) if partition.startswith(_TYPE_PREFIX) else set()
+
+
+def _named(root: nn.Module, fqn: str) -> nn.Module:
+    modules: dict[str, nn.Module] = dict(root.named_modules(remove_duplicate=False))
+    if fqn in modules and fqn:
+        return modules[fqn]
+    nearest = difflib.get_close_matches(fqn, [name for name in modules if name], n=1, cutoff=0)
+    raise PlanError(
+        f"pipeline.partition names the block {fqn!r}, but {type(root).__name__} has no module of that name."
+        + "".join(f" The nearest is {name!r}." for name in nearest)
+    )
 
 
 def _matching(root: nn.Module, pattern: str) -> set[nn.Module]:

@@ -24,6 +24,9 @@ from lightning_3d.errors import ConfigError
 
 Size = Annotated[int, AtLeast(1)]
 
+PARTITION_METHODS = ("parameters", "uniform", "time", "memory")
+"""Values of ``pipeline.partition`` that stand for themselves."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
@@ -47,9 +50,11 @@ class PipelineConfig:
     num_microbatches: Size | Literal["auto"] = "auto"
     """Pieces that each rank's batch is cut into; ``"auto"`` is the number of stages."""
 
-    partition: str = "parameters"
-    """``"parameters"`` balances the stages by parameter count, ``"uniform"`` by block count; ``"type:REGEX"``
-    takes the modules whose class name matches the regular expression as the blocks."""
+    partition: str | tuple[str, ...] = "parameters"
+    """What is balanced between the stages. ``"parameters"``; ``"uniform"``: calls of blocks; ``"time"``: forward and
+    backward of the blocks, measured on the strategy's device; ``"memory"``: bytes of weights, gradients, AdamW's state
+    and activations. ``"type:REGEX"`` balances parameters and takes the modules whose class name matches the regular
+    expression as the blocks. A list of FQNs names the block with which each stage after the first begins."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
     """``"gpipe"``: all forwards, then all backwards (Huang et al. 2019). ``"1f1b"``: one forward, one backward in
@@ -62,6 +67,9 @@ class PipelineConfig:
     """Stages that each rank runs; ``"auto"`` is 2 for the last three schedules and 1 for the others."""
 
     def __post_init__(self) -> None:
+        given: object = self.partition
+        if isinstance(given, list):  # from Python or YAML
+            object.__setattr__(self, "partition", tuple(given))
         _check_values(self)
         _check_partition(self.partition)
 
@@ -276,16 +284,21 @@ def _check_values(config: Any) -> None:
             raise ConfigError(f"{prefix}{name}={value!r} is not allowed: use {describe(annotation)}{hint}")
 
 
-def _check_partition(partition: str) -> None:
-    """Refuse a partition rule that does not exist, or a regular expression that does not compile."""
-    if partition in ("parameters", "uniform"):
+def _check_partition(partition: str | tuple[str, ...]) -> None:
+    """Refuse a partition method that does not exist, a regular expression that does not compile, and equal FQNs."""
+    if isinstance(partition, tuple):
+        if len(set(partition)) < len(partition):
+            raise ConfigError(f"pipeline.partition={list(partition)} names a block twice: name one for each stage")
+        return
+    if partition in PARTITION_METHODS:
         return
     rule, separator, pattern = partition.partition(":")
     if rule != "type" or not separator or not pattern:
-        nearest = difflib.get_close_matches(partition, ("parameters", "uniform", "type:REGEX"), n=1, cutoff=0)[0]
+        nearest = difflib.get_close_matches(partition, (*PARTITION_METHODS, "type:REGEX"), n=1, cutoff=0)[0]
         raise ConfigError(
-            f"pipeline.partition={partition!r} is not allowed: use 'parameters', 'uniform' or 'type:REGEX' with a "
-            f"regular expression for class names (nearest: {nearest!r})"
+            f"pipeline.partition={partition!r} is not allowed: use {', '.join(map(repr, PARTITION_METHODS))},"
+            " 'type:REGEX' with a regular expression for class names, or a list of the FQNs of blocks"
+            f" (nearest: {nearest!r})"
         )
     try:
         re.compile(pattern)
@@ -293,10 +306,20 @@ def _check_partition(partition: str) -> None:
         raise ConfigError(f"pipeline.partition={partition!r} is no regular expression after 'type:': {error}") from None
 
 
+def _check_cut_points(partition: str | tuple[str, ...], num_stages: int) -> None:
+    """Refuse a list of blocks that is not as long as there are stages to begin."""
+    if isinstance(partition, tuple) and len(partition) != num_stages - 1:
+        raise ConfigError(
+            f"pipeline.partition={list(partition)} names {len(partition)} blocks, but there are {num_stages} stages:"
+            f" name {num_stages - 1}, one with which each stage after the first begins"
+        )
+
+
 def _check_pipeline(config: ThreeDConfig) -> None:
     """Refuse what the schedule can't run."""
     pp, num_microbatches = config.pipeline_parallel_size, config.num_microbatches
     schedule, per_rank = config.pipeline.schedule, config.pipeline.num_local_stages
+    _check_cut_points(config.pipeline.partition, len(config.pipeline.stage_ranks(pp)))
     if pp == 1 and num_microbatches > 1:
         raise ConfigError(
             f"pipeline.num_microbatches={num_microbatches} needs a pipeline, but pipeline_parallel_size=1: use 1 or "

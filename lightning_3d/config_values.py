@@ -1,7 +1,7 @@
 """What values an annotation allows: the test, the words for it, and the allowed value nearest to a wrong one.
 
-Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``Literal``, unions, dataclasses,
-and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises nothing.
+Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``Literal``, unions, tuples of any
+length, dataclasses, and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def accepts(annotation: Any, value: Any) -> bool:
         return any(accepts(option, value) for option in get_args(annotation))
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in get_args(annotation))
+    if origin is tuple:
+        return type(value) is tuple and all(accepts(get_args(annotation)[0], item) for item in value)
     if annotation is float:
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is annotation
@@ -46,6 +48,8 @@ def describe(annotation: Any) -> str:
     if origin is Literal:
         *first, last = (repr(choice) for choice in get_args(annotation))
         return f"{', '.join(first)} or {last}" if first else last
+    if origin is tuple:
+        return f"a list, of which each item is {describe(get_args(annotation)[0])}"
     if is_dataclass(annotation):
         return f"a {cast(type, annotation).__name__} (ThreeDConfig.from_mapping takes nested mappings)"
     words: dict[object, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from rich.table import Table
 from torch import Tensor, nn
 
+from lightning_3d.assignment import StagePlan, assign_stages
 from lightning_3d.config import ThreeDConfig
-from lightning_3d.errors import PlanError
+from lightning_3d.loads import Unit, num_parameters
 from lightning_3d.mesh import MeshShape
-from lightning_3d.partition import partition
 from lightning_3d.pipeline.trace import Trace
+from lightning_3d.plan_text import folded, quantity
 from lightning_3d.state import named_state
 
 if TYPE_CHECKING:
@@ -48,6 +50,9 @@ class Plan:
     num_microbatches: int
     blocks: tuple[BlockPlan, ...]
     """In the order of their first call."""
+    stages: tuple[StagePlan, ...]
+    load_unit: Unit
+    """Of the stages' loads."""
     stage_ranks: tuple[int, ...]
     """Index on the pp axis of the rank that runs each stage; several stages may lie on one rank."""
     state_ranks: Mapping[str, tuple[int, ...]]
@@ -86,34 +91,58 @@ class Plan:
         return fqn not in self.state_ranks or pp_rank in self.state_ranks[fqn]
 
     def is_owner(self, pp_rank: int, fqn: str) -> bool:
-        """Whether a rank is the first on the pp axis that holds this parameter: it counts in norms and is saved there."""
+        """Whether a rank is the first on the pp axis that holds this parameter: there it counts in norms."""
         return self.state_ranks[fqn][0] == pp_rank
 
+    @property
+    def imbalance(self) -> float:
+        """Load of the slowest stage over the mean; 1 is perfect."""
+        loads = [stage.load for stage in self.stages]
+        return max(loads) * len(loads) / max(sum(loads), 1)
+
     def __rich__(self) -> Table:
+        """A row per stage, for terminals of 100 columns."""
         shape = self.shape
         schedule = f", {self.schedule} with {self.num_microbatches} microbatches" if shape.pp > 1 else ""
         table = Table(
-            title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}"
+            title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}",
+            caption=None if self.num_stages == 1 else f"the slowest stage has {self.imbalance:.2f} x the mean load",
         )
-        for column in ("stage", "ranks", "blocks", "parameters", "share", "tensor parallel"):
-            table.add_column(column, justify="right" if column in ("parameters", "share") else "left")
-        stages = range(self.num_stages)
-        loads = [sum(block.num_parameters for block in self.blocks_of(stage)) for stage in stages]
-        ranks = shape.dp * shape.cp * shape.tp
-        for stage, pp_rank in zip(stages, self.stage_ranks, strict=True):
-            table.add_row(
-                str(stage),
-                f"{pp_rank * ranks}-{(pp_rank + 1) * ranks - 1}",
-                "\n".join(_grouped(self.blocks_of(stage))),
-                f"{loads[stage]:,}",
-                f"{loads[stage] / max(sum(loads), 1):.0%}",
-                "\n".join(_tensor_column(self.blocks_of(stage))),
-            )
+        columns = [self._row(stage) for stage in range(self.num_stages)]
+        for name in columns[0]:
+            table.add_column(name, justify="left" if name in ("ranks", "blocks", "tensor parallel") else "right")
+        for row in columns:
+            table.add_row(*row.values())
         return table
+
+    def _row(self, stage: int) -> dict[str, str]:
+        """Column -> text; only columns that say something for this layout."""
+        blocks, plan = self.blocks_of(stage), self.stages[stage]
+        per_stage = self.shape.dp * self.shape.cp * self.shape.tp
+        first = self.stage_ranks[stage] * per_stage
+        row = {
+            "stage": str(stage),
+            "ranks": str(first) if per_stage == 1 else f"{first}-{first + per_stage - 1}",
+            "blocks": "\n".join(folded([(block.fqn, block.kind) for block in blocks])),
+            "parameters": f"{sum(block.num_parameters for block in blocks):,}",
+        }
+        if self.load_unit != "parameters":
+            row["load"] = quantity(plan.load, self.load_unit)
+        if self.num_stages > 1:
+            row["share"] = f"{plan.load / max(sum(stage.load for stage in self.stages), 1):.0%}"
+            row["sends (tensors)"] = f"{quantity(plan.bytes_sent, 'bytes')} ({plan.num_sent})" if plan.num_sent else ""
+        if self.shape.tp > 1:
+            row["tensor parallel"] = "\n".join(_tensor_column(blocks))
+        return row
 
 
 def make_plan(
-    module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace | None, config: ThreeDConfig, shape: MeshShape
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace | None,
+    config: ThreeDConfig,
+    shape: MeshShape,
+    device: torch.device,
 ) -> Plan:
     """Assign blocks to stages and weights to shards.
 
@@ -121,12 +150,14 @@ def make_plan(
         module: The whole model.
         blocks: From ``find_blocks``.
         trace: One step of the model; needed if there is more than one stage or tensor-parallel rank.
+        device: Where the partition methods ``"time"`` and ``"memory"`` measure blocks; the others compute nothing.
 
     Raises:
-        PlanError: there are more stages than calls of blocks.
+        PlanError: the blocks can't be shared out among the stages.
     """
     stage_ranks = config.pipeline.stage_ranks(shape.pp)
-    stages = _assign_stages(blocks, trace, config, len(stage_ranks))
+    assignment = assign_stages(module, blocks, trace, config, shape, device)
+    stages = assignment.stages_of_calls
     order = sorted(blocks, key=lambda fqn: stages[fqn][0])
     ranks = {fqn: {stage_ranks[stage] for stage in of_calls} for fqn, of_calls in stages.items()}
     state_ranks, ties = _place_state(module, blocks, ranks, trace, shape.pp)
@@ -139,40 +170,19 @@ def make_plan(
             BlockPlan(
                 fqn=fqn,
                 kind=type(blocks[fqn]).__name__,
-                num_parameters=sum(p.numel() for p in blocks[fqn].parameters()),
+                num_parameters=num_parameters(blocks[fqn]),
                 stages=stages[fqn],
                 tensor=None,
             )
             for fqn in order
         ),
+        stages=assignment.stages,
+        load_unit=assignment.unit,
         stage_ranks=stage_ranks,
         state_ranks=state_ranks,
         ties=ties,
         used_by_glue=_used_by_glue(trace),
     )
-
-
-def _assign_stages(
-    blocks: Mapping[str, nn.Module], trace: Trace | None, config: ThreeDConfig, num_stages: int
-) -> dict[str, tuple[int, ...]]:
-    if num_stages == 1:
-        return dict.fromkeys(blocks, (0,))
-    calls = list(blocks) if trace is None else [event.name for event in trace.block_calls]
-    if len(calls) < num_stages:
-        raise PlanError(
-            f"{num_stages} pipeline stages: the model has only {len(calls)} calls of blocks to share out"
-            f" ({', '.join(calls) or 'none'}). Use at most {max(len(calls), 1)} stages, or name finer blocks with"
-            " pipeline.partition='type:REGEX'."
-        )
-    uniform = config.pipeline.partition == "uniform"
-    loads = [1 if uniform else sum(p.numel() for p in blocks[fqn].parameters()) for fqn in calls]
-    stages: dict[str, tuple[int, ...]] = {}
-    for fqn, stage in zip(calls, partition(loads, num_stages), strict=True):
-        stages[fqn] = (*stages.get(fqn, ()), stage)
-    previous: tuple[int, ...] = (0,)
-    for fqn in blocks:  # a block that the step never calls stays with the one defined before it
-        previous = stages.setdefault(fqn, previous[-1:])
-    return stages
 
 
 def _place_state(
@@ -201,17 +211,6 @@ def _place_state(
 
 def _used_by_glue(trace: Trace | None) -> frozenset[str]:
     return frozenset(fqn for event in (trace.events if trace else ()) for fqn in event.parameters)
-
-
-def _grouped(blocks: tuple[BlockPlan, ...]) -> list[str]:
-    """Runs of blocks of one class on one line each."""
-    runs: list[list[BlockPlan]] = []
-    for block in blocks:
-        if runs and runs[-1][-1].kind == block.kind:
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return [f"{run[0].fqn}{f' .. {run[-1].fqn}' if len(run) > 1 else ''} ({run[0].kind})" for run in runs]
 
 
 def _tensor_column(blocks: tuple[BlockPlan, ...]) -> list[str]:

@@ -57,9 +57,11 @@ from lightning_3d.pending import PendingGradients
 from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss, loss_of
 from lightning_3d.pipeline.interception import Router
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
+from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.trace import Trace
 from lightning_3d.plan import Plan, make_plan
 from lightning_3d.precision import ThreeDPrecision
+from lightning_3d.refinement import greatest_imbalance, is_balanced, refine
 from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.rng import StepRandomness
 from lightning_3d.tensor_parallel import apply_blocks, plan_blocks, prove_blocks
@@ -260,13 +262,14 @@ class ThreeDStrategy(ParallelStrategy):
     def _parallelise(self, trainer: Trainer) -> _Applied:
         module, mesh, device = self._module, self.mesh, self.root_device
         _refuse_unsupported(module, mesh, sync_batchnorm=self._layer_sync is not None)
-        blocks = find_blocks(module, self.config.pipeline.partition)
+        synchronise(module, device)
+        microbatch = self._example_microbatch(trainer)
+        blocks = self._find_blocks(trainer, microbatch)
         router = Router()
         router.install(blocks)
-        synchronise(module, device)
         tracing = Tracing(module, blocks, router, device)
-        trace = self._traced_example(trainer, tracing)
-        plan = on_rank_zero(lambda: self._make_plan(trace, blocks), device)
+        trace = self._trace(trainer, tracing, microbatch)
+        plan = on_rank_zero(lambda: self._make_plan(trainer, trace, blocks), device)
 
         drop_absent(module, plan, mesh.pp_rank)
         move_to(module, device)
@@ -312,23 +315,56 @@ class ThreeDStrategy(ParallelStrategy):
             randomness=randomness,
         )
 
-    def _traced_example(self, trainer: Trainer, tracing: Tracing) -> Trace | None:
+    def _find_blocks(self, trainer: Trainer, microbatch: Any) -> dict[str, nn.Module]:
+        """The coarsest blocks that balance the stages. Every rank calls it."""
+        module, pipeline = self._module, self.config.pipeline
+        blocks = find_blocks(module, pipeline.partition)
+        num_stages, imbalance = len(pipeline.stage_ranks(self.mesh.shape.pp)), greatest_imbalance(pipeline.partition)
+        if num_stages == 1 or imbalance is None or is_balanced(blocks, num_stages, imbalance):
+            return blocks
+
+        def trace_with(finer: Mapping[str, nn.Module]) -> Trace:
+            router = Router()
+            router.install(finer)
+            try:
+                trace = self._trace(trainer, Tracing(module, finer, router, self.root_device), microbatch)
+            finally:
+                router.uninstall(finer)
+            assert trace is not None
+            return trace
+
+        fqns = on_rank_zero(lambda: list(refine(module, blocks, num_stages, imbalance, trace_with)), self.root_device)
+        return {fqn: module.get_submodule(fqn) for fqn in fqns}
+
+    def _trace(self, trainer: Trainer, tracing: Tracing, microbatch: Any) -> Trace | None:
         """A trace of the step that is about to run, if the plan depends on one."""
+        if self.mesh.shape.pp * self.mesh.shape.tp == 1:
+            return None
+        with self._planned_step(trainer) as name:
+            return tracing(name, microbatch, (0,))
+
+    def _make_plan(self, trainer: Trainer, trace: Trace | None, blocks: Mapping[str, nn.Module]) -> Plan:
+        with self._planned_step(trainer):
+            plan = make_plan(self._module, blocks, trace, self.config, self.mesh.shape, self.root_device)
+        if trace is None or plan.shape.tp == 1:
+            return plan
+        return plan_blocks(plan, self._module, blocks, trace)
+
+    @contextmanager
+    def _planned_step(self, trainer: Trainer) -> Iterator[str]:
+        """The name of the step that is about to run, and the autograd and autocast modes of its forward."""
+        assert trainer.state.fn is not None
+        name = _STEPS[trainer.state.fn]
+        with torch.set_grad_enabled(name == "training_step"), self._precision.forward_context():
+            yield name
+
+    def _example_microbatch(self, trainer: Trainer) -> Any:
+        """The first microbatch of the step that is about to run, or None where the plan does not depend on it."""
         shape = self.mesh.shape
         if shape.pp * shape.tp == 1:
             return None
         batch = self._example(trainer)
-        microbatch = split_batch(batch, self.config.num_microbatches)[0].batch if shape.pp > 1 else batch
-        assert trainer.state.fn is not None
-        name = _STEPS[trainer.state.fn]
-        with torch.set_grad_enabled(name == "training_step"), self._precision.forward_context():
-            return tracing(name, microbatch, (0,))
-
-    def _make_plan(self, trace: Trace | None, blocks: Mapping[str, nn.Module]) -> Plan:
-        plan = make_plan(self._module, blocks, trace, self.config, self.mesh.shape)
-        if trace is None or plan.shape.tp == 1:
-            return plan
-        return plan_blocks(plan, self._module, blocks, trace)
+        return split_batch(batch, self.config.num_microbatches)[0].batch if shape.pp > 1 else batch
 
     def _example(self, trainer: Trainer) -> Any:
         batch = trainer.precision_plugin.convert_input(example_batch(trainer))
@@ -405,6 +441,21 @@ class ThreeDStrategy(ParallelStrategy):
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
         """Norm of all gradients as if they lay in one process; 0-d, equal on all ranks. Every rank calls it."""
         return self._parts.gradients.norm(norm_type=norm_type)
+
+    def start_timeline(self) -> None:
+        """Measure the pipeline steps that follow. Every rank calls it."""
+        assert self._parts.engine is not None
+        self._parts.engine.recorder = SpanRecorder(self.root_device)
+
+    def finish_timeline(self) -> Timeline:
+        """The timeline of this rank's pipeline since ``start_timeline``. Every rank calls it."""
+        engine = self._parts.engine
+        assert engine is not None
+        assert engine.recorder is not None
+        measured: list[tuple[Span, ...]] = [()] * self.mesh.shape.pp
+        dist.all_gather_object(measured, tuple(engine.recorder.spans), group=self.mesh.group("pp"))
+        engine.recorder = None
+        return Timeline(name=self.config.pipeline.schedule, planned=engine.planned, measured=tuple(measured))
 
     def report(self) -> list[RankReport]:
         """What each rank holds, by rank. Every rank calls it; ``report_table`` shows it."""

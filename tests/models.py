@@ -6,6 +6,9 @@ none of them draws random numbers while training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import lightning as L
 import torch
 import torch.nn.functional as F
@@ -158,7 +161,11 @@ def features(num_samples: int, *, seed: int = 0) -> Dataset[tuple[Tensor, ...]]:
 
 
 def loader(
-    dataset: Dataset[tuple[Tensor, ...]], *, global_batch_size: int, data_parallel_size: int = 1
+    dataset: Dataset[tuple[Tensor, ...]],
+    *,
+    global_batch_size: int,
+    data_parallel_size: int = 1,
+    collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[tuple[Tensor, ...]]:
     """Batches of one data-parallel rank, without shuffling where the Trainer adds no sampler.
 
@@ -168,12 +175,16 @@ def loader(
     """
     if global_batch_size % data_parallel_size:
         raise ValueError(f"global batch size {global_batch_size} is not divisible by {data_parallel_size} ranks")
-    return DataLoader(dataset, batch_size=global_batch_size // data_parallel_size)
+    return DataLoader(dataset, batch_size=global_batch_size // data_parallel_size, collate_fn=collate)
 
 
 def reference_loader(
-    dataset: Dataset[tuple[Tensor, ...]], *, global_batch_size: int, seed: int
+    dataset: Dataset[tuple[Tensor, ...]],
+    *,
+    global_batch_size: int,
+    seed: int,
+    collate: Callable[[list[Any]], Any] | None = None,
 ) -> DataLoader[tuple[Tensor, ...]]:
     """One process's training batches, in the order of the sampler that Lightning adds in distributed runs."""
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
-    return DataLoader(dataset, batch_size=global_batch_size, sampler=sampler)
+    return DataLoader(dataset, batch_size=global_batch_size, sampler=sampler, collate_fn=collate)

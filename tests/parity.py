@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -40,7 +40,13 @@ class Job:
     data: Callable[[int], Dataset[tuple[Tensor, ...]]] = tokens
     """Builds a dataset with the given number of samples."""
 
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes a batch of samples; torch's default if None."""
+
     steps: int = 3
+    num_missing: int = 0
+    """Samples that the last training batch is short of."""
+
     global_batch_size: int = 8
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
@@ -207,7 +213,7 @@ def _trainer(job: Job, strategy: Strategy | str, num_devices: int, recorder: _Re
 
 def _splits(job: Job) -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor, ...]]]:
     """Training and validation samples."""
-    num_train = job.steps * job.accumulate_grad_batches * job.global_batch_size
+    num_train = job.steps * job.accumulate_grad_batches * job.global_batch_size - job.num_missing
     num_val = job.num_val_batches * job.global_batch_size
     samples = job.data(num_train + num_val)
     return Subset(samples, range(num_train)), Subset(samples, range(num_train, num_train + num_val))
@@ -232,8 +238,8 @@ def run_reference(job: Job) -> ReferenceRun:
     model = job.model()
     trainer.fit(
         model,
-        reference_loader(train, global_batch_size=job.global_batch_size, seed=job.seed),
-        loader(val, global_batch_size=job.global_batch_size),
+        reference_loader(train, global_batch_size=job.global_batch_size, seed=job.seed, collate=job.collate),
+        loader(val, global_batch_size=job.global_batch_size, collate=job.collate),
     )
     return ReferenceRun(
         numbers=recorder.numbers(trainer),
@@ -259,8 +265,8 @@ def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tens
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
     trainer.fit(
         job.model(),
-        loader(train, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp),
-        loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp),
+        loader(train, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
+        loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
     )
     path = Path("final.ckpt")
     trainer.save_checkpoint(path)

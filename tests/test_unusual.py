@@ -115,6 +115,7 @@ def _train_rank(build: Callable[[], L.LightningModule], settings: Mapping[str, A
     return _train(build(), data, strategy=ThreeDStrategy(**settings))
 
 
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 @pytest.mark.parametrize(
     ("build", "settings", "num_samples"),
     [
@@ -147,7 +148,7 @@ def test_equals_one_process(
     assert len(losses) == STEPS
 
 
-# ------------------------------------------------------------------------------------------- batches that differ by rank
+# ------------------------------------------------------------------------------------------ batches that differ by rank
 
 
 class DiffersByRank(Dataset[Batch]):

@@ -18,6 +18,7 @@ from lightning_3d.pipeline.interception import Router
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
 from lightning_3d.pipeline.schedule import Schedule, StageCall
 from lightning_3d.pipeline.side_effects import undone
+from lightning_3d.pipeline.spans import Span, SpanRecorder
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.stages import StageFlow, cut
 from lightning_3d.pipeline.step_report import (
@@ -95,6 +96,10 @@ class PipelineEngine:
         self._is_source = self._last_stage in self._stages
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
+        self.recorder: SpanRecorder | None = None
+        """If set, measures the steps that run."""
+        self.planned: tuple[tuple[Span, ...], ...] = ()
+        """The schedule of the last measured step."""
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -136,7 +141,11 @@ class PipelineEngine:
             return check_loss(output).reshape(()) * parts[index].weight if backward else ()
 
         with self._randomness.step():
-            schedule.run(StageCall(forward=forward))
+            if self.recorder is not None:
+                torch.distributed.barrier(self._mesh.group("pp"))
+                self.recorder.begin()
+                self.planned = schedule.planned()
+            schedule.run(StageCall(forward=forward, recorder=self.recorder))
         report = None
         if self._is_source:
             sizes = [round(part.weight * size) for part in parts]

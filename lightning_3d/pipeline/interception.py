@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.hidden_calls import hidden_calls_seen
 
 Call = Callable[..., Any]
 
@@ -68,6 +69,10 @@ class StepMode(TorchFunctionMode):
     def __init__(self, router: Router) -> None:
         super().__init__()
         self._router = router
+        self._is_answering = False  # inside of a torch function that is being answered
+        self._hidden = ExitStack()
+        self.is_checkpointing = False
+        """Whether the present glue was called by ``torch.utils.checkpoint``."""
 
     @abstractmethod
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -81,16 +86,40 @@ class StepMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if reads_meta_only(func):
             return func(*args, **kwargs)
-        return self.on_function(func, args, kwargs)
+        self._is_answering = True
+        try:
+            return self.on_function(func, args, kwargs)
+        finally:
+            self._is_answering = False
+
+    def is_in_glue(self) -> bool:
+        """Whether the present code is glue rather than a block or a torch function."""
+        return self._router.step is self and not self._is_answering
+
+    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a custom autograd function called in glue."""
+        with self.paused():
+            return self.on_function(_Named(name, call), args, kwargs)
+
+    @contextmanager
+    def checkpointed(self) -> Iterator[None]:
+        """Run glue that ``torch.utils.checkpoint`` was called with."""
+        before, self.is_checkpointing = self.is_checkpointing, True
+        try:
+            yield
+        finally:
+            self.is_checkpointing = before
 
     def __enter__(self) -> StepMode:
         assert self._router.step is None, "steps don't nest"
         self._router.step = self
+        self._hidden.enter_context(hidden_calls_seen(self))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._router.step = None
+        self._hidden.close()
         super().__exit__(*exc)  # type: ignore[no-untyped-call]  # torch 2.13
 
     @contextmanager
@@ -112,6 +141,16 @@ class StepMode(TorchFunctionMode):
                 torch._C._push_on_torch_function_stack(mode)
 
 
+class _Named:
+    """A call with the name that it is known by."""
+
+    def __init__(self, name: str, call: Call) -> None:
+        self.__name__, self._call = name, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+
 class Router:
     """Hands the calls of blocks to the step that is being traced or run; without one, blocks run as always."""
 
@@ -121,11 +160,17 @@ class Router:
         """FQNs of the blocks of other stages."""
 
     def install(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Route the calls of these blocks (FQN -> module) through this router, for good."""
+        """Route the calls of these blocks (FQN -> module) through this router."""
         for fqn, block in blocks.items():
             block.__class__ = _routed_class(type(block))  # type: ignore[arg-type]  # classes are hashable
             block.__dict__["_router"] = self
             block.__dict__["_block_fqn"] = fqn
+
+    def uninstall(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Undo ``install``."""
+        for block in blocks.values():
+            block.__class__ = type(block).__bases__[1]  # type: ignore[assignment]  # see _routed_class
+            del block.__dict__["_router"], block.__dict__["_block_fqn"]
 
     def check_present(self, fqn: str) -> None:
         """Refuse the call of a block of another stage outside of a step."""

@@ -7,7 +7,8 @@ are static, since the trace knows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,18 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining._utils import TensorMeta as _TorchMeta
 from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
-
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
+from lightning_3d.pipeline.spans import Computation, Kind, Span, SpanRecorder, play
 from lightning_3d.pipeline.stages import StageFlow
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_KINDS: Mapping[_ComputationType, Kind] = {
+    _ComputationType.FORWARD: "forward",
+    _ComputationType.FULL_BACKWARD: "backward",
+    _ComputationType.BACKWARD_INPUT: "input",
+    _ComputationType.BACKWARD_WEIGHT: "weight",
+}
 _SPLITTING = ("interleaved_zero_bubble", "zbv")
 _MULTI = {
     "interleaved": ScheduleInterleaved1F1B,
@@ -44,6 +51,8 @@ class StageCall:
 
     forward: Callable[[int, int, tuple[Tensor, ...]], Any]
     """(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
+    recorder: SpanRecorder | None = None
+    """Measures the computations."""
 
 
 class Schedule:
@@ -82,14 +91,56 @@ class Schedule:
             make = _SINGLE[name if regular else "gpipe"]
             self._schedule: Any = make(torch_stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
         elif regular:
-            self._schedule = _MULTI[name](torch_stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)
+            self._schedule = _MULTI[name](list(torch_stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)
         else:
             self._schedule = _InOrder(torch_stages, num_microbatches, stage_ranks, loss_fn=loss_fn)
         self._indices = torch.arange(num_microbatches)
+        self._stages = torch_stages
 
     def run(self, call: StageCall) -> None:
-        """Run all microbatches, forward and backward."""
-        self._schedule.step(index=self._indices, call=call, target=self._indices, return_outputs=False)
+        """Run all microbatches, forward and backward.
+
+        Raises:
+            BaseException: what ``call`` or the backward raised, without torch's words around it.
+        """
+        for stage in self._stages:
+            stage.recorder = call.recorder
+        failure = None
+        try:
+            self._schedule.step(index=self._indices, call=call, target=self._indices, return_outputs=False)
+        except RuntimeError as error:  # torch wraps what a stage raises and prints its arguments
+            if error.__cause__ is None:
+                raise
+            failure = error.__cause__
+        if failure is not None:
+            raise failure
+
+    def planned(self) -> tuple[tuple[Span, ...], ...]:
+        """The schedule as it would run without communication, by rank."""
+        return play(self._order())
+
+    def _order(self) -> list[list[Computation]]:
+        if isinstance(self._schedule, Schedule1F1B):  # torch 2.13 lists wrong microbatches for its last rank
+            num_ranks = self._stages[0].num_stages
+            return [_order_1f1b(num_ranks - 1 - rank, rank, len(self._indices)) for rank in range(num_ranks)]
+        order = self._schedule.pipeline_order
+        return [
+            [
+                Computation(kind=_KINDS[a.computation_type], stage=a.stage_index, microbatch=a.microbatch_index)
+                for a in order[rank]
+                if a is not None and a.computation_type in _KINDS
+            ]
+            for rank in sorted(order)
+        ]
+
+
+def _order_1f1b(num_ahead: int, stage: int, num_microbatches: int) -> list[Computation]:
+    """Some forwards ahead, then forward and backward in turn, then the backwards that are left."""
+    forward = [Computation(kind="forward", stage=stage, microbatch=i) for i in range(num_microbatches)]
+    backward = [Computation(kind="backward", stage=stage, microbatch=i) for i in range(num_microbatches)]
+    pairs = zip(forward[num_ahead:], backward, strict=False)
+    in_turn = [computation for pair in pairs for computation in pair]
+    return [*forward[:num_ahead], *in_turn, *backward[num_microbatches - num_ahead :]]
 
 
 def _suits(name: str, num_microbatches: int, num_ranks: int) -> bool:
@@ -109,7 +160,7 @@ class _InOrder(_PipelineScheduleRuntime):
         stage_ranks: Sequence[int],
         loss_fn: Callable[..., Tensor] | None,
     ) -> None:
-        super().__init__(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)
+        super().__init__(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]  # torch 2.13
         self.pipeline_order = {}
         for rank in range(max(stage_ranks) + 1):
             own = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
@@ -145,7 +196,9 @@ def _detachable(tensor: Tensor) -> Tensor:
 
 
 class _Stage(PipelineStage):
-    """A stage whose microbatches may have different shapes."""
+    """A stage whose microbatches may have different shapes, and whose computations can be measured."""
+
+    recorder: SpanRecorder | None = None
 
     def __init__(
         self,
@@ -164,6 +217,25 @@ class _Stage(PipelineStage):
         )
         self._inputs = [_metas(examples) for examples in inputs]
         self._outputs = [_metas(examples) for examples in outputs]
+
+    def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        if self.recorder is None:
+            return nullcontext()
+        return self.recorder.measure(kind, self.stage_index, microbatch)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._measured("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with self._measured("backward" if full_backward else "input", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        with self._measured("weight", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         received = {}

@@ -193,6 +193,6 @@ class StageRun(StepMode):
         expected = "the end of the step" if at_end else self._describe(events[self._position])
         return TraceError(
             f"Pipeline stage {self._stage}: it took another path than when it was traced: {what}, where the"
-            f" trace has {expected} as call {self._position + 1} of {len(events)}. Control flow may depend on the"
-            " shapes of the batch and on Python values that are equal on all ranks, not on random numbers or on tensors' data."
+            f" trace has {expected} as call {self._position + 1} of {len(events)}. Control flow may depend on"
+            " shapes of the batch and on Python values that are equal on all ranks, not on random numbers or tensors."
         )

@@ -1,0 +1,1 @@
+"""Measurements: every script prints a table of ratios taken in one run."""

@@ -1,0 +1,82 @@
+"""Time to trace a step, and how many steps trace.
+
+    python -m benchmarks.trace_time
+
+The bar for a 48-block model is 2 s; steps of a known batch signature must not trace.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.launch import run_ranks
+from benchmarks.models import GPT, random_tokens
+from lightning_3d import ThreeDStrategy
+from lightning_3d.blocks import find_blocks
+from lightning_3d.pipeline import engine
+from lightning_3d.pipeline.engine import Tracing
+from lightning_3d.pipeline.interception import Router
+
+NUM_BLOCKS, STEPS = 48, 20
+
+
+def trace_seconds() -> list[float]:
+    """Seconds of five traces; the first one also warms torch up."""
+    model = GPT(width=64, num_layers=NUM_BLOCKS)
+    blocks, router = find_blocks(model), Router()
+    router.install(blocks)
+    tracing = Tracing(model, blocks, router, torch.device("cpu"))
+    batch = next(iter(random_tokens(1, 4, 32)))
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        trace = tracing("training_step", batch, (0,))
+        seconds.append(time.perf_counter() - start)
+        assert len(trace.block_calls) == NUM_BLOCKS + 3
+    return seconds
+
+
+def count_traces() -> int:
+    """Traces that a run of ``STEPS`` steps with one batch signature makes on a rank."""
+    traced = 0
+    trace_step = engine.trace_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal traced
+        traced += 1
+        return trace_step(*args, **kwargs)
+
+    engine.trace_step = counted
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ThreeDStrategy(pipeline_parallel_size=2),
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(GPT(width=32, num_layers=4), random_tokens(STEPS, 4, 16))
+    return traced
+
+
+def main() -> None:
+    """Print the table."""
+    first, *others = trace_seconds()
+    table = Table("", "", title=f"tracing a model of {NUM_BLOCKS} blocks")
+    table.add_row("first trace", f"{first:.2f} s")
+    table.add_row("further traces (median)", f"{statistics.median(others):.2f} s")
+    table.add_row(f"traces in {STEPS} steps, one at set-up", str(run_ranks(count_traces, 2)))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Calls in glue that torch's function modes do not see: custom autograd functions and activation checkpoints.
+
+Owns a workaround for torch 2.13, in which ``autograd.Function.apply`` and ``torch.utils.checkpoint`` bypass function
+modes: while a step runs, the base class of ``Function`` gets an ``apply`` that asks the step first (``Function.apply``
+itself calls the base class's, so that references to ``MyFunction.apply`` kept by user code are seen too), and the
+generator behind non-reentrant checkpoints is replaced by one that only says that it is on. A checkpoint around glue
+can't recompute glue, whose tensors may be on another stage; instead each block called inside of it is checkpointed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch.utils.checkpoint
+from torch.autograd import function as autograd_function
+
+Call = Callable[..., Any]
+
+
+class HiddenCalls(Protocol):
+    """What a running step does about calls that function modes do not see."""
+
+    def is_in_glue(self) -> bool:
+        """Whether the present code is glue, seen by the step."""
+
+    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a custom autograd function."""
+
+    def checkpointed(self) -> AbstractContextManager[None]:
+        """Run glue with checkpointed blocks."""
+
+
+@contextmanager
+def hidden_calls_seen(step: HiddenCalls) -> Iterator[None]:
+    """Show custom autograd functions and checkpoints in glue to ``step``."""
+    base = autograd_function._SingleLevelFunction
+    checkpoints = torch.utils.checkpoint
+    original = checkpoints._checkpoint_without_reentrant_generator
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        call = super(base, cls).apply
+        if not step.is_in_glue():
+            return call(*args, **kwargs)
+        if cls is checkpoints.CheckpointFunction:
+            function, _, *arguments = args
+            with step.checkpointed():
+                return function(*arguments)
+        return step.on_hidden_function(cls.__name__, call, args, kwargs)
+
+    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not step.is_in_glue():
+            yield from original(*args, **kwargs)
+        else:
+            with step.checkpointed():
+                yield
+
+    base.apply = classmethod(apply)  # type: ignore[attr-defined]
+    checkpoints._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del base.apply  # type: ignore[attr-defined]
+        checkpoints._checkpoint_without_reentrant_generator = original

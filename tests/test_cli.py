@@ -1,0 +1,215 @@
+"""Configuration by LightningCLI (files and command line) and Hydra: the same keys, fitting, and our error for typos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+from lightning_3d import ConfigError, ThreeDStrategy
+from lightning_3d.config import PipelineConfig, ThreeDConfig, ZeroConfig
+from tests.models import TinyMLP, features, loader
+from tests.workers import WorkerPools
+
+CONFIGURED = ThreeDConfig(
+    pipeline_parallel_size=2,
+    zero=ZeroConfig(stage=2),
+    pipeline=PipelineConfig(num_microbatches=4, partition="uniform", schedule="gpipe"),
+    save_distributed_checkpoint=False,
+)
+
+TRAINER = """
+  accelerator: cpu
+  devices: 2
+  max_steps: 2
+  limit_val_batches: 1
+  num_sanity_val_steps: 0
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+"""
+FILE = f"""
+seed_everything: 1
+trainer: {TRAINER}
+  strategy:
+    class_path: lightning_3d.ThreeDStrategy
+    init_args:
+      pipeline_parallel_size: 2
+      zero:
+        stage: 2
+      pipeline:
+        num_microbatches: 4
+        partition: uniform
+        schedule: gpipe
+      save_distributed_checkpoint: false
+model:
+  width: 16
+"""
+FILE_WITHOUT_STRATEGY = f"""
+seed_everything: 1
+trainer: {TRAINER}
+"""
+
+
+class Regression(L.LightningDataModule):
+    """Data for TinyMLP."""
+
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(features(32), global_batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader(features(8), global_batch_size=self.batch_size)
+
+
+def _run_cli(text: str, *arguments: str) -> tuple[ThreeDConfig, tuple[int, int], float]:
+    """Fit as `python main.py fit --config ... ARGUMENTS` would; what the strategy was told, the steps, the loss."""
+    path = Path("config.yaml")
+    path.write_text(text)  # the same on all ranks
+    cli = LightningCLI(TinyMLP, Regression, args=["fit", f"--config={path}", *arguments], save_config_callback=None)
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, ThreeDStrategy)
+    done = (cli.trainer.global_step, cli.model.hparams["width"])
+    return strategy.config, done, float(cli.trainer.callback_metrics["loss"])
+
+
+def test_cli_fits_from_a_file(workers: WorkerPools) -> None:
+    ranks = workers(2).run(_run_cli, FILE)
+    assert [config for config, _, _ in ranks] == [CONFIGURED] * 2
+    assert [done for _, done, _ in ranks] == [(2, 16)] * 2
+    assert ranks[0][2] == ranks[1][2]
+
+
+def test_cli_fits_from_the_command_line(workers: WorkerPools) -> None:
+    ranks = workers(2).run(
+        _run_cli,
+        FILE_WITHOUT_STRATEGY,
+        "--trainer.strategy=lightning_3d.ThreeDStrategy",
+        "--trainer.strategy.pipeline_parallel_size=2",
+        "--trainer.strategy.zero.stage=2",
+        "--trainer.strategy.init_args.pipeline.num_microbatches=4",
+        "--trainer.strategy.pipeline.partition=uniform",
+        "--trainer.strategy.pipeline.schedule=gpipe",
+        "--trainer.strategy.save_distributed_checkpoint=false",
+        "--model.width=16",
+    )
+    assert [config for config, _, _ in ranks] == [CONFIGURED] * 2
+    assert [done for _, done, _ in ranks] == [(2, 16)] * 2
+
+
+def test_command_line_changes_the_file(workers: WorkerPools) -> None:
+    ranks = workers(2).run(_run_cli, FILE, "--trainer.strategy.zero.stage=3", "--trainer.max_steps=1")
+    assert [config.zero for config, _, _ in ranks] == [ZeroConfig(stage=3)] * 2
+    assert [config.pipeline for config, _, _ in ranks] == [CONFIGURED.pipeline] * 2
+    assert [done for _, done, _ in ranks] == [(1, 16)] * 2
+
+
+def test_cli_takes_the_name(workers: WorkerPools) -> None:
+    ranks = workers(2).run(_run_cli, FILE_WITHOUT_STRATEGY, "--trainer.strategy=3d", "--trainer.gradient_clip_val=1.0")
+    assert [config for config, _, _ in ranks] == [ThreeDConfig()] * 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("stage: 2", "stge: 2", "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"),
+        ("stage: 2", "stage: 4", r"zero.stage=4 is not allowed: use 0, 1, 2 or 3 \(nearest: 3\)"),
+        ("gpipe", "g-pipe", r"pipeline.schedule='g-pipe' is not allowed: use .* \(nearest: 'gpipe'\)"),
+        ("pipeline_parallel_size: 2", "pipeline_parallel_size: 0", "pipeline_parallel_size=0 is not allowed"),
+    ],
+)
+def test_typos_through_the_cli_give_our_error(
+    old: str, new: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=message):  # jsonargparse may quote a ConfigError in its own ValueError
+        _parse(FILE.replace(old, new), tmp_path, monkeypatch)
+
+
+def _parse(text: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the Trainer of a config file in this process."""
+    path = directory / "config.yaml"
+    path.write_text(text)
+    monkeypatch.setattr("sys.argv", ["main.py"])
+    LightningCLI(TinyMLP, Regression, args=[f"--config={path}"], save_config_callback=None, run=False)
+
+
+def test_unknown_argument_through_the_cli_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        _parse(FILE.replace("pipeline_parallel_size", "pipeline_paralel_size"), tmp_path, monkeypatch)
+    assert caught.value.code == 2
+    assert "pipeline_paralel_size" in capsys.readouterr().err  # jsonargparse refuses it before the strategy is made
+
+
+# ---------------------------------------------------------------------------------------------------------------- Hydra
+
+HYDRA_FILE = """
+trainer:
+  _target_: lightning.Trainer
+  accelerator: cpu
+  devices: 2
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy: ${strategy}
+strategy:
+  _target_: lightning_3d.ThreeDStrategy
+  pipeline_parallel_size: 2
+  zero:
+    stage: 1
+  pipeline:
+    num_microbatches: 4
+    partition: uniform
+    schedule: gpipe
+  save_distributed_checkpoint: false
+model:
+  _target_: tests.models.TinyMLP
+  width: 16
+"""
+
+
+def _compose(directory: Path, overrides: list[str]) -> Any:
+    with initialize_config_dir(str(directory.resolve()), version_base="1.3"):
+        return compose("job", overrides=overrides)
+
+
+def _run_hydra(overrides: list[str]) -> tuple[ThreeDConfig, int, float]:
+    Path("job.yaml").write_text(HYDRA_FILE)
+    job = _compose(Path(), overrides)
+    trainer, model = instantiate(job.trainer), instantiate(job.model)
+    trainer.fit(model, datamodule=Regression())
+    return trainer.strategy.config, trainer.global_step, float(trainer.callback_metrics["loss_step"])
+
+
+def test_hydra_instantiates_and_fits(workers: WorkerPools) -> None:
+    ranks = workers(2).run(_run_hydra, ["strategy.zero.stage=2"])
+    assert [config for config, _, _ in ranks] == [CONFIGURED] * 2
+    assert [steps for _, steps, _ in ranks] == [2, 2]
+    assert ranks[0][2] == ranks[1][2]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+strategy.zero.stge=2", "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"),
+        ("strategy.zero.stage=7", "zero.stage=7 is not allowed"),
+    ],
+)
+def test_typos_through_hydra_give_our_error(override: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(HYDRA_FILE)
+    with pytest.raises(Exception, match=message) as caught:
+        instantiate(_compose(tmp_path, [override]).strategy)
+    assert isinstance(caught.value.__cause__, ConfigError)  # Hydra wraps what a constructor raises

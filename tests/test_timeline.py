@@ -1,0 +1,78 @@
+"""The picture of a schedule, planned and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_3d.pipeline.spans import Computation, Span, Timeline, idle_share, play
+from lightning_3d.timeline import ScheduleTimeline
+from tests.models import TinyGPT, loader, tokens
+from tests.parity import Layout
+from tests.workers import WorkerPools
+
+
+def _span(stage: int, start: float, end: float) -> Span:
+    return Span(kind="forward", stage=stage, microbatch=0, start=start, end=end)
+
+
+def test_idle_share_counts_what_no_rank_computes() -> None:
+    assert idle_share([[_span(0, 0, 2)], [_span(1, 1, 2)]]) == pytest.approx(0.25)
+    assert idle_share([[_span(0, 0, 1), _span(0, 1, 2)]]) == pytest.approx(0.0)
+
+
+def _fit(layout: Layout, path: str) -> Timeline | None:
+    timeline = ScheduleTimeline(path, step=1)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=layout.world_size,
+        strategy=layout.strategy(),
+        max_steps=3,
+        callbacks=[timeline],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(TinyGPT(), loader(tokens(24), global_batch_size=8))
+    return timeline.timeline
+
+
+SPLIT = {"input", "weight"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kinds"),
+    [
+        ("gpipe", {"forward", "backward"}),
+        ("1f1b", {"forward", "backward"}),
+        ("interleaved", {"forward", "backward"}),
+        ("zbv", {"forward"} | SPLIT),
+    ],
+)
+def test_a_real_run_is_drawn_as_it_was_planned(
+    workers: WorkerPools, tmp_path: Path, schedule: Any, kinds: set[str]
+) -> None:
+    path = tmp_path / "pictures" / "timeline.png"
+    layout = Layout(pp=2, schedule=schedule, num_microbatches=4)
+    for timeline in workers(2).run(_fit, layout, str(path)):
+        assert timeline is not None
+        for planned, measured in zip(timeline.planned, timeline.measured, strict=True):
+            assert [(s.kind, s.stage, s.microbatch) for s in planned] == [
+                (s.kind, s.stage, s.microbatch) for s in measured
+            ]
+            assert all(span.start < span.end for span in measured)
+        assert kinds <= {span.kind for rank in timeline.measured for span in rank}
+        assert 0 < idle_share(timeline.measured) < 1
+    assert path.stat().st_size > 10_000
+
+
+def test_a_plan_is_played_as_early_as_inputs_allow() -> None:
+    order = [
+        [Computation(kind=kind, stage=stage, microbatch=i) for kind in ("forward", "backward") for i in range(4)]
+        for stage in range(2)
+    ]
+    assert idle_share(play(order)) == pytest.approx(1 / 5)  # GPipe: (p - 1) / (m + p - 1)
