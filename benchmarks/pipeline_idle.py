@@ -63,7 +63,7 @@ class SleepingModel(L.LightningModule):
         self.blocks = nn.ModuleList(SleepingBlock(SECONDS * RANKS / num_blocks) for _ in range(num_blocks))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = batch[0]
+        x = batch[0].clone().requires_grad_()  # so that the first block has an input gradient to sleep for
         for block in self.blocks:
             x = block(x)
         return x.square().mean()

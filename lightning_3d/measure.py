@@ -70,9 +70,11 @@ def _measured(
     """What ``run`` makes of the block's forward, a function that returns the outputs that require grad."""
 
     def call(forward: Callable[..., Any]) -> T:
-        args, kwargs = tree_map(lambda leaf: _random_input(leaf, device), inputs)
+        examples = tree_map(lambda leaf: _random_input(leaf, device), inputs)
 
         def differentiable() -> list[Tensor]:
+            # Copies, because a leaf of autograd can't be changed in place.
+            args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, examples)
             outputs = tree_leaves(forward(*args, **kwargs))
             return [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -104,10 +106,12 @@ def _state_on(block: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 
 def _values(tensor: Tensor, device: torch.device) -> Tensor:
+    """Where there are no values yet, small positive ones, as variances have to be; zeros for integers."""
     if not tensor.is_meta:
         return tensor.detach().to(device)
-    made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    return made.normal_(std=0.02) if tensor.is_floating_point() else made
+    if tensor.is_floating_point():
+        return torch.rand(tensor.shape, dtype=tensor.dtype, device=device).mul_(0.1)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _random_input(leaf: Any, device: torch.device) -> Any:

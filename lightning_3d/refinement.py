@@ -21,7 +21,7 @@ from lightning_3d.partition import additive, least_greatest_load
 from lightning_3d.pipeline.trace import Trace
 
 Slowness = tuple[int, float]
-"""(calls missing for one per stage, parameters of the slowest stage); the smaller the better."""
+"""(calls missing for one per stage, parameters of the slowest stage over the mean); the smaller the better."""
 
 
 def greatest_imbalance(partition: str | tuple[str, ...]) -> float | None:
@@ -37,7 +37,7 @@ def greatest_imbalance(partition: str | tuple[str, ...]) -> float | None:
 def is_balanced(blocks: Mapping[str, nn.Module], num_stages: int, imbalance: float) -> bool:
     """Whether the stages would be balanced if each block were called once, in this order."""
     calls = _Calls(calls=tuple(blocks.items()))
-    return calls.slowness(num_stages) <= (0, imbalance * calls.share(num_stages))
+    return calls.slowness(num_stages) <= (0, imbalance)
 
 
 def refine(
@@ -63,16 +63,19 @@ def refine(
     current, slowness = dict(blocks), _called(blocks, trace, glue=0).slowness(num_stages)
     refused: set[Hashable] = set()
     while opened := _worth_opening(_called(current, trace, glue=0), num_stages, imbalance, refused):
-        finer = _with_opened(current, opened)
-        try:
-            finer_trace = trace_with(finer)
-        except Exception:  # whatever its code does that glue can't, the coarser blocks could be traced
-            refused.add(_heaviest_kind(opened.values()))
-            continue
-        glue = max(0, _num_glue_parameters(module, finer, finer_trace) - glue_before)
-        finer_slowness = _called(finer, finer_trace, glue=glue).slowness(num_stages)
-        if finer_slowness < slowness:
-            current, trace, slowness = finer, finer_trace, finer_slowness
+        # What is inside may be called often, which the prediction can't know: first without opening parts again.
+        outermost = {fqn: block for fqn, block in opened.items() if fqn in current}
+        for choice in (outermost, opened) if len(outermost) < len(opened) else (opened,):
+            finer = _with_opened(current, choice)
+            try:
+                finer_trace = trace_with(finer)
+            except Exception:  # whatever its code does that glue can't, the coarser blocks could be traced
+                continue
+            glue = max(0, _num_glue_parameters(module, finer, finer_trace) - glue_before)
+            finer_slowness = _called(finer, finer_trace, glue=glue).slowness(num_stages)
+            if finer_slowness < slowness:
+                current, trace, slowness = finer, finer_trace, finer_slowness
+                break
         else:
             refused.add(_heaviest_kind(opened.values()))
     return current
@@ -90,14 +93,15 @@ class _Calls:
     def loads(self) -> list[int]:
         return [num_parameters(block) for _, block in self.calls]
 
-    def share(self, num_stages: int) -> float:
+    def mean(self, num_stages: int) -> float:
         """Parameters of a stage if all had as many."""
-        return sum(self.loads) / num_stages
+        return max(sum(self.loads), 1) / num_stages
 
     def slowness(self, num_stages: int) -> Slowness:
         if len(self.calls) < num_stages:
             return num_stages - len(self.calls), 0
-        return 0, least_greatest_load(additive(self.loads), len(self.calls), num_stages) + self.glue
+        slowest = least_greatest_load(additive(self.loads), len(self.calls), num_stages) + self.glue
+        return 0, slowest / self.mean(num_stages)
 
     def opened(self, fqns: Collection[str]) -> _Calls:
         """As if each of these blocks called each of its parts once."""
@@ -114,15 +118,18 @@ class _Calls:
 def _worth_opening(
     calls: _Calls, num_stages: int, imbalance: float, refused: Collection[Hashable]
 ) -> dict[str, nn.Module]:
-    """The blocks to open, among them some inside others, until the stages are balanced or nothing helps."""
-    share = calls.share(num_stages)
+    """The blocks to open, among them some inside others, until the stages are balanced or nothing helps.
+
+    With fewer calls than stages, until there are enough.
+    """
+    enough = len(calls.calls) >= num_stages
     opened: dict[str, nn.Module] = {}
-    while (slowness := calls.slowness(num_stages)) > (0, imbalance * share):
+    while (slowness := calls.slowness(num_stages)) > (0, imbalance if enough else math.inf):
         candidates = {
             fqn: block
             for fqn, block in calls.calls
-            # The best cut exceeds the share by less than the heaviest block.
-            if slowness[0] or num_parameters(block) > (imbalance - 1) * share
+            # The slowest stage of the best cut exceeds the mean by less than the heaviest block.
+            if slowness[0] or num_parameters(block) > (imbalance - 1) * calls.mean(num_stages)
             if kind_of(block) not in refused and _parts(fqn, block)
         }
         alike: dict[Hashable, tuple[str, ...]] = {}

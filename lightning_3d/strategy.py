@@ -29,7 +29,6 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
@@ -55,7 +54,7 @@ from lightning_3d.initial_weights import drop_absent, move_to, synchronise
 from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
 from lightning_3d.pending import PendingGradients
 from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss, loss_of
-from lightning_3d.pipeline.interception import Router
+from lightning_3d.pipeline.interception import Router, is_routed
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.trace import Trace
@@ -618,7 +617,7 @@ def _refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: 
             "Trainer(sync_batchnorm=True) is not built yet for strategy='3d'. Without pipeline and tensor parallel you"
             " can call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) yourself (GPUs only)."
         )
-    if any(isinstance(inner, FSDPModule) for inner in module.modules()):
+    if any(is_routed(inner) for inner in module.modules()):
         raise StepError(
             f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
             " load a checkpoint into it."

@@ -58,13 +58,14 @@ class HuggingFace(Trained):
 
 
 def hugging_face(
-    config: str, auto_class: str, *, arguments: Mapping[str, Any] | None = None, **settings: Any
+    config: str, model_class: str, *, arguments: Mapping[str, Any] | None = None, **settings: Any
 ) -> HuggingFace:
-    """Build ``auto_class.from_config(config(**settings))`` without dropout; ``arguments`` go with every batch."""
+    """Build a model from ``config(**settings)`` without dropout; ``arguments`` go with every batch."""
     transformers = importlib.import_module("transformers")
     configuration = getattr(transformers, config)(**settings)
     _disable_dropout(configuration)
-    model = getattr(transformers, auto_class).from_config(configuration)
+    build = getattr(transformers, model_class)
+    model = build.from_config(configuration) if model_class.startswith("Auto") else build(configuration)
     return HuggingFace(model.train(), arguments or {})
 
 

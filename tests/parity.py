@@ -68,7 +68,7 @@ class Layout:
     num_microbatches: int | Literal["auto"] = "auto"
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
     stages_per_rank: int | Literal["auto"] = "auto"
-    partition: str = "parameters"
+    partition: str | tuple[str, ...] = "parameters"
 
     @property
     def world_size(self) -> int:

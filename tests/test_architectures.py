@@ -30,8 +30,8 @@ def _job(model: object, data: object, **settings: object) -> Job:
     return Job(model=model, data=data, global_batch_size=4, num_val_batches=0, **settings)  # type: ignore[arg-type]
 
 
-def _hf(config: str, auto_class: str, data: object = a.text, **settings: object) -> Job:
-    return _job(partial(a.hugging_face, config, auto_class, **settings), data)
+def _hf(config: str, model_class: str, data: object = a.text, **settings: object) -> Job:
+    return _job(partial(a.hugging_face, config, model_class, **settings), data)
 
 
 _TEXT = {
@@ -80,9 +80,7 @@ HUGGING_FACE = {
     "llama-tied": Row(job=_hf("LlamaConfig", _CLM, **_GROUPED, tie_word_embeddings=True), layouts=(PP4,)),
     "llama-masked": Row(job=_hf("LlamaConfig", _CLM, a.masked_text, **_GROUPED)),
     "gpt2": Row(
-        job=_hf(
-            "GPT2Config", _CLM, vocab_size=a.VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32, n_inner=32
-        )
+        job=_hf("GPT2Config", _CLM, vocab_size=a.VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32, n_inner=32)
     ),
     "mistral": Row(job=_hf("MistralConfig", _CLM, **_GROUPED, sliding_window=4)),
     "qwen3": Row(job=_hf("Qwen3Config", _CLM, **_GROUPED), layouts=(Layout(pp=2, tp=2, num_microbatches=2),)),
@@ -182,7 +180,7 @@ HUGGING_FACE = {
         )
     ),
     "vit": Row(job=_hf("ViTConfig", _IMAGES, a.images, **_IMAGE)),
-    "deit": Row(job=_hf("DeiTConfig", _IMAGES, a.images, **_IMAGE)),
+    "deit": Row(job=_hf("DeiTConfig", "DeiTForImageClassification", a.images, **_IMAGE)),
     "swin": Row(
         job=_hf(
             "SwinConfig",

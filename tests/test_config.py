@@ -65,6 +65,17 @@ def test_interpolations_and_floats_of_a_file(tmp_path: Path) -> None:
     assert config.tensor == TensorConfig(verify_tolerance=1e-5)
 
 
+def test_cut_points_are_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "cli.yaml"
+    file.write_text("strategy: {pipeline: {partition: [layers.4]}}\n")
+    expected = PipelineConfig(partition=("layers.4",))
+    assert _from_command_line([f"--config={file}"]).pipeline == expected
+    assert _from_command_line(["--strategy.pipeline.partition=[layers.4]"]).pipeline == expected
+    mapping = {"pipeline_parallel_size": 2, "pipeline": {"partition": ["layers.4"]}}
+    assert ThreeDConfig.from_mapping(OmegaConf.create(mapping)).pipeline == expected
+    assert ThreeDConfig.from_mapping(mapping).pipeline == expected
+
+
 def test_hydra_composes_the_same_config() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         node = compose("gpt_2x2x2", overrides=["zero.stage=2"])
@@ -134,8 +145,16 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"zero": {"stage": 5}}, "zero.stage=5 is not allowed: use 0, 1, 2 or 3 (nearest: 3)"),
         ({"zero": {"stage": True}}, "zero.stage=True is not allowed"),
         ({"zero": {"stage": [1]}}, "zero.stage=[1] is not allowed"),
-        ({"pipeline": {"schedule": "1F1b "}}, "use 'gpipe' or '1f1b' (nearest: '1f1b')"),
+        ({"pipeline": {"schedule": "1F1b "}}, "'interleaved_zero_bubble' or 'zbv' (nearest: '1f1b')"),
         ({"pipeline": {"partition": "paramters"}}, "(nearest: 'parameters')"),
+        ({"pipeline": {"partition": "memroy"}}, "(nearest: 'memory')"),
+        (
+            {"pipeline": {"partition": 3}},
+            "use a string or a list, of which each item is a string",
+        ),
+        ({"pipeline": {"partition": [3]}}, "partition=(3,) is not allowed: use a string or a list"),
+        ({"pipeline": {"partition": ["a"]}}, "partition=['a'] names 1 blocks, but there are 1 stages: name 0"),
+        ({"pipeline": {"partition": ["a", "a"]}}, "partition=['a', 'a'] names a block twice"),
         ({"pipeline": {"partition": "type:"}}, "(nearest: 'type:REGEX')"),
         ({"pipeline": {"partition": "type:("}}, "unterminated subpattern at position 0"),
         ({"batch": {"check": "allways"}}, "use 'start', 'always' or 'never' (nearest: 'always')"),

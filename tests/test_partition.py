@@ -19,7 +19,9 @@ def _all_cuts(num_calls: int, num_stages: int) -> Iterator[list[int]]:
 
 def _cost(stages: Sequence[int], load: StageLoad, boundary_bytes: Sequence[int]) -> tuple[int, int, int]:
     """(greatest load, bytes over all boundaries, sum of squared loads)."""
-    loads = [load(stage, stages.index(stage), len(stages) - stages[::-1].index(stage)) for stage in range(stages[-1] + 1)]
+    loads = [
+        load(stage, stages.index(stage), len(stages) - stages[::-1].index(stage)) for stage in range(stages[-1] + 1)
+    ]
     crossing = sum(boundary_bytes[i - 1] for i in range(1, len(stages)) if stages[i] != stages[i - 1])
     return max(loads), crossing, sum(value * value for value in loads)
 

@@ -1,25 +1,26 @@
 """Recording the construction of a model, and freeing what is not in use.
 
 Owns these workarounds of torch 2.13: the schemas of operators (private, and the only place that says what an operator
-writes to), and taking torch functions' modes out of the way while an operator runs.
+writes to), and taking modes out of the way.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_3d.deferred.replay import Blank, Contents, Operand, Operation, RandomState, View, compute
@@ -73,16 +74,10 @@ def defer_init(device: torch.device) -> Iterator[None]:
         device: Where modules are built, if not on the CPU; for its random numbers.
     """
     recorder = _Recorder(device)
-    hooks = [
-        register_module_parameter_registration_hook(recorder.on_registration),
-        register_module_buffer_registration_hook(recorder.on_registration),
-    ]
     try:
         with _Watch(recorder), recorder:
             yield
     finally:
-        for hook in hooks:
-            hook.remove()
         recorder.finish()
 
 
@@ -107,15 +102,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
         self._device = device
         self._recorded: WeakKeyDictionary[UntypedStorage, Contents] = WeakKeyDictionary()
+        self._unrecorded: WeakSet[UntypedStorage] = WeakSet()  # large ones that were seen
         self._freed: WeakSet[UntypedStorage] = WeakSet()
         self._resident: WeakSet[UntypedStorage] = WeakSet()
+        self._num_bytes = 0  # of the resident ones, at most: those that died since are counted
         self._numbers = count()
-        self._registered: dict[int, Tensor] = {}
-
-    def on_registration(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
-        """Note a parameter or buffer."""
-        if tensor is not None:
-            self._registered[id(tensor)] = tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not all(issubclass(kind, nn.Parameter) or kind is Tensor for kind in types):
@@ -124,11 +115,17 @@ class _Recorder(TorchDispatchMode):
             leaves, spec = tree_flatten((args, kwargs or {}))
             call = self._prepared(func, leaves, args, kwargs or {})
             overwritten = self._overwritten(call)
+            was_freed = overwritten in self._freed
             if func not in _READS_NOTHING:
                 for storage in call.inputs:
                     self._bring_back(storage, needs_contents=storage is not overwritten)
             operation = self._operation(call, spec, overwritten)
-            results = func(*args, **(kwargs or {}))
+            try:
+                results = func(*args, **(kwargs or {}))
+            except BaseException:
+                if overwritten is not None and was_freed:
+                    self._free(overwritten)
+                raise
             in_use = self._note(call, operation, tree_leaves(results))
             self._free_all_but(in_use)
             return results
@@ -157,6 +154,7 @@ class _Recorder(TorchDispatchMode):
                     call.views.append((position, leaf))
                 elif storage.nbytes() > _SMALL:
                     call.is_repeatable = False
+                    self._unrecorded.add(storage)
         return call
 
     def _overwritten(self, call: _Call) -> UntypedStorage | None:
@@ -173,13 +171,11 @@ class _Recorder(TorchDispatchMode):
         """The record of the call; None if it can't be repeated."""
         if not call.is_repeatable:
             return None
-        leaves = [
-            leaf.detach().clone() if isinstance(leaf, Tensor) and not leaf.is_meta and not _is_large(leaf) else leaf
-            for leaf in call.leaves
-        ]
-        for position, tensor in call.views:
-            leaves[position] = Operand(input=call.inputs.index(tensor.untyped_storage()), view=View.of(tensor))
-        leaves = [leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf for leaf in leaves]
+        operands = {
+            position: Operand(input=call.inputs.index(tensor.untyped_storage()), view=View.of(tensor))
+            for position, tensor in call.views
+        }
+        leaves = [operands[i] if i in operands else _copied(leaf) for i, leaf in enumerate(call.leaves)]
         inputs = []
         for storage in call.inputs:
             contents = self._recorded[storage]
@@ -232,17 +228,33 @@ class _Recorder(TorchDispatchMode):
             num_bytes=storage.nbytes(),
             device=storage.device,
         )
-        self._resident.add(storage)
+        self._keep(storage)
 
     def _free_all_but(self, in_use: list[UntypedStorage]) -> None:
-        if sum(storage.nbytes() for storage in self._resident) <= _WORKING_SET:
+        if self._num_bytes <= _WORKING_SET:
             return
         for storage in [storage for storage in self._resident if storage not in in_use]:
-            storage.resize_(0)
-            self._resident.discard(storage)
-            self._freed.add(storage)
+            self._free(storage)
+        self._num_bytes = sum(storage.nbytes() for storage in self._resident)
+
+    def _free(self, storage: UntypedStorage) -> None:
+        storage.resize_(0)
+        self._resident.discard(storage)
+        self._freed.add(storage)
+
+    def _keep(self, storage: UntypedStorage) -> None:
+        """Count a storage whose data is there."""
+        if storage not in self._resident:
+            self._num_bytes += storage.nbytes()
+        self._freed.discard(storage)
+        self._resident.add(storage)
 
     # ---- the data
+
+    def bring_back(self, tensor: Tensor) -> None:
+        """Have the tensor's data in memory for now."""
+        if _has_storage(tensor):
+            self._bring_back(tensor.untyped_storage())
 
     def _bring_back(self, storage: UntypedStorage, *, needs_contents: bool = True) -> None:
         if storage not in self._freed:
@@ -250,16 +262,16 @@ class _Recorder(TorchDispatchMode):
         contents = self._recorded[storage]
         storage.resize_(contents.num_bytes)
         if needs_contents:
-            with torch.no_grad():
+            with _disable_current_modes():
                 storage.copy_(compute(contents))
-        self._freed.discard(storage)
-        self._resident.add(storage)
+        self._keep(storage)
 
     def forget(self, storage: UntypedStorage) -> None:
         """Keep this storage in memory from now on."""
         self._bring_back(storage)
         self._recorded.pop(storage, None)
         self._resident.discard(storage)
+        self._unrecorded.add(storage)
 
     def give_away(self, tensor: Tensor) -> None:
         """Keep this tensor in memory from now on."""
@@ -271,25 +283,118 @@ class _Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage() if _has_storage(tensor) else None
         contents = None if storage is None else self._recorded.get(storage)
         if storage is None or contents is None:
-            return tensor.__deepcopy__(memo)
+            return copy.deepcopy(tensor, memo)
         self._bring_back(storage)
-        copied = tensor.__deepcopy__(memo)
+        with _disable_current_modes():
+            copied = copy.deepcopy(tensor, memo)
         if _has_storage(copied) and copied.untyped_storage() not in self._recorded:
             self._recorded[copied.untyped_storage()] = contents
-            self._resident.add(copied.untyped_storage())
+            self._keep(copied.untyped_storage())
         return copied
 
     # ---- the end
 
     def finish(self) -> None:
         """Turn recorded parameters and buffers into ``DeferredTensor``s, and fill what else is still in use."""
-        lazies: dict[Contents, LazyStorage] = {}
-        alive: list[tuple[ref[UntypedStorage], LazyStorage]] = []
-        self._warn_of_kept()
-        for tensor in self._registered.values():
-            storage = tensor.untyped_storage() if _has_storage(tensor) else None
-            if storage is None or storage not in self._recorded:
-                continue
-            if storage not in (known() for known, _ in alive):
-                alive.append((ref(storage), LazyStorage(self._recorded[storage])))
-        ...
+        lazies: dict[UntypedStorage, LazyStorage] = {}
+        kept: dict[UntypedStorage, Tensor] = {}
+        for tensor in _tensors_of_modules():
+            storage = tensor.untyped_storage()
+            if storage in self._recorded:
+                _defer(tensor, lazies.setdefault(storage, LazyStorage(self._recorded[storage])))
+            elif storage in self._unrecorded:
+                kept[storage] = tensor
+        lazy_of = WeakKeyDictionary(lazies)
+        del lazies
+        for storage in list(self._recorded):  # those that are left are used otherwise too
+            self._bring_back(storage)
+            if storage in lazy_of:
+                lazy_of[storage].storage = storage
+        self._recorded.clear()
+        _warn_of(kept)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees what reaches a tensor's memory without an operator."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _GIVES_AWAY:
+            self._recorder.give_away(args[0])
+        elif func is Tensor.tolist:
+            self._recorder.bring_back(args[0])
+        elif func is Tensor.__deepcopy__:
+            return self._recorder.deepcopy(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _tensors_of_modules() -> Iterator[Tensor]:
+    """Every plain parameter and buffer of every module in this process, however it got there.
+
+    Found by the garbage collector, as hooks on registration miss modules that were copied.
+    """
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    seen: set[int] = set()
+    while modules:
+        state = vars(modules.pop())
+        for tensor in [*state.get("_parameters", {}).values(), *state.get("_buffers", {}).values()]:
+            if type(tensor) in (Tensor, nn.Parameter) and id(tensor) not in seen and _has_storage(tensor):
+                seen.add(id(tensor))
+                yield tensor
+
+
+def _warn_of(kept: Mapping[UntypedStorage, Tensor]) -> None:
+    num_bytes = sum(storage.nbytes() for storage in kept)
+    if num_bytes <= _TOLD:
+        return
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in list(kept.values())[:3])
+    warnings.warn(
+        f"{num_bytes / 2**20:,.0f} MiB of parameters and buffers (of shapes {shapes}, ...) stay in memory on every rank"
+        " until the model is split into pipeline stages: their values come from files, numpy or another thread, so they"
+        " can't be computed again. The result is the same.",
+        stacklevel=5,
+    )
+
+
+def _defer(tensor: Tensor, lazy: LazyStorage) -> None:
+    if tensor.grad_fn is not None:
+        return
+    deferred = DeferredTensor(
+        tensor, lazy, is_parameter=isinstance(tensor, nn.Parameter), requires_grad=tensor.requires_grad
+    )
+    deferred.__dict__.update(tensor.__dict__)
+    with suppress(RuntimeError):  # something holds a weak reference to it, or a graph: it stays as it is
+        swap_tensors(tensor, deferred)
+
+
+def _has_storage(leaf: Any) -> bool:
+    """Whether it is a plain strided tensor with data."""
+    return (
+        isinstance(leaf, Tensor)
+        and type(leaf) is not DeferredTensor
+        and not leaf.is_meta
+        and leaf.layout == torch.strided
+        and not leaf.is_quantized
+    )
+
+
+def _copied(leaf: Any) -> Any:
+    """An argument of a call as it is now: small tensors and generators as copies."""
+    if isinstance(leaf, Tensor) and not leaf.is_meta:
+        return leaf.detach().clone()
+    return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > _SMALL
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an operator writes to."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[i] if i < len(args) else kwargs.get(argument.name)

@@ -42,7 +42,7 @@ class View:
     def of(tensor: Tensor) -> View:
         """Of a strided tensor."""
         return View(
-            size=tuple(tensor.size()), stride=tensor.stride(), offset=tensor.storage_offset(), dtype=tensor.dtype
+            size=tuple(tensor.size()), stride=tensor.stride(), offset=int(tensor.storage_offset()), dtype=tensor.dtype
         )
 
     def on(self, storage: UntypedStorage) -> Tensor:

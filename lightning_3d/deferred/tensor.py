@@ -85,7 +85,7 @@ class DeferredTensor(Tensor):
         contents = self.contents
         return self.materialised() if contents is None else self._view.on(compute(contents))
 
-    def put(self, data: Tensor) -> None:
+    def replace_data(self, data: Tensor) -> None:
         """Replace its data without computing it; ``data`` has the same shape."""
         contents = self.contents
         if contents is not None:

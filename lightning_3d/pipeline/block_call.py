@@ -11,16 +11,15 @@ A hook that returns something changes an output inside of the block; it stays th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from lightning_3d.errors import TraceError
+from lightning_3d.pipeline.trees import containers_of, holds_tensors, set_content
 
 _OWN_PACKAGES = ("torch", "lightning_3d")
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -28,32 +27,100 @@ _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 @dataclass(frozen=True, kw_only=True)
 class HookCall:
-    """A forward hook that a call of a block makes."""
+    """A call of a forward hook on a module inside of a block."""
 
     module: str
-    """Name of the hooked module in the block; empty for the block itself."""
+    """Name of the hooked module in the block."""
     hook: int
-    """Key of the hook in the module."""
+    """Position among ``user_hooks`` of the module."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What a forward hook is called with."""
+class SideOutputs:
+    """What a call of a block gives besides its return value."""
+
+    attributes: tuple[str, ...] = ()
+    """Names in the block of the attributes that its forward sets to something with tensors."""
+    containers: tuple[int, ...] = ()
+    """Which of the lists and dicts among its arguments it changes, by their place in ``containers_of``."""
+    hooks: tuple[HookCall, ...] = ()
+    """The forward hooks inside of it, in the order of their calls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """A call of a forward hook that was not made."""
 
     call: HookCall
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
+    values: tuple[Any, ...]
+    """Its arguments: those of the module, its keyword arguments and its output."""
 
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """As a pytree."""
-        return self.args, self.kwargs, self.output
+
+def run_and_gather(
+    block: nn.Module, kept: frozenset[HookCall], arguments: Any, call: Callable[..., Any]
+) -> tuple[Any, SideOutputs]:
+    """Run a block and collect all that it gives.
+
+    Args:
+        kept: Forward hooks inside of it that are called as always.
+        arguments: (args, kwargs) to give to ``call``.
+
+    Returns:
+        A pytree of what it returned and of its side outputs, and what the latter are.
+    """
+    attributes = attributes_of(block)
+    containers = [container.copy() for container in containers_of(arguments)]
+    with hooks_noted(block, kept) as noted:
+        output = call(*arguments)
+    side = SideOutputs(
+        attributes=changed_attributes(block, attributes)[0],
+        containers=changed_containers(arguments, containers),
+        hooks=tuple(note.call for note in noted),
+    )
+    return gather(block, output, arguments, side, noted), side
+
+
+def gather(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:
+    """What a call returned and its side outputs, as one pytree."""
+    attributes = tuple(get_attribute(block, name) for name in side.attributes)
+    containers = containers_of(arguments)
+    return output, attributes, tuple(containers[i] for i in side.containers), tuple(note.values for note in noted)
+
+
+def scatter(block: nn.Module, gathered: Any, arguments: Any, side: SideOutputs) -> tuple[Any, tuple[Any, ...]]:
+    """Put what ``gather`` collected in its place.
+
+    Args:
+        arguments: Those that the user's code called the block with.
+
+    Returns:
+        What the block returned, and the arguments of the forward hooks to call.
+    """
+    output, attributes, contents, hook_values = gathered
+    for name, value in zip(side.attributes, attributes, strict=True):
+        set_attribute(block, name, value)
+    containers = containers_of(arguments)
+    for i, content in zip(side.containers, contents, strict=True):
+        set_content(containers[i], content)
+    return output, hook_values
+
+
+def changed_containers(arguments: Any, before: Sequence[Any]) -> tuple[int, ...]:
+    """Which lists and dicts among the arguments a call changed.
+
+    Args:
+        before: ``[container.copy() for container in containers_of(arguments)]`` before the call.
+    """
+    after = containers_of(arguments)[: len(before)]
+    return tuple(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if not _is_same(old, new))
+
+
+# ---- forward hooks
 
 
 @contextmanager
-def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[Observation]]:
-    """Note the calls of the user's forward hooks in ``block`` instead of making them.
+def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[Noted]]:
+    """Note the calls of the user's forward hooks inside of ``block`` instead of making them; skip those on it.
 
     Args:
         kept: Hooks that are called as always.
@@ -61,17 +128,21 @@ def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[Ob
     Yields:
         A list that fills while the block runs.
     """
-    noted: list[Observation] = []
+    noted: list[Noted] = []
     saved = []
     for name, module in block.named_modules():
-        keys = [key for key in user_hooks(module) if HookCall(module=name, hook=key) not in kept]
-        if keys:
+        calls = {key: HookCall(module=name, hook=i) for i, key in enumerate(user_hooks(module))}
+        calls = {key: call for key, call in calls.items() if call not in kept}
+        if calls:
             saved.append((module, module._forward_hooks, module._forward_hooks_with_kwargs))
             module._forward_hooks = module._forward_hooks.copy()
             module._forward_hooks_with_kwargs = module._forward_hooks_with_kwargs.copy()
-        for key in keys:
-            module._forward_hooks[key] = _note_into(noted, HookCall(module=name, hook=key))
-            module._forward_hooks_with_kwargs[key] = True
+        for key, call in calls.items():
+            if module is block:
+                del module._forward_hooks[key]
+            else:
+                module._forward_hooks[key] = _note_into(noted, call)
+                module._forward_hooks_with_kwargs[key] = True
     try:
         yield noted
     finally:
@@ -79,9 +150,9 @@ def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[Ob
             module._forward_hooks, module._forward_hooks_with_kwargs = hooks, with_kwargs
 
 
-def _note_into(noted: list[Observation], call: HookCall) -> Any:
+def _note_into(noted: list[Noted], call: HookCall) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        noted.append(Observation(call=call, args=args, kwargs=kwargs, output=output))
+        noted.append(Noted(call=call, values=(args, kwargs, output)))
 
     return note
 
@@ -95,28 +166,51 @@ def user_hooks(module: nn.Module) -> list[int]:
 
 
 def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> Any:
-    """Make a call that was noted; returns what the hook returns."""
-    module, (args, kwargs, output) = block.get_submodule(call.module), values
-    hook = module._forward_hooks[call.hook]
-    if call.hook in module._forward_hooks_with_kwargs:
+    """Make a call of a hook that was noted; returns what the hook returns."""
+    module = block.get_submodule(call.module)
+    return _call_hook(module, user_hooks(module)[call.hook], *values)
+
+
+def call_own_hooks(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Call the user's forward hooks on the block itself; returns the output that they leave."""
+    for key in user_hooks(block):
+        changed = _call_hook(block, key, args, kwargs, output)
+        output = output if changed is None else changed
+    return output
+
+
+def _call_hook(module: nn.Module, key: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    hook = module._forward_hooks[key]
+    if key in module._forward_hooks_with_kwargs:
         return hook(module, args, kwargs, output)
     return hook(module, args, output)
 
 
-def attributes_of(block: nn.Module) -> dict[str, Any]:
-    """Name -> value of what is set on the block and on the modules inside of it, besides torch's own.
+# ---- attributes
 
-    Lists, dicts and sets are copied.
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class Attribute:
+    """The value of an attribute at some time."""
+
+    value: Any
+    content: Any
+    """A shallow copy of a list, dict or set; else the value."""
+
+
+def attributes_of(block: nn.Module) -> dict[str, Attribute]:
+    """What is set on the block and on the modules inside of it, besides torch's own, by its name in the block."""
     return {
-        f"{prefix}.{name}" if prefix else name: value.copy() if isinstance(value, (list, dict, set)) else value
+        f"{prefix}.{name}" if prefix else name: Attribute(
+            value=value, content=value.copy() if isinstance(value, (list, dict, set)) else value
+        )
         for prefix, module in block.named_modules()
         for name, value in vars(module).items()
         if name not in _TORCH_ATTRIBUTES
     }
 
 
-def changed_attributes(block: nn.Module, before: dict[str, Any]) -> tuple[tuple[str, ...], frozenset[str]]:
+def changed_attributes(block: nn.Module, before: dict[str, Attribute]) -> tuple[tuple[str, ...], frozenset[str]]:
     """What a call left in attributes.
 
     Args:
@@ -126,10 +220,12 @@ def changed_attributes(block: nn.Module, before: dict[str, Any]) -> tuple[tuple[
         Names of the attributes that were set to something with tensors, and of those changed otherwise.
     """
     set_to_tensors, others = [], set()
-    for name, value in attributes_of(block).items():
-        if name in before and _is_same(before[name], value):
+    for name, now in attributes_of(block).items():
+        old = before.get(name)
+        if old is not None and _is_same(old.content, now.content):
             continue
-        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)) and get_attribute(block, name) is value:
+        is_set = old is None or old.value is not now.value
+        if is_set and holds_tensors(now.value):
             set_to_tensors.append(name)
         else:
             others.add(name)
@@ -159,43 +255,40 @@ def set_attribute(block: nn.Module, name: str, value: Any) -> None:
     vars(block.get_submodule(path))[attribute] = value
 
 
-def guard_attributes(fqn: str, block: nn.Module, names: frozenset[str]) -> None:
-    """Refuse that attributes are read which a call of ``block`` changes, where the block is absent."""
-    for path, attributes in _by_module(names).items():
-        module = block.get_submodule(path)
-        module.__class__ = _guarded_class(type(module), fqn, attributes)  # type: ignore[arg-type]  # hashable
+def guard_attributes(fqn: str, block: nn.Module, names: Iterable[str], is_glue: Callable[[], bool]) -> None:
+    """Refuse that glue reads attributes which a call of ``block`` changes, where the block is absent.
 
-
-def _by_module(names: frozenset[str]) -> dict[str, frozenset[str]]:
-    modules: dict[str, set[str]] = {}
+    Args:
+        names: Names in the block.
+        is_glue: Whether the present code is glue of a running step.
+    """
     for name in names:
         path, _, attribute = name.rpartition(".")
-        modules.setdefault(path, set()).add(attribute)
-    return {path: frozenset(attributes) for path, attributes in modules.items()}
-
-
-@cache
-def _guarded_class(cls: type[nn.Module], fqn: str, attributes: frozenset[str]) -> type[nn.Module]:
-    members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    members |= {name: _Guard(fqn, name) for name in attributes}
-    guarded: type[nn.Module] = type(cls)(cls.__name__, (cls,), members)
-    return guarded
+        module = block.get_submodule(path)
+        cls = type(module)
+        members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        members[attribute] = _Guard(fqn, attribute, is_glue)
+        module.__class__ = type(cls)(cls.__name__, (cls,), members)  # type: ignore[misc]  # the metaclass
 
 
 class _Guard:
     """A descriptor in place of an attribute."""
 
-    def __init__(self, fqn: str, name: str) -> None:
-        self._fqn, self._name = fqn, name
+    def __init__(self, fqn: str, name: str, is_glue: Callable[[], bool]) -> None:
+        self._fqn, self._name, self._is_glue = fqn, name, is_glue
 
     def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
         if module is None:
             return self
-        raise TraceError(
-            f"{cls.__name__}.{self._name} was read outside of the block {self._fqn}, whose forward changes it, but the"
-            " block lives on another pipeline stage. Return the value from the block's forward. (Tensors that forward"
-            " sets as attributes do reach later stages; numbers and changes of lists and dicts don't.)"
-        )
+        if self._is_glue():
+            raise TraceError(
+                f"{cls.__name__}.{self._name} was read outside of the block {self._fqn}, whose forward changes it, but"
+                " the block lives on another pipeline stage. Return the value from the block's forward. (Tensors that"
+                " forward sets as attributes do reach later stages; numbers and changes of lists and dicts don't.)"
+            )
+        if self._name not in vars(module):
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
+        return vars(module)[self._name]
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         vars(module)[self._name] = value

@@ -29,7 +29,8 @@ from lightning_3d.pipeline.step_report import (
     replay,
     share,
 )
-from lightning_3d.pipeline.trace import Trace, trace_step
+from lightning_3d.pipeline.trace import Trace
+from lightning_3d.pipeline.tracer import trace_step
 from lightning_3d.plan import Plan
 from lightning_3d.rng import StepRandomness
 from lightning_3d.zero import RankModule

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from lightning_3d.pipeline.interception import own_forward
 
 
-def run_on_fakes(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_with_state(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the block's own forward with ``state`` in place of its parameters and buffers, past hooks and wrappers.
 
     Args:
@@ -34,54 +34,63 @@ def run_on_fakes(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ..
     return output
 
 
-def run_on_random(
-    block: nn.Module,
-    state: Mapping[str, Tensor],
-    fakes: Sequence[Any],
-    known: Mapping[int, Tensor],
-    spec: TreeSpec,
-    mode: FakeTensorMode,
-) -> Any:
-    """Run the block's own forward for real; the outputs come back fake.
+class RandomRun:
+    """Inside of the context the fake mode is off, and real tensors stand in for fake ones.
 
     Args:
-        state: Name in the block -> fake tensor of the parameter's or buffer's shape.
-        fakes: The flat arguments of the call, tensors as fakes.
+        fakes: The flat arguments of a call, tensors as fakes.
         known: Position among them -> tensor whose data is known.
-        spec: Their structure.
-        mode: The mode of the fakes. An in-place change of an argument shows in the version of its fake.
+        mode: The mode of the fakes.
     """
-    with unset_fake_temporarily():
-        stand_ins: dict[int, Tensor] = {}  # id of a fake -> real tensor
 
-        def real(fake: Tensor, data: Tensor | None = None) -> Tensor:
-            if id(fake) not in stand_ins:
-                made = _random(fake) if data is None else data.detach().clone()
-                stand_ins[id(fake)] = made.requires_grad_(fake.requires_grad)
-            return stand_ins[id(fake)]
+    def __init__(self, fakes: Sequence[Any], known: Mapping[int, Tensor], mode: FakeTensorMode) -> None:
+        self._fakes, self._known, self._mode = fakes, known, mode
+        self._stand_ins: dict[int, Tensor] = {}  # id of a fake -> real tensor
+        self._real_mode = ExitStack()
+        self.arguments: list[Any] = []
+        """The flat arguments with real tensors."""
 
-        leaves = [real(leaf, known.get(i)) if isinstance(leaf, Tensor) else leaf for i, leaf in enumerate(fakes)]
-        # They are no leaves of autograd in the real run either, so that in-place changes are allowed.
-        given = [leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in given]
-        args, kwargs = tree_unflatten(given, spec)
-        output = run_on_fakes(block, {name: real(tensor) for name, tensor in state.items()}, args, kwargs)
-        positions = {id(leaf): i for i, leaf in reversed(list(enumerate(given))) if isinstance(leaf, Tensor)}
-        changed = [
-            fake
-            for fake, leaf, version in zip(fakes, given, versions, strict=True)
-            if isinstance(leaf, Tensor) and leaf._version != version
+    def __enter__(self) -> RandomRun:
+        self._real_mode.enter_context(unset_fake_temporarily())
+        leaves = [
+            self._stand_in(leaf, self._known.get(i)) if isinstance(leaf, Tensor) else leaf
+            for i, leaf in enumerate(self._fakes)
         ]
-    for fake in changed:
-        torch.autograd.graph.increment_version(fake)
+        # What a block gets is no leaf of autograd, so it may change it in place.
+        self.arguments = [leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.arguments]
+        return self
 
-    def as_fake(tensor: Tensor) -> Tensor:
-        if id(tensor) in positions:
-            fake: Tensor = fakes[positions[id(tensor)]]
-            return fake
-        return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+    def __exit__(self, *exc: object) -> None:
+        self._real_mode.close()
 
-    return tree_map_only(Tensor, as_fake, output)
+    def tensors_like(self, fakes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Real tensors for fake ones, the same for the same."""
+        return {name: self._stand_in(fake) for name, fake in fakes.items()}
+
+    def _stand_in(self, fake: Tensor, data: Tensor | None = None) -> Tensor:
+        if id(fake) not in self._stand_ins:
+            made = _random(fake) if data is None else data.detach().clone()
+            self._stand_ins[id(fake)] = made.requires_grad_(fake.requires_grad)
+        return self._stand_ins[id(fake)]
+
+    def as_fakes(self, outputs: Any) -> Any:
+        """After the run: fakes of what came out. In-place changes of arguments show in the versions of their fakes."""
+        back = {}
+        for fake, leaf, version in zip(self._fakes, self.arguments, self._versions, strict=True):
+            if isinstance(leaf, Tensor):
+                back[id(leaf)] = fake
+                if leaf._version != version:
+                    torch.autograd.graph.increment_version(fake)
+        made: dict[int, Tensor] = {}
+
+        def as_fake(tensor: Tensor) -> Tensor:
+            if id(tensor) not in back and id(tensor) not in made:
+                fake = self._mode.from_tensor(tensor.detach())
+                made[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+            return back[id(tensor)] if id(tensor) in back else made[id(tensor)]
+
+        return tree_map_only(Tensor, as_fake, outputs)
 
 
 def _random(fake: Tensor) -> Tensor:

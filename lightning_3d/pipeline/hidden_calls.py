@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch.utils.checkpoint
+from torch import Tensor
 from torch.autograd import function as autograd_function
 
 Call = Callable[..., Any]
@@ -40,12 +41,14 @@ def hidden_calls_seen(step: HiddenCalls) -> Iterator[None]:
     original = checkpoints._checkpoint_without_reentrant_generator
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        call = super(base, cls).apply
+        call = super(base, cls).apply  # type: ignore[misc]  # torch._C does not declare it
         if not step.is_in_glue():
             return call(*args, **kwargs)
         if cls is checkpoints.CheckpointFunction:
             function, _, *arguments = args
-            with step.checkpointed():
+            # As it does itself: without a tensor argument that requires grad there is no backward.
+            requires_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments)
+            with step.checkpointed(), torch.set_grad_enabled(torch.is_grad_enabled() and requires_grad):
                 return function(*arguments)
         return step.on_hidden_function(cls.__name__, call, args, kwargs)
 
@@ -57,7 +60,7 @@ def hidden_calls_seen(step: HiddenCalls) -> Iterator[None]:
                 yield
 
     base.apply = classmethod(apply)  # type: ignore[attr-defined]
-    checkpoints._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    checkpoints._checkpoint_without_reentrant_generator = generator
     try:
         yield
     finally:

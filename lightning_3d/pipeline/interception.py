@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.block_call import guard_attributes
 from lightning_3d.pipeline.hidden_calls import hidden_calls_seen
 
 Call = Callable[..., Any]
@@ -158,6 +159,8 @@ class Router:
         self.step: StepMode | None = None
         self.absent: frozenset[str] = frozenset()
         """FQNs of the blocks of other stages."""
+        self._blocks: dict[str, nn.Module] = {}
+        self._guarded: set[tuple[str, str]] = set()
 
     def install(self, blocks: Mapping[str, nn.Module]) -> None:
         """Route the calls of these blocks (FQN -> module) through this router."""
@@ -165,11 +168,19 @@ class Router:
             block.__class__ = _routed_class(type(block))  # type: ignore[arg-type]  # classes are hashable
             block.__dict__["_router"] = self
             block.__dict__["_block_fqn"] = fqn
+        self._blocks.update(blocks)
+
+    def guard(self, attributes: Mapping[str, frozenset[str]]) -> None:
+        """Refuse that glue reads these attributes (block FQN -> names in it) of blocks that are absent."""
+        for fqn in self.absent.intersection(attributes):
+            new = [name for name in sorted(attributes[fqn]) if (fqn, name) not in self._guarded]
+            guard_attributes(fqn, self._blocks[fqn], new, lambda: self.step is not None)
+            self._guarded.update((fqn, name) for name in new)
 
     def uninstall(self, blocks: Mapping[str, nn.Module]) -> None:
         """Undo ``install``."""
         for block in blocks.values():
-            block.__class__ = type(block).__bases__[1]  # type: ignore[assignment]  # see _routed_class
+            block.__class__ = type(block).__bases__[1]  # see _routed_class
             del block.__dict__["_router"], block.__dict__["_block_fqn"]
 
     def check_present(self, fqn: str) -> None:
@@ -208,6 +219,11 @@ class _Routed(nn.Module):
         call = super().forward
         step = self._router.step  # set only if glue calls `block.forward(...)` directly
         return call(*args, **kwargs) if step is None else step.on_block(self._block_fqn, self, call, args, kwargs)
+
+
+def is_routed(module: nn.Module) -> bool:
+    """Whether the module is a block of a model that a strategy has taken."""
+    return isinstance(module, _Routed)
 
 
 @cache

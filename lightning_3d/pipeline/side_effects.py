@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 @contextmanager
 def undone(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Run something and put the module's own attributes, those of its glue modules and all RNG states back.
+    """Run something and put the attributes of all modules and all RNG states back.
 
-    Covers attributes that are set, lists, dicts and sets that are changed in place, and tensors outside blocks.
+    Covers attributes that are set, lists, dicts and sets that are changed in place, and tensors outside blocks (a
+    trace does not touch those of blocks).
     What reaches beyond the module (files, loggers used directly) stays done.
     """
     rng_states = _collect_rng_states()
     inside = {id(inner) for block in blocks for inner in block.modules()}
-    saved = [(m, _snapshot(vars(m))) for m in module.modules() if id(m) not in inside]
+    saved = [(m, _snapshot(vars(m), with_tensors=id(m) not in inside)) for m in module.modules()]
     try:
         yield
     finally:
@@ -31,14 +32,15 @@ def undone(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
         _set_rng_states(rng_states)
 
 
-def _snapshot(attributes: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+def _snapshot(attributes: dict[str, Any], *, with_tensors: bool) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
     contents: list[tuple[Any, Any]] = []
     for value in attributes.values():
         if isinstance(value, (list, dict, set)):
             contents.append((value, value.copy()))
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        if with_tensors and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             contents.append((value, value.detach().clone()))
-    contents += [(b, b.detach().clone()) for b in attributes["_buffers"].values() if b is not None]
+    if with_tensors:
+        contents += [(b, b.detach().clone()) for b in attributes["_buffers"].values() if b is not None]
     return dict(attributes), contents
 
 

@@ -6,15 +6,24 @@ it leaves the user's code by ``StageExit``. The last stage runs on into the loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
+from lightning_3d.pipeline.block_call import (
+    SideOutputs,
+    call_hook,
+    call_own_hooks,
+    gather,
+    hooks_noted,
+    scatter,
+)
 from lightning_3d.pipeline.ghost import Ghost
 from lightning_3d.pipeline.interception import Call, Router, StepMode
 from lightning_3d.pipeline.stages import StageFlow
@@ -47,6 +56,7 @@ class StageRun(StepMode):
         randomness: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         super().__init__(router)
+        router.guard(flow.trace.unsent_attributes)
         self._randomness = randomness
         self._flow, self._stage = flow, stage
         self._position = 0
@@ -86,9 +96,10 @@ class StageRun(StepMode):
 
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
+        name = getattr(func, "__name__", str(func))
+        self._check_ghosts(leaves, name)
         if not any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in leaves):
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", str(func))
 
         def run(values: list[Any]) -> Any:
             value_args, value_kwargs = tree_unflatten(values, spec)
@@ -98,13 +109,37 @@ class StageRun(StepMode):
 
     def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
+        self._check_ghosts(leaves, fqn)
+        side = self._side_outputs(fqn)
+        kept = self._flow.trace.kept_hooks.get(fqn, frozenset())
+
+        def run_block(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.is_checkpointing:
+                return checkpoint(lambda *args: call(*args, **kwargs), *args, use_reentrant=False)
+            return call(*args, **kwargs)
 
         def run(values: list[Any]) -> Any:
-            value_args, value_kwargs = tree_unflatten(values, spec)
-            return call(*value_args, **value_kwargs)
+            arguments = tree_unflatten(values, spec)
+            with hooks_noted(block, kept) as noted:
+                output = run_block(*arguments)
+            if tuple(note.call for note in noted) != side.hooks:
+                raise self._changed(f"{fqn} made other calls of forward hooks")
+            return gather(block, output, arguments, side, noted)
 
         with self.paused():
-            return self._on_event(fqn, True, leaves, run)
+            gathered = self._on_event(fqn, True, leaves, run)
+            output, hook_values = scatter(block, gathered, (args, kwargs), side)
+        for hook, values in zip(side.hooks, hook_values, strict=True):
+            if call_hook(block, hook, values) is not None:
+                raise self._changed(f"a forward hook on {fqn}.{hook.module} returned something")
+        return call_own_hooks(block, args, kwargs, output)
+
+    def _side_outputs(self, fqn: str) -> SideOutputs:
+        """Those of the next event, if it is a call of this block."""
+        events = self._flow.trace.events
+        if self._position < len(events) and events[self._position].is_block and events[self._position].name == fqn:
+            return events[self._position].side
+        return SideOutputs()
 
     def _on_event(self, name: str, is_block: bool, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
         events = self._flow.trace.events
@@ -116,6 +151,8 @@ class StageRun(StepMode):
         ):
             raise self._changed(f"it called {name}")
         event, stage = events[self._position], self._flow.event_stages[self._position]
+        if tuple(self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids) != event.inputs:
+            raise self._changed(f"{name} got other tensors of blocks")
         self._position += 1
         if stage != self._stage:
             return self._skip(event, leaves)
@@ -128,6 +165,8 @@ class StageRun(StepMode):
         for result in event.results:
             if result.argument is not None:
                 answer.append(leaves[result.argument])
+            elif result.result is not None:
+                answer.append(answer[result.result])
             elif result.tensor is not None:
                 ghost = Ghost(self._flow.trace.tensors[result.tensor])
                 self._ids[ghost] = result.tensor
@@ -136,12 +175,13 @@ class StageRun(StepMode):
                 answer.append(result.constant)
         for position, i in event.mutated.items():
             self._ids[leaves[position]] = i
+        self._retag(event.aliased)
         return tree_unflatten(answer, event.spec)
 
     def _execute(self, event: Event, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
         values = [self._value(leaf) for leaf in leaves]
-        for position in event.mutated:  # a later stage may read the value from before this in-place call
-            old = self._ids.get(leaves[position])
+        replaced = [self._ids[leaves[position]] for position in event.mutated if leaves[position] in self._ids]
+        for old in (*replaced, *event.aliased):  # a later stage may read the value from before this in-place call
             if old in self._made:
                 self._made[old] = self._made[old].clone()
         with self._randomness(self._position) if event.is_random else nullcontext():
@@ -153,13 +193,29 @@ class StageRun(StepMode):
             if result.argument is not None:
                 answer.append(leaves[result.argument])
                 continue
+            if result.result is not None:
+                answer.append(answer[result.result])
+                continue
             if result.tensor is not None:
                 output = output.view_as(output) if output in self._ids else output
                 self._keep(output, result.tensor, output)
             answer.append(output)
         for position, i in event.mutated.items():
             self._keep(leaves[position], i, values[position])
+        self._retag(event.aliased)
         return tree_unflatten(answer, event.spec)
+
+    def _retag(self, aliased: Mapping[int, int]) -> None:
+        """After an in-place change: what shares memory with the changed tensor has new values."""
+        if not aliased:
+            return
+        for tensor, old in list(self._ids.items()):
+            if old in aliased:
+                value = self._values.get(old, tensor)
+                if isinstance(value, Ghost):
+                    self._ids[tensor] = aliased[old]
+                else:
+                    self._keep(tensor, aliased[old], value)
 
     def _keep(self, tensor: Tensor, i: int, value: Tensor) -> None:
         self._ids[tensor] = i
@@ -178,6 +234,10 @@ class StageRun(StepMode):
         if isinstance(leaf, Ghost):
             raise self._changed(f"it used {leaf}, which no other stage sent")
         return leaf
+
+    def _check_ghosts(self, leaves: list[Any], name: str) -> None:
+        if any(isinstance(leaf, Ghost) and leaf not in self._ids for leaf in leaves):
+            raise self._changed(f"{name} got a tensor that a block made in an earlier step")
 
     def _leave_if_done(self) -> None:
         if self._stage < self._flow.num_stages - 1 and len(self._made) == len(self._to_send):

@@ -1,0 +1,87 @@
+"""Pytrees of what steps and blocks take and return."""
+
+from __future__ import annotations
+
+import dataclasses
+from copy import copy
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass, tree_leaves
+
+from lightning_3d.errors import TraceError
+
+Container = list[Any] | dict[Any, Any]
+
+
+def register_dataclasses(tree: Any) -> None:
+    """Make dataclasses that hold tensors known to torch's pytrees, through which FSDP2 finds the tensors as well.
+
+    Raises:
+        TraceError: a dataclass can't be rebuilt from its fields.
+    """
+    for leaf in tree_leaves(tree):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            values = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+            register_dataclasses(values)
+            if holds_tensors(values):
+                _register(type(leaf))
+                register_dataclasses(leaf)
+
+
+def _register(cls: type[Any]) -> None:
+    if any(not field.init for field in dataclasses.fields(cls)):
+        raise TraceError(
+            f"The dataclass {cls.__name__} holds tensors and has fields with init=False, so it can't be rebuilt on"
+            " another pipeline stage. Pass a tensor, tuple, list or dict, or register the class with"
+            " torch.utils._pytree.register_pytree_node."
+        )
+    register_dataclass(cls)
+
+
+def holds_tensors(tree: Any) -> bool:
+    """Whether a leaf is a tensor."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))
+
+
+def containers_of(tree: Any) -> list[Container]:
+    """The lists and dicts in nested tuples, lists and dicts, in a fixed order."""
+    if isinstance(tree, dict):
+        return [tree, *(found for value in tree.values() for found in containers_of(value))]
+    if isinstance(tree, list):
+        return [tree, *(found for value in tree for found in containers_of(value))]
+    if isinstance(tree, tuple):
+        return [found for value in tree for found in containers_of(value)]
+    return []
+
+
+def set_content(container: Container, content: Container) -> None:
+    """Change a list or dict in place."""
+    if isinstance(container, list):
+        container[:] = content
+    else:
+        container.clear()
+        container.update(content)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether it is an object that may hold tensors where pytrees don't find them, as key-value caches do."""
+    return bool(getattr(value, "__dict__", None)) and not isinstance(value, (Tensor, nn.Module, type, FunctionType))
+
+
+def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of an opaque object, of the objects, lists and dicts in it and so on; tensors and modules are kept."""
+    memo = {} if memo is None else memo
+    if id(value) in memo:
+        return memo[id(value)]
+    if not isinstance(value, (list, dict)) and not is_opaque(value):
+        return value
+    new = memo[id(value)] = copy(value)
+    if isinstance(new, list):
+        new[:] = [copied(child, memo) for child in new]
+    elif isinstance(new, dict):
+        new.update({key: copied(child, memo) for key, child in new.items()})
+    if is_opaque(value):
+        vars(new).update({name: copied(child, memo) for name, child in vars(new).items()})
+    return new

@@ -1,0 +1,411 @@
+"""Plans: what each partition method balances, which blocks are opened for balance, what crosses, and the table."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+import time
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from lightning_3d.assignment import boundary_bytes
+from lightning_3d.blocks import find_blocks
+from lightning_3d.config import ThreeDConfig
+from lightning_3d.errors import PlanError
+from lightning_3d.measure import measure_activations, measure_time
+from lightning_3d.mesh import MeshShape
+from lightning_3d.pipeline.engine import Tracing
+from lightning_3d.pipeline.ghost import TensorMeta
+from lightning_3d.pipeline.interception import Router
+from lightning_3d.pipeline.stages import cut
+from lightning_3d.pipeline.trace import Trace
+from lightning_3d.plan import Plan, make_plan
+from lightning_3d.plan_text import folded
+from lightning_3d.refinement import is_balanced, refine
+from tests.models import TinyGPT
+from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.workers import WorkerPools
+
+CPU = torch.device("cpu")
+
+
+class Chain(L.LightningModule):
+    """Layers in a row, (B, D) -> (B, D'), with the mean as loss."""
+
+    width = 8
+
+    def __init__(self, *layers: nn.Module, calls_of_first: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.calls_of_first = calls_of_first
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for layer in [self.layers[0]] * (self.calls_of_first - 1) + list(self.layers):
+            x = layer(x)
+        return x.mean()
+
+
+class Sleeper(nn.Module):
+    """Takes a while forward and twice as long backward."""
+
+    def __init__(self, milliseconds: float) -> None:
+        super().__init__()
+        self.seconds = milliseconds / 1000
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        torch.rand(())
+        self.num_calls += 1
+        self.last = x
+        y = x * self.weight
+        if y.requires_grad and not isinstance(y, torch._subclasses.FakeTensor):
+            y.register_hook(lambda gradient: time.sleep(2 * self.seconds))
+        return y
+
+    def extra_repr(self) -> str:
+        return f"{self.seconds}"
+
+
+def _example(module: L.LightningModule) -> Any:
+    if isinstance(module, TinyGPT):
+        return (torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long))
+    return torch.zeros(4, module.width)
+
+
+def _traced(module: L.LightningModule, blocks: dict[str, nn.Module]) -> Trace:
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
+    router = Router()
+    router.install(blocks)
+    try:
+        return Tracing(module, blocks, router, CPU)("training_step", _example(module), (0,))
+    finally:
+        router.uninstall(blocks)
+
+
+def _plan(
+    module: L.LightningModule, partition: str | Sequence[str] = "parameters", *, pp: int = 2, **pipeline: Any
+) -> Plan:
+    section = {"partition": partition, **pipeline}
+    config = ThreeDConfig.from_mapping({"pipeline_parallel_size": pp, "pipeline": section})
+    blocks = find_blocks(module, config.pipeline.partition)
+    return make_plan(module, blocks, _traced(module, blocks), config, MeshShape(pp=pp, dp=1, cp=1, tp=1), CPU)
+
+
+def _stages(plan: Plan) -> list[list[str]]:
+    return [[block.fqn for block in plan.blocks_of(stage)] for stage in range(plan.num_stages)]
+
+
+# ------------------------------------------------------------------------------------------------------- methods
+
+
+def test_each_method_balances_what_it_says() -> None:
+    layers = [nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False), nn.Linear(24, 8)]
+    by_parameters = _plan(Chain(*layers))
+    assert [stage.load for stage in by_parameters.stages] == [64 + 64 + 192, 200]
+    assert by_parameters.imbalance == pytest.approx(320 / 260)
+    uniform = _plan(Chain(*layers), "uniform")
+    assert _stages(uniform) == [["layers.0", "layers.1"], ["layers.2", "layers.3"]]
+    assert [stage.load for stage in uniform.stages] == [2, 2]
+    assert uniform.load_unit == "calls"
+
+
+def test_among_equally_slow_cuts_the_fewest_bytes_cross() -> None:
+    widths = [8, 6, 2, 6, 8]
+    chain = Chain(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+    plan = _plan(chain, "uniform", pp=3)  # one stage has two calls, and it can be any
+    assert _stages(plan) == [["layers.0", "layers.1"], ["layers.2"], ["layers.3"]]
+    assert [(stage.num_sent, stage.bytes_sent) for stage in plan.stages] == [(1, 4 * 2 * 4), (1, 4 * 6 * 4), (0, 0)]
+
+
+def test_time_is_measured_forward_and_backward() -> None:
+    chain = Chain(nn.Linear(8, 8), Sleeper(4), Sleeper(4), Sleeper(12))  # parameters would cut after the Linear
+    plan = _plan(chain, "time")
+    assert _stages(plan) == [["layers.0", "layers.1", "layers.2"], ["layers.3"]]
+    assert plan.load_unit == "nanoseconds"
+    assert plan.stages[0].load > 2 * 12e6, "4 ms forward and 8 ms backward, twice"
+    assert plan.stages[1].load > 36e6
+
+
+def test_measuring_leaves_no_trace() -> None:
+    block = Sleeper(1)
+    rng = torch.get_rng_state()
+    measure_time(block, ((_meta(4, 8),), {}), CPU)
+    measure_activations(block, ((_meta(4, 8),), {}), CPU)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert block.weight.grad is None
+    assert block.last is None
+    assert float(block.num_calls) == 0
+
+
+def test_blocks_that_are_alike_are_measured_once() -> None:
+    chain = Chain(nn.Linear(8, 8), *(Sleeper(2) for _ in range(8)))
+    loads = [stage.load for stage in _plan(chain, "time", pp=4).stages]
+    assert loads[1] == loads[2] == loads[3], "equal to the nanosecond"
+
+
+def _meta(*shape: int, requires_grad: bool = True) -> TensorMeta:
+    return TensorMeta(shape=shape, dtype=torch.float32, device=CPU, requires_grad=requires_grad)
+
+
+def test_activations_are_what_autograd_saves_without_weights() -> None:
+    block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    expected = 4 * (4 * 8 + 4 * 16 + 4 * 16)  # inputs of the first Linear, of GELU and of the second Linear
+    assert measure_activations(block, ((_meta(4, 8),), {}), CPU) == expected
+    with torch.no_grad():
+        assert measure_activations(block, ((_meta(4, 8),), {}), CPU) == 0
+
+
+def test_blocks_without_weights_yet_are_measured() -> None:
+    with torch.device("meta"):
+        block = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+        recurrent = nn.LSTM(8, 8)
+    assert measure_time(block, ((_meta(4, 8),), {}), CPU) > 0
+    assert measure_time(recurrent, ((_meta(3, 4, 8),), {}), CPU) > 0
+    assert all(tensor.is_meta for tensor in (*block.parameters(), *block.buffers(), *recurrent.parameters()))
+
+
+def test_memory_counts_state_once_and_activations_in_flight() -> None:
+    chain = Chain(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    state, activations = 64 * (4 + 4 + 8), 4 * 8 * 4  # of one layer; microbatches are of 4 rows
+    plan = _plan(chain, "memory", num_microbatches=4, schedule="gpipe")
+    assert [stage.load for stage in plan.stages] == [3 * state + 4 * 3 * activations] * 2
+    in_1f1b = _plan(chain, "memory", num_microbatches=4)
+    assert in_1f1b.stages[1].load == 3 * state + 1 * 3 * activations, "the last stage holds one microbatch"
+    repeating = Chain(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), calls_of_first=2)
+    assert _plan(repeating, ("layers.1",)).stages[0].load == 128, "parameters count at each call"
+    held_once = _plan(repeating, "memory", schedule="gpipe")
+    assert held_once.stages[0].load + held_once.stages[1].load == 2 * state + 2 * 3 * activations
+
+
+def test_a_block_that_fails_on_random_inputs_is_named() -> None:
+    class Picky(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, torch._subclasses.FakeTensor) and bool((x != 0).any()):
+                raise ValueError("only zeros")
+            return super().forward(x)
+
+    with pytest.raises(PlanError, match=r"partition='time'.*layers\.1 failed on them \(ValueError: only zeros\)"):
+        _plan(Chain(nn.Linear(8, 8), Picky(8, 8)), "time")
+
+
+# ---------------------------------------------------------------------------------------------------- cut points
+
+
+def test_named_blocks_begin_stages() -> None:
+    plan = _plan(TinyGPT(), ("blocks.1", "norm", "head"), pp=4)
+    assert [names[0] for names in _stages(plan)] == ["tokens", "blocks.1", "norm", "head"]
+    inner = _plan(TinyGPT(), ("blocks.1.mlp",))
+    assert _stages(inner)[1][0] == "blocks.1.mlp", "a named module is a block, and what contains it is opened"
+
+
+@pytest.mark.parametrize(
+    ("cut_points", "message"),
+    [
+        (
+            ("blocks.22",),
+            "names the block 'blocks.22', but TinyGPT has no module of that name. The nearest is 'blocks.2'",
+        ),
+        (("blok",), "The nearest is 'blocks'"),
+        (("",), "names the block ''"),
+        (("tokens",), "'tokens' is the first block that the step calls, so stage 0 would be empty"),
+        (("blocks.1.mlp.1",), "'blocks.1.mlp.1' is no block: it has no parameters"),
+        (("blocks.2", "blocks.1"), "is not in the order in which the step calls the blocks first: tokens, positions"),
+        (("blocks.2", "blocks.2.mlp"), "'blocks.2.mlp' is no block"),
+    ],
+)
+def test_wrong_cut_points_are_refused(cut_points: tuple[str, ...], message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        _plan(TinyGPT(), cut_points, pp=len(cut_points) + 1)
+
+
+# ------------------------------------------------------------------------------------------------ what crosses
+
+
+class Skips(L.LightningModule):
+    """A long skip connection, a residual and an in-place addition, all in glue."""
+
+    width = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((8, 4), (4, 4), (4, 2), (2, 4), (4, 4)))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        down, residual, narrow, up, last = self.layers
+        early = down(batch)
+        x = early + residual(early)
+        x = up(narrow(x))
+        x += early
+        return last(x).mean() + early.sum()
+
+
+@pytest.mark.parametrize("module", [Skips(), TinyGPT()])
+def test_boundary_bytes_are_what_any_cut_sends(module: L.LightningModule) -> None:
+    blocks = find_blocks(module)
+    trace = _traced(module, blocks)
+    calls = [event.name for event in trace.block_calls]
+    per_boundary = boundary_bytes(trace)
+    rng = random.Random(0)
+    for _ in range(30):
+        starts = sorted(rng.sample(range(1, len(calls)), rng.randint(1, len(calls) - 1)))
+        stages = {fqn: (sum(start <= i for start in starts),) for i, fqn in enumerate(calls)}
+        flow = cut(trace, stages, len(starts) + 1)
+        sent = [sum(meta.num_bytes for meta in flow.metas(flow.sent(stage))) for stage in range(len(starts))]
+        assert sent == [per_boundary[start - 1] for start in starts]
+    if isinstance(module, Skips):  # 4 rows of fp32, and the sum
+        assert per_boundary == [16 * 4 + 4, 16 * (4 + 4) + 4, 16 * (2 + 4) + 4, 16 * 4 + 4]
+
+
+# --------------------------------------------------------------------------------------------------- refinement
+
+
+def _refined(module: L.LightningModule, num_stages: int, imbalance: float = 1.25) -> list[str]:
+    blocks = find_blocks(module)
+    return list(refine(module, blocks, num_stages, imbalance, lambda finer: _traced(module, dict(finer))))
+
+
+def test_balanced_blocks_stay_whole() -> None:
+    assert is_balanced(find_blocks(TinyGPT()), 2, 1.25)
+    assert _refined(TinyGPT(), 2) == list(find_blocks(TinyGPT()))
+
+
+def test_only_the_block_in_the_way_is_opened() -> None:
+    model = TinyGPT(num_layers=3)  # 3 heavy blocks for 2 stages
+    assert not is_balanced(find_blocks(model), 2, 1.25)
+    names = ["tokens", "positions", "blocks.0", *(f"blocks.1.{n}" for n in ("norm1", "attention", "norm2", "mlp"))]
+    assert _refined(model, 2) == [*names, "blocks.2", "norm", "head"]
+    assert type(model.blocks[0]).__name__ == "Block"
+    assert "_router" not in vars(model.blocks[0]), "nothing stays routed"
+
+
+def test_too_few_blocks_are_opened_before_it_is_an_error() -> None:
+    chain = Chain(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
+    assert len(find_blocks(chain)) == 1
+    for imbalance in (1.25, float("inf")):  # the latter for partition="uniform"
+        assert _refined(chain, 3, imbalance) == [f"layers.0.{i}" for i in range(4)]
+    assert _refined(Chain(nn.Linear(8, 8)), 2) == ["layers.0"], "nothing inside"
+
+
+def test_wrappers_are_looked_through_and_opened_again() -> None:
+    inner = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
+    chain = Chain(nn.Sequential(inner))
+    assert _refined(chain, 2) == ["layers.0.0.0", "layers.0.0.1"]
+    assert _refined(chain, 4) == [f"layers.0.0.{i}.{j}" for i in (0, 1) for j in (0, 1)]
+
+
+def test_a_block_that_is_called_often_is_not_opened() -> None:
+    chain = Chain(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), calls_of_first=6)
+    assert not is_balanced(find_blocks(chain), 3, 1.25), "one block by name"
+    assert _refined(chain, 3) == ["layers.0"], "but six calls"
+
+
+def test_blocks_that_can_not_be_glue_stay_whole() -> None:
+    class Reader(nn.Sequential):
+        """Reads its data where it has some."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, torch._subclasses.FakeTensor):
+                x.tolist()
+            return self[1](self[0](x))
+
+    chain = Chain(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), Reader(nn.Linear(8, 8), nn.Linear(8, 8)))
+    assert _refined(chain, 3) == ["layers.0.0", "layers.0.1", "layers.1"], "the heavier one can't be glue"
+
+
+def test_parameters_of_its_own_keep_a_block_whole() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(100, 8))
+            self.inner = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner[1](self.inner[0](x + self.table.mean(0)))
+
+    chain = Chain(Table(), nn.Linear(8, 8))
+    assert _refined(chain, 2) == ["layers.0", "layers.1"], "as glue, the table would lie on both stages"
+
+
+# -------------------------------------------------------------------------------------------------------- table
+
+
+def _printed(plan: Plan, width: int = 100) -> list[str]:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(plan)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("partition", ["parameters", "memory", "type:Attention|Linear|Norm|Embedding"])
+def test_table_of_48_blocks_fits(partition: str) -> None:
+    plan = _plan(TinyGPT(num_layers=48), partition, pp=4)
+    lines = _printed(plan)
+    assert len(lines) < 28
+    text = "\n".join(lines)
+    assert f"the slowest stage has {plan.imbalance:.2f} x the mean load" in text
+    assert "4.0 KiB (1)" in text  # 2 x 16 x 32 fp32
+    assert "…" not in text
+    assert re.search(r"blocks\.\d+(\.norm1)? \.\. \d+", text)
+    assert ("MiB" in text) == (partition == "memory")
+
+
+def test_table_without_a_pipeline_says_less() -> None:
+    text = "\n".join(_printed(_plan(TinyGPT(), pp=1)))
+    assert "blocks.0 .. 3 (4 x Block)" in text
+    assert not re.search("sends|share|slowest|tensor parallel", text)
+
+
+def test_repeated_patterns_are_folded() -> None:
+    blocks = [("embed", "E"), *((f"l.{i}.{n}", n.upper()) for i in range(3) for n in "ab"), ("head", "A")]
+    assert folded(blocks) == ["embed (E)", "l.0.a .. 2.b (3 x A, B)", "head (A)"]
+    assert folded([("a", "X"), ("b", "Y")]) == ["a (X)", "b (Y)"]
+    assert folded([]) == []
+
+
+# ------------------------------------------------------------------------------------------------------- parity
+
+GPT = Job(num_val_batches=1)
+THREE_LAYERS = Job(model=partial(TinyGPT, num_layers=3), num_val_batches=1)
+
+
+@cache
+def _reference(num_layers: int) -> ReferenceRun:
+    return run_reference(GPT if num_layers == 4 else THREE_LAYERS)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layout"),
+    [
+        (4, Layout(pp=2, partition="time")),
+        (4, Layout(pp=2, partition="memory")),
+        (4, Layout(pp=2, partition=("blocks.1",))),
+        (3, Layout(pp=2)),  # opens blocks.1
+        (3, Layout(pp=2, tp=2)),
+    ],
+    ids=str,
+)
+def test_layout_equals_one_process(workers: WorkerPools, num_layers: int, layout: Layout) -> None:
+    job = GPT if num_layers == 4 else THREE_LAYERS
+    result = run_layout(workers, job, layout)
+    assert_parity(_reference(num_layers), result)
+    first = result.held[0].parameters
+    assert first
+    assert len(first) < len(_reference(num_layers).parameters), "the first stage holds a part"
+    if isinstance(layout.partition, tuple):
+        assert {fqn for fqn in first if fqn.startswith("blocks")} == {f for f in first if f.startswith("blocks.0.")}
+    if num_layers == 3:
+        assert any(fqn.startswith("blocks.1.") for fqn in first)
+        assert not all(f in first for f in _reference(3).parameters if f.startswith("blocks.1.")), "it is cut inside"
