@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -48,9 +48,10 @@ from lightning_3d.checkpoint import (
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
 from lightning_3d.data import BatchGuard, example_batch
+from lightning_3d.deferred import defer_init
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
 from lightning_3d.gradients import Gradients
-from lightning_3d.initial_weights import drop_absent, move_to, synchronise
+from lightning_3d.initial_weights import check_same_model, place_weights
 from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
 from lightning_3d.pending import PendingGradients
 from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss, loss_of
@@ -142,6 +143,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._mesh: Mesh | None = None
         self._applied: _Applied | None = None
         self._accumulating = False
+        self._is_deferring = False  # inside tensor_init_context, which may nest
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
     @classmethod
@@ -247,6 +249,19 @@ class ThreeDStrategy(ParallelStrategy):
     # ---- the order of things
 
     @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """For ``configure_model`` and ``trainer.init_module()``: with a pipeline, what is built inside gets its weights
+        when it is set up, so that no rank ever holds those of other stages.
+        """
+        with super().tensor_init_context(empty_init), ExitStack() as stack:
+            if self.config.pipeline_parallel_size > 1 and not self._is_deferring:
+                self._is_deferring = True
+                stack.callback(setattr, self, "_is_deferring", False)
+                stack.enter_context(defer_init(self.root_device))
+            yield
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -261,7 +276,7 @@ class ThreeDStrategy(ParallelStrategy):
     def _parallelise(self, trainer: Trainer) -> _Applied:
         module, mesh, device = self._module, self.mesh, self.root_device
         _refuse_unsupported(module, mesh, sync_batchnorm=self._layer_sync is not None)
-        synchronise(module, device)
+        check_same_model(module, device)
         microbatch = self._example_microbatch(trainer)
         blocks = self._find_blocks(trainer, microbatch)
         router = Router()
@@ -270,8 +285,7 @@ class ThreeDStrategy(ParallelStrategy):
         trace = self._trace(trainer, tracing, microbatch)
         plan = on_rank_zero(lambda: self._make_plan(trainer, trace, blocks), device)
 
-        drop_absent(module, plan, mesh.pp_rank)
-        move_to(module, device)
+        place_weights(module, plan, mesh.pp_rank, device)
         _update_properties(module, device=device)
         if trace is not None and mesh.shape.tp > 1 and self.config.tensor.verify:
             plan = prove_blocks(plan, module, blocks, trace, mesh, self.config.tensor)

@@ -39,6 +39,9 @@ class Trained(L.LightningModule):
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.compute_loss(batch), sync_dist=True)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trainable, lr=self.lr, eps=ADAM_EPS)

@@ -27,7 +27,7 @@ class Row:
 
 
 def _job(model: object, data: object, **settings: object) -> Job:
-    return Job(model=model, data=data, global_batch_size=4, num_val_batches=0, **settings)  # type: ignore[arg-type]
+    return Job(model=model, data=data, global_batch_size=4, num_val_batches=1, **settings)  # type: ignore[arg-type]
 
 
 def _hf(config: str, model_class: str, data: object = a.text, **settings: object) -> Job:

@@ -311,6 +311,21 @@ def test_a_block_that_is_called_often_is_not_opened() -> None:
     assert not is_balanced(find_blocks(chain), 3, 1.25), "one block by name"
     assert _refined(chain, 3) == ["layers.0"], "but six calls"
 
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.shared = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for _ in range(6):
+                x = self.shared(x)
+            return x
+
+    inside = Chain(Encoder(), nn.Linear(8, 8))
+    assert _refined(inside, 3) == ["layers.0.first", "layers.0.shared", "layers.1"]
+
 
 def test_blocks_that_can_not_be_glue_stay_whole() -> None:
     class Reader(nn.Sequential):

@@ -12,6 +12,6 @@ What can't be recomputed (data from files, numpy or another thread) is kept in m
 
 from lightning_3d.deferred.recording import defer_init
 from lightning_3d.deferred.replay import fingerprint
-from lightning_3d.deferred.tensor import DeferredTensor
+from lightning_3d.deferred.tensor import DeferredTensor, attributes
 
-__all__ = ["DeferredTensor", "defer_init", "fingerprint"]
+__all__ = ["DeferredTensor", "attributes", "defer_init", "fingerprint"]

@@ -23,13 +23,15 @@ from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from lightning_3d.deferred.replay import Blank, Contents, Operand, Operation, RandomState, View, compute
+from lightning_3d.deferred.replay import Blank, Contents, Operand, Operation, RandomState, View, compute, effort
 from lightning_3d.deferred.tensor import DeferredTensor, LazyStorage
 
 _SMALL = 2**14
 """Bytes up to which a storage is never freed, and is recorded by value."""
 _WORKING_SET = 2**25
 """Bytes of recorded storages that may lie in memory besides those in use."""
+_PATIENCE = 32
+"""How often a storage's size may be written while building to compute it again, before it is kept in memory."""
 _TOLD = 2**26
 """Bytes of parameters kept in memory that are worth a warning."""
 
@@ -105,6 +107,8 @@ class _Recorder(TorchDispatchMode):
         self._unrecorded: WeakSet[UntypedStorage] = WeakSet()  # large ones that were seen
         self._freed: WeakSet[UntypedStorage] = WeakSet()
         self._resident: WeakSet[UntypedStorage] = WeakSet()
+        self._used_before: WeakSet[UntypedStorage] = WeakSet()
+        self._spent: WeakKeyDictionary[UntypedStorage, int] = WeakKeyDictionary()  # bytes written to compute it again
         self._num_bytes = 0  # of the resident ones, at most: those that died since are counted
         self._numbers = count()
 
@@ -127,7 +131,7 @@ class _Recorder(TorchDispatchMode):
                     self._free(overwritten)
                 raise
             in_use = self._note(call, operation, tree_leaves(results))
-            self._free_all_but(in_use)
+            self._free_unused(in_use)
             return results
 
     # ---- before an operator runs
@@ -230,10 +234,14 @@ class _Recorder(TorchDispatchMode):
         )
         self._keep(storage)
 
-    def _free_all_but(self, in_use: list[UntypedStorage]) -> None:
+    def _free_unused(self, in_use: list[UntypedStorage]) -> None:
+        """Free what neither this call nor the one before used, of the calls that used recorded storages."""
+        if not in_use:
+            return
+        before, self._used_before = self._used_before, WeakSet(in_use)
         if self._num_bytes <= _WORKING_SET:
             return
-        for storage in [storage for storage in self._resident if storage not in in_use]:
+        for storage in [s for s in self._resident if s not in self._used_before and s not in before]:
             self._free(storage)
         self._num_bytes = sum(storage.nbytes() for storage in self._resident)
 
@@ -265,6 +273,10 @@ class _Recorder(TorchDispatchMode):
             with _disable_current_modes():
                 storage.copy_(compute(contents))
         self._keep(storage)
+        if needs_contents:
+            self._spent[storage] = self._spent.get(storage, 0) + effort(contents)
+            if self._spent[storage] > _PATIENCE * contents.num_bytes:
+                self.forget(storage)
 
     def forget(self, storage: UntypedStorage) -> None:
         """Keep this storage in memory from now on."""

@@ -167,6 +167,11 @@ def compute(wanted: Contents) -> UntypedStorage:
     return held[wanted]
 
 
+def effort(wanted: Contents) -> int:
+    """Bytes written to compute ``wanted``, counting whole storages."""
+    return sum(contents.num_bytes for contents in _needed([wanted]))
+
+
 def fingerprint(wanted: Iterable[Contents]) -> int:
     """A checksum of all that the computation of ``wanted`` depends on: equal records give equal contents."""
     checksum = 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +32,14 @@ class LazyStorage:
         return self.storage
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a tensor's data is."""
+
+    lazy: LazyStorage
+    view: View
+
+
 class DeferredTensor(Tensor):
     """Any use but asking for its shape and the like computes its data and keeps it.
 
@@ -40,8 +50,7 @@ class DeferredTensor(Tensor):
         requires_grad: Whether to collect gradients.
     """
 
-    _lazy: LazyStorage
-    _view: View
+    _place: _Place
 
     @staticmethod
     def __new__(cls, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> DeferredTensor:
@@ -56,7 +65,7 @@ class DeferredTensor(Tensor):
         )
 
     def __init__(self, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> None:
-        self._lazy, self._view = lazy, View.of(like)
+        self._place = _Place(lazy=lazy, view=View.of(like))
         if is_parameter:
             self._is_param = True  # what isinstance(_, nn.Parameter) asks for
 
@@ -67,42 +76,51 @@ class DeferredTensor(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # `.data`, state_dict()
-            return DeferredTensor(args[0], args[0]._lazy, is_parameter=False, requires_grad=False)
+            return DeferredTensor(args[0], args[0]._place.lazy, is_parameter=False, requires_grad=False)
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialised, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @property
     def contents(self) -> Contents | None:
         """The record of its data; None once it was used, and maybe changed."""
-        return None if self._lazy.storage is not None else self._lazy.contents
+        return None if self._place.lazy.storage is not None else self._place.lazy.contents
 
     def materialised(self) -> Tensor:
         """A plain tensor on its data, which is computed if it is not there yet and then kept."""
-        return self._view.on(self._lazy.get())
+        return self._place.view.on(self._place.lazy.get())
 
     def computed(self) -> Tensor:
         """A plain tensor with its data, which is not kept if it is not there yet."""
         contents = self.contents
-        return self.materialised() if contents is None else self._view.on(compute(contents))
+        return self.materialised() if contents is None else self._place.view.on(compute(contents))
 
     def replace_data(self, data: Tensor) -> None:
         """Replace its data without computing it; ``data`` has the same shape."""
         contents = self.contents
         if contents is not None:
-            self._lazy.storage = UntypedStorage(contents.num_bytes, device=contents.device)
+            self._place.lazy.storage = UntypedStorage(contents.num_bytes, device=contents.device)
         self.materialised().copy_(data)
+
+    def plain(self) -> Tensor:
+        """The parameter or tensor that it stands for, on the same data and with the same attributes."""
+        data = self.materialised()
+        plain = nn.Parameter(data, self.requires_grad) if isinstance(self, nn.Parameter) else data
+        plain.__dict__.update(attributes(self))
+        return plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            copied = self.materialised().clone()
-            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
-        copy: Tensor = memo[id(self)]
-        return copy
+            memo[id(self)] = copy.deepcopy(self.plain(), memo)
+        copied: Tensor = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        data = self.materialised()
-        plain = nn.Parameter(data, self.requires_grad) if isinstance(self, nn.Parameter) else data
-        return plain.__reduce_ex__(protocol)
+        return self.plain().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has a private argument
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+
+def attributes(tensor: Tensor) -> dict[str, Any]:
+    """What its user hung on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in ("_place", "_is_param")}
