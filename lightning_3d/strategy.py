@@ -29,7 +29,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.agreement import on_rank_zero
@@ -49,13 +49,13 @@ from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
 from lightning_3d.data import BatchGuard, example_batch
 from lightning_3d.deferred import defer_init
-from lightning_3d.errors import CheckpointError, ConfigError, StepError
+from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.gradients import Gradients
 from lightning_3d.initial_weights import check_same_model, place_weights
 from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
 from lightning_3d.pending import PendingGradients
 from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss, loss_of
-from lightning_3d.pipeline.interception import Router, is_routed
+from lightning_3d.pipeline.interception import Router
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.trace import Trace
@@ -63,6 +63,7 @@ from lightning_3d.plan import Plan, make_plan
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.refinement import greatest_imbalance, is_balanced, refine
 from lightning_3d.report import RankReport, gather_reports
+from lightning_3d.requirements import check_optimizers, refuse_unsupported
 from lightning_3d.rng import StepRandomness
 from lightning_3d.tensor_parallel import apply_blocks, plan_blocks, prove_blocks
 from lightning_3d.zero import Zero
@@ -270,12 +271,12 @@ class ThreeDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            _check_optimizers(self.optimizers, self._module, self.mesh)
+            check_optimizers(self.optimizers, self._module, self.mesh)
         self.setup_precision_plugin()
 
     def _parallelise(self, trainer: Trainer) -> _Applied:
         module, mesh, device = self._module, self.mesh, self.root_device
-        _refuse_unsupported(module, mesh, sync_batchnorm=self._layer_sync is not None)
+        refuse_unsupported(module, mesh, sync_batchnorm=self._layer_sync is not None)
         check_same_model(module, device)
         microbatch = self._example_microbatch(trainer)
         blocks = self._find_blocks(trainer, microbatch)
@@ -615,43 +616,3 @@ class ThreeDStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: bool) -> None:
-    """Raise for what can't run on this mesh."""
-    if mesh.shape.pp * mesh.shape.tp > 1 and not module.automatic_optimization:
-        raise StepError(
-            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but with"
-            f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} its training_step is"
-            " traced before there are optimizers, and pipeline stages run forward and backward together. Use automatic"
-            " optimization, or size 1 for both."
-        )
-    if sync_batchnorm:
-        raise StepError(
-            "Trainer(sync_batchnorm=True) is not built yet for strategy='3d'. Without pipeline and tensor parallel you"
-            " can call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) yourself (GPUs only)."
-        )
-    if any(is_routed(inner) for inner in module.modules()):
-        raise StepError(
-            f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
-            " load a checkpoint into it."
-        )
-
-
-def _check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, mesh: Mesh) -> None:
-    """Raise for optimizers that would not train what they should."""
-    held = set(module.parameters())
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        stale = [p for group in optimizer.param_groups for p in group["params"] if p not in held]
-        if stale:
-            raise StepError(
-                f"{name} holds {len(stale)} parameters that are not the module's (the first of shape"
-                f" {tuple(stale[0].shape)}): the model was made parallel after the optimizer was made. Make it in"
-                " configure_optimizers, from self.parameters()."
-            )
-        if mesh.shape.pp > 1 and isinstance(optimizer, LBFGS):
-            raise StepError(
-                f"{name} runs training_step several times per step and needs all gradients in one place, but"
-                f" pipeline_parallel_size={mesh.shape.pp}. Use another optimizer, or pipeline_parallel_size=1."
-            )

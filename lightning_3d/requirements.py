@@ -1,0 +1,52 @@
+"""What a model and its optimizers must be like on a given mesh; raises for the rest, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningModule
+from torch.optim import LBFGS, Optimizer
+
+from lightning_3d.errors import StepError
+from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.interception import is_routed
+
+
+def refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: bool) -> None:
+    """Raise for what can't run on this mesh."""
+    if mesh.shape.pp * mesh.shape.tp > 1 and not module.automatic_optimization:
+        raise StepError(
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but with"
+            f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} its training_step is"
+            " traced before there are optimizers, and pipeline stages run forward and backward together. Use automatic"
+            " optimization, or size 1 for both."
+        )
+    if sync_batchnorm:
+        raise StepError(
+            "Trainer(sync_batchnorm=True) is not built yet for strategy='3d'. Without pipeline and tensor parallel you"
+            " can call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) yourself (GPUs only)."
+        )
+    if any(is_routed(inner) for inner in module.modules()):
+        raise StepError(
+            f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
+            " load a checkpoint into it."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, mesh: Mesh) -> None:
+    """Raise for optimizers that would not train what they should."""
+    held = set(module.parameters())
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        stale = [p for group in optimizer.param_groups for p in group["params"] if p not in held]
+        if stale:
+            raise StepError(
+                f"{name} holds {len(stale)} parameters that are not the module's (the first of shape"
+                f" {tuple(stale[0].shape)}): the model was made parallel after the optimizer was made. Make it in"
+                " configure_optimizers, from self.parameters()."
+            )
+        if mesh.shape.pp > 1 and isinstance(optimizer, LBFGS):
+            raise StepError(
+                f"{name} runs training_step several times per step and needs all gradients in one place, but"
+                f" pipeline_parallel_size={mesh.shape.pp}. Use another optimizer, or pipeline_parallel_size=1."
+            )
