@@ -115,6 +115,12 @@ class Plan:
             table.add_row(*row.values())
         return table
 
+    @property
+    def _shows_loads(self) -> bool:
+        """Whether the loads are anything but the numbers of parameters."""
+        sums = [sum(block.num_parameters for block in self.blocks_of(stage)) for stage in range(self.num_stages)]
+        return self.load_unit != "parameters" or sums != [stage.load for stage in self.stages]
+
     def _row(self, stage: int) -> dict[str, str]:
         """Column -> text; only columns that say something for this layout."""
         blocks, plan = self.blocks_of(stage), self.stages[stage]
@@ -126,7 +132,7 @@ class Plan:
             "blocks": "\n".join(folded([(block.fqn, block.kind) for block in blocks])),
             "parameters": f"{sum(block.num_parameters for block in blocks):,}",
         }
-        if self.load_unit != "parameters":
+        if self._shows_loads:
             row["load"] = quantity(plan.load, self.load_unit)
         if self.num_stages > 1:
             row["share"] = f"{plan.load / max(sum(stage.load for stage in self.stages), 1):.0%}"

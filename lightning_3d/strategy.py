@@ -28,12 +28,10 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.agreement import on_rank_zero
-from lightning_3d.blocks import find_blocks
 from lightning_3d.checkpoint import (
     full_model_state,
     full_optimizer_state,
@@ -47,33 +45,24 @@ from lightning_3d.checkpoint import (
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
-from lightning_3d.data import BatchGuard, example_batch
+from lightning_3d.data import BatchGuard
 from lightning_3d.deferred import defer_init
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.gradients import Gradients
 from lightning_3d.initial_weights import check_same_model, place_weights
 from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
 from lightning_3d.pending import PendingGradients
-from lightning_3d.pipeline.engine import PipelineEngine, Tracing, check_loss, loss_of
-from lightning_3d.pipeline.interception import Router
-from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
+from lightning_3d.pipeline.engine import PipelineEngine, check_loss, loss_of
+from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
-from lightning_3d.pipeline.trace import Trace
-from lightning_3d.plan import Plan, make_plan
+from lightning_3d.plan import Plan
+from lightning_3d.planner import Planner
 from lightning_3d.precision import ThreeDPrecision
-from lightning_3d.refinement import greatest_imbalance, is_balanced, refine
 from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.requirements import check_optimizers, refuse_unsupported
 from lightning_3d.rng import StepRandomness
-from lightning_3d.tensor_parallel import apply_blocks, plan_blocks, prove_blocks
+from lightning_3d.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.zero import Zero
-
-_STEPS: Mapping[TrainerFn, str] = {
-    TrainerFn.FITTING: "training_step",
-    TrainerFn.VALIDATING: "validation_step",
-    TrainerFn.TESTING: "test_step",
-    TrainerFn.PREDICTING: "predict_step",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,13 +267,15 @@ class ThreeDStrategy(ParallelStrategy):
         module, mesh, device = self._module, self.mesh, self.root_device
         refuse_unsupported(module, mesh, sync_batchnorm=self._layer_sync is not None)
         check_same_model(module, device)
-        microbatch = self._example_microbatch(trainer)
-        blocks = self._find_blocks(trainer, microbatch)
-        router = Router()
-        router.install(blocks)
-        tracing = Tracing(module, blocks, router, device)
-        trace = self._trace(trainer, tracing, microbatch)
-        plan = on_rank_zero(lambda: self._make_plan(trainer, trace, blocks), device)
+        planned = Planner(
+            trainer=trainer,
+            module=module,
+            config=self.config,
+            shape=mesh.shape,
+            precision=self._precision,
+            device=device,
+        ).plan()
+        plan, blocks, trace = planned.plan, planned.blocks, planned.trace
 
         place_weights(module, plan, mesh.pp_rank, device)
         _update_properties(module, device=device)
@@ -292,7 +283,7 @@ class ThreeDStrategy(ParallelStrategy):
             plan = prove_blocks(plan, module, blocks, trace, mesh, self.config.tensor)
         apply_blocks(plan, module, blocks, mesh)
         own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
-        router.absent = frozenset(blocks) - frozenset(own)
+        planned.router.absent = frozenset(blocks) - frozenset(own)
         zero = Zero(module, own.values(), mesh=mesh, stage=self.config.zero.stage)
 
         gradients = Gradients(module, plan, mesh, device)
@@ -308,8 +299,8 @@ class ThreeDStrategy(ParallelStrategy):
             engine = PipelineEngine(
                 module=module,
                 rank_module=zero.root,
-                tracing=tracing,
-                router=router,
+                tracing=planned.tracing,
+                router=planned.router,
                 plan=plan,
                 mesh=mesh,
                 randomness=randomness,
@@ -328,62 +319,6 @@ class ThreeDStrategy(ParallelStrategy):
             guard=BatchGuard(self.config.batch, mesh, device),
             randomness=randomness,
         )
-
-    def _find_blocks(self, trainer: Trainer, microbatch: Any) -> dict[str, nn.Module]:
-        """The coarsest blocks that balance the stages. Every rank calls it."""
-        module, pipeline = self._module, self.config.pipeline
-        blocks = find_blocks(module, pipeline.partition)
-        num_stages, imbalance = len(pipeline.stage_ranks(self.mesh.shape.pp)), greatest_imbalance(pipeline.partition)
-        if num_stages == 1 or imbalance is None or is_balanced(blocks, num_stages, imbalance):
-            return blocks
-
-        def trace_with(finer: Mapping[str, nn.Module]) -> Trace:
-            router = Router()
-            router.install(finer)
-            try:
-                trace = self._trace(trainer, Tracing(module, finer, router, self.root_device), microbatch)
-            finally:
-                router.uninstall(finer)
-            assert trace is not None
-            return trace
-
-        fqns = on_rank_zero(lambda: list(refine(module, blocks, num_stages, imbalance, trace_with)), self.root_device)
-        return {fqn: module.get_submodule(fqn) for fqn in fqns}
-
-    def _trace(self, trainer: Trainer, tracing: Tracing, microbatch: Any) -> Trace | None:
-        """A trace of the step that is about to run, if the plan depends on one."""
-        if self.mesh.shape.pp * self.mesh.shape.tp == 1:
-            return None
-        with self._planned_step(trainer) as name:
-            return tracing(name, microbatch, (0,))
-
-    def _make_plan(self, trainer: Trainer, trace: Trace | None, blocks: Mapping[str, nn.Module]) -> Plan:
-        with self._planned_step(trainer):
-            plan = make_plan(self._module, blocks, trace, self.config, self.mesh.shape, self.root_device)
-        if trace is None or plan.shape.tp == 1:
-            return plan
-        return plan_blocks(plan, self._module, blocks, trace)
-
-    @contextmanager
-    def _planned_step(self, trainer: Trainer) -> Iterator[str]:
-        """The name of the step that is about to run, and the autograd and autocast modes of its forward."""
-        assert trainer.state.fn is not None
-        name = _STEPS[trainer.state.fn]
-        with torch.set_grad_enabled(name == "training_step"), self._precision.forward_context():
-            yield name
-
-    def _example_microbatch(self, trainer: Trainer) -> Any:
-        """The first microbatch of the step that is about to run, or None where the plan does not depend on it."""
-        shape = self.mesh.shape
-        if shape.pp * shape.tp == 1:
-            return None
-        batch = self._example(trainer)
-        return split_batch(batch, self.config.num_microbatches)[0].batch if shape.pp > 1 else batch
-
-    def _example(self, trainer: Trainer) -> Any:
-        batch = trainer.precision_plugin.convert_input(example_batch(trainer))
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return detached_from_inference(self.batch_to_device(batch, dataloader_idx=0))
 
     # ---- steps
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,11 +36,15 @@ class Trained(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.compute_loss(batch)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=self.num_samples(batch))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.compute_loss(batch), sync_dist=True)
+        self.log("val_loss", self.compute_loss(batch), sync_dist=True, batch_size=self.num_samples(batch))
+
+    def num_samples(self, batch: Any) -> int | None:
+        """For what is logged; Lightning finds it if None."""
+        return None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
@@ -239,7 +243,8 @@ class ResidualViT(Trained):
         x = torch.cat([self.cls.expand(len(image), -1, -1), x], 1)
         x += self.positions
         start = x
-        for attention, mlp in self.layers:
+        for layer in self.layers:
+            attention, mlp = layer.children()
             x = attention(x) + x
             x = mlp(x) + x
         return F.cross_entropy(self.head((x + 0.1 * start)[:, 0]), batch["labels"])
@@ -355,7 +360,8 @@ class Structures(Trained):
             hidden = block(x, hidden=hidden)
             x = hidden.x
         x = x * (1 + F.one_hot(chosen, WIDTH)) + out["mask"] * 0.1
-        return F.mse_loss(self.head(x), targets) + 0.1 * out["auxiliary"].mean()
+        loss: Tensor = F.mse_loss(self.head(x), targets) + 0.1 * out["auxiliary"].mean()
+        return loss
 
 
 class Expert(nn.Module):
@@ -365,7 +371,7 @@ class Expert(nn.Module):
         super().__init__()
         self.router = nn.Linear(WIDTH, 2)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.auxiliary: Tensor | None = None
+        self.auxiliary = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1)
@@ -383,15 +389,57 @@ class Mixture(Trained):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Expert() for _ in range(4))
+        self.blocks = [Expert() for _ in range(4)]
+        self.registered = nn.ModuleList(self.blocks)
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, targets = batch
         for block in self.blocks:
             x = block(x)
-        auxiliary = sum(block.auxiliary.mean() for block in self.blocks)
+        auxiliary = torch.stack([block.auxiliary.mean() for block in self.blocks]).sum()
         return F.mse_loss(self.head(x), targets) + 0.1 * auxiliary
+
+
+class _Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, collected: dict[str, list[Tensor]]) -> Tensor:
+        collected["states"].append(x.tanh())
+        output: Tensor = self.linear(x) + sum(collected["states"])
+        return output
+
+
+class Collected(Trained):
+    """Blocks that append to a list which they share, forward hooks on blocks and on modules inside of them, a hook that
+    changes the output of its module, and in-place changes of views.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Collects() for _ in range(4))
+        self.head = nn.Linear(WIDTH, NUM_CLASSES)
+        self.seen: list[Tensor] = []
+        self.blocks[0].register_forward_hook(lambda module, args, output: self.seen.append(output))
+        self.blocks[2].register_forward_hook(lambda module, args, output: 0.5 * output)
+        linears: list[Any] = [block.linear for block in self.blocks]
+        linears[1].register_forward_hook(lambda module, args, output: self.seen.append(args[0] * output))
+        linears[3].register_forward_hook(lambda module, args, output: output + 1)
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, targets = batch
+        self.seen.clear()
+        collected: dict[str, list[Tensor]] = {"states": [x]}
+        for block in self.blocks:
+            x = block(x, collected)
+        assert len(collected["states"]) == 1 + len(self.blocks)
+        y = self.head(x)
+        y[:, 0].mul_(2)
+        y[:, -1] += 1
+        auxiliary = collected["states"][1].square().mean() + sum(seen.square().mean() for seen in self.seen)
+        return F.mse_loss(y, targets) + 0.1 * auxiliary
 
 
 # ------------------------------------------------------------------------------------------------- shared and frozen
@@ -491,7 +539,7 @@ class _Scaled(torch.autograd.Function):
         return gradient * scale**ctx.exponent, d_scale, None
 
 
-_scaled = _Scaled.apply  # the reference that most code keeps
+_scaled: Callable[[Tensor, Tensor, int], Tensor] = _Scaled.apply  # the reference that most code keeps
 
 
 class CustomFunctions(Trained):
@@ -500,14 +548,19 @@ class CustomFunctions(Trained):
     def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
         self.use_reentrant = use_reentrant
+        self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, targets = batch
+        x, targets = self.first(batch[0]), batch[1]
         for layer in self.layers:
-            x = _scaled(x + 0.1 * checkpoint(self._region, layer, x, use_reentrant=self.use_reentrant), self.scale, 2)
+            if self.training:
+                y = checkpoint(self._region, layer, x, use_reentrant=self.use_reentrant)
+            else:
+                y = self._region(layer, x)
+            x = _scaled(x + 0.1 * y, self.scale, 2)
         return F.mse_loss(self.head(x), targets)
 
     @staticmethod
@@ -563,6 +616,9 @@ class NestedBatches(Trained):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
+    def num_samples(self, batch: Example) -> int:
+        return len(batch.ids)
+
     def compute_loss(self, batch: Example) -> Tensor:
         assert len(batch.names) == len(batch.ids)
         assert batch.nothing is None
@@ -572,4 +628,5 @@ class NestedBatches(Trained):
         for layer in self.layers:
             x = x + layer(x).tanh()
         losses = F.cross_entropy(self.head(x).flatten(0, 1), batch.ids.flatten(), reduction="none")
-        return (losses.view_as(batch.ids) * batch.extra["mask"]).sum(1).mean() / LENGTH
+        loss: Tensor = (losses.view_as(batch.ids) * batch.extra["mask"]).sum(1).mean() / LENGTH
+        return loss

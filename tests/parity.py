@@ -275,7 +275,8 @@ def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tens
 
 
 def assert_parity(reference: ReferenceRun, result: LayoutRun, tolerance: float = 1e-5) -> None:
-    """Compare every number with the reference; the greatest absolute difference of each kind may be `tolerance`.
+    """Compare every number with the reference; the greatest absolute difference of each kind may be `tolerance`, of
+    gradient norms above 1 relative to the greatest.
 
     Raises:
         AssertionError: Something differs, is missing, or is not a number; lists the first of everything that does.
@@ -283,9 +284,9 @@ def assert_parity(reference: ReferenceRun, result: LayoutRun, tolerance: float =
     problems: list[str] = []
     for rank, numbers in enumerate(result.numbers):
         problems += _compare(f"losses on rank {rank}", reference.numbers.losses, numbers.losses, tolerance)
-        problems += _compare(
-            f"gradient norms on rank {rank}", reference.numbers.gradient_norms, numbers.gradient_norms, tolerance
-        )
+        expected_norms = reference.numbers.gradient_norms  # not of order 1 as the rest is, and in fp32
+        norm_tolerance = tolerance * max([1.0, *expected_norms])
+        problems += _compare(f"gradient norms on rank {rank}", expected_norms, numbers.gradient_norms, norm_tolerance)
         problems += _compare_named(f"metrics on rank {rank}", reference.numbers.metrics, numbers.metrics, tolerance)
     expected = {name: value.flatten().tolist() for name, value in reference.weights.items()}
     actual = {name: value.flatten().tolist() for name, value in result.weights.items()}

@@ -383,6 +383,16 @@ def test_table_without_a_pipeline_says_less() -> None:
     assert not re.search("sends|share|slowest|tensor parallel", text)
 
 
+def test_table_of_a_repeated_block_shows_loads() -> None:
+    repeating = Chain(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), calls_of_first=3)
+    plan = _plan(repeating)
+    assert [stage.load for stage in plan.stages] == [128, 128]
+    assert plan.blocks[0].stages == (0, 0, 1)
+    text = "\n".join(_printed(plan))
+    assert "load" in text
+    assert text.count("layers.0 ") == 2, "it lies on both stages"
+
+
 def test_repeated_patterns_are_folded() -> None:
     blocks = [("embed", "E"), *((f"l.{i}.{n}", n.upper()) for i in range(3) for n in "ab"), ("head", "A")]
     assert folded(blocks) == ["embed (E)", "l.0.a .. 2.b (3 x A, B)", "head (A)"]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from lightning_3d.pipeline.interception import own_forward
@@ -57,7 +58,7 @@ class RandomRun:
             for i, leaf in enumerate(self._fakes)
         ]
         # What a block gets is no leaf of autograd, so it may change it in place.
-        self.arguments = [leaf.view_as(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.arguments = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.arguments]
         return self
 
@@ -86,11 +87,22 @@ class RandomRun:
 
         def as_fake(tensor: Tensor) -> Tensor:
             if id(tensor) not in back and id(tensor) not in made:
-                fake = self._mode.from_tensor(tensor.detach())
+                with self._mode:
+                    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
                 made[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
             return back[id(tensor)] if id(tensor) in back else made[id(tensor)]
 
         return tree_map_only(Tensor, as_fake, outputs)
+
+
+def running_statistics(block: nn.Module) -> frozenset[str]:
+    """Names of the buffers in the block that batch normalisation changes; its operator does not tell."""
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in block.named_modules()
+        if isinstance(module, _NormBase) and module.training
+        for name, _ in module.named_buffers(recurse=False)
+    )
 
 
 def _random(fake: Tensor) -> Tensor:

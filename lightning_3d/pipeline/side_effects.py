@@ -9,6 +9,8 @@ from typing import Any
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor, nn
 
+from lightning_3d.pipeline.ghost import Ghost
+
 
 @contextmanager
 def undone(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
@@ -37,7 +39,7 @@ def _snapshot(attributes: dict[str, Any], *, with_tensors: bool) -> tuple[dict[s
     for value in attributes.values():
         if isinstance(value, (list, dict, set)):
             contents.append((value, value.copy()))
-        if with_tensors and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        if with_tensors and isinstance(value, Tensor) and not isinstance(value, (nn.Parameter, Ghost)):
             contents.append((value, value.detach().clone()))
     if with_tensors:
         contents += [(b, b.detach().clone()) for b in attributes["_buffers"].values() if b is not None]

@@ -66,6 +66,7 @@ class StageRun(StepMode):
             i: tensor.clone() if i in mutated else tensor
             for i, tensor in zip(flow.received(stage), received, strict=True)
         }
+        self._at_hand = set(flow.received(stage))  # ids of values received or made here
         self._to_send = dict.fromkeys(flow.sent(stage))
         self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
 
@@ -210,16 +211,15 @@ class StageRun(StepMode):
         if not aliased:
             return
         for tensor, old in list(self._ids.items()):
-            if old in aliased:
-                value = self._values.get(old, tensor)
-                if isinstance(value, Ghost):
-                    self._ids[tensor] = aliased[old]
-                else:
-                    self._keep(tensor, aliased[old], value)
+            if old in aliased and old in self._at_hand:
+                self._keep(tensor, aliased[old], self._values.get(old, tensor))
+            elif old in aliased:
+                self._ids[tensor] = aliased[old]
 
     def _keep(self, tensor: Tensor, i: int, value: Tensor) -> None:
         self._ids[tensor] = i
-        if isinstance(tensor, Ghost):
+        self._at_hand.add(i)
+        if value is not tensor:
             self._values[i] = value
         if i in self._to_send:
             self._made[i] = value
@@ -229,11 +229,9 @@ class StageRun(StepMode):
         if not isinstance(leaf, Tensor) or leaf not in self._ids:
             return leaf
         i = self._ids[leaf]
-        if i in self._values:
-            return self._values[i]
-        if isinstance(leaf, Ghost):
-            raise self._changed(f"it used {leaf}, which no other stage sent")
-        return leaf
+        if i not in self._at_hand:
+            raise self._changed(f"it used a tensor of shape {tuple(leaf.shape)} that no other stage sent")
+        return self._values.get(i, leaf)
 
     def _check_ghosts(self, leaves: list[Any], name: str) -> None:
         if any(isinstance(leaf, Ghost) and leaf not in self._ids for leaf in leaves):

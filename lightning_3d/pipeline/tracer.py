@@ -40,7 +40,7 @@ from lightning_3d.pipeline.block_call import (
     scatter,
     set_attribute,
 )
-from lightning_3d.pipeline.fake_run import RandomRun, run_with_state
+from lightning_3d.pipeline.fake_run import RandomRun, run_with_state, running_statistics
 from lightning_3d.pipeline.ghost import Ghost, TensorMeta
 from lightning_3d.pipeline.interception import Call, Router, StepMode
 from lightning_3d.pipeline.trace import Event, Result, Trace
@@ -117,7 +117,7 @@ def _explained(error: Exception, failed_call: str, missing: list[str], *, in_blo
             " pipeline.partition='type:REGEX'."
         )
     before = f"before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
-    if _needs_data(error):
+    if _needs_data(error, failed_call):
         return TraceError(
             f"The step can't be traced: {failed_call} needs the data of a tensor that comes from a block, {before}"
             f" {cause}. Pipeline and tensor parallel plan without data, and with a pipeline the data may be on another"
@@ -129,10 +129,10 @@ def _explained(error: Exception, failed_call: str, missing: list[str], *, in_blo
     )
 
 
-def _needs_data(error: Exception) -> bool:
+def _needs_data(error: Exception, failed_call: str) -> bool:
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return True
-    return isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error)
+    return failed_call.partition(" ")[0] in ("tolist", "numpy", "__format__", "__array__", "__contains__")
 
 
 class _HookChangesOutput(BaseException):
@@ -256,11 +256,11 @@ class _Tracer(StepMode):
             gathered = random.as_fakes(gathered)
         _, others = changed_attributes(block, before)
         self.unsent_attributes[fqn] = self.unsent_attributes.get(fqn, frozenset()) | others
-        fresh = self._block_state[fqn]
+        fresh, normalised = self._block_state[fqn], running_statistics(block)
         self.changed_buffers |= {
             f"{fqn}.{name}"
             for name, tensor in state.items()
-            if tensor is not fresh[name] or tensor._version != versions[name]
+            if tensor is not fresh[name] or tensor._version != versions[name] or name in normalised
         }
         return gathered, side
 

@@ -1,0 +1,483 @@
+"""Tracing a step and following it by stages, in one process: what is followed, and what is refused with which words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.blocks import find_blocks
+from lightning_3d.errors import TraceError
+from lightning_3d.pipeline.ghost import Ghost
+from lightning_3d.pipeline.interception import Router
+from lightning_3d.pipeline.side_effects import undone
+from lightning_3d.pipeline.stage_run import StageRun
+from lightning_3d.pipeline.stages import StageFlow, cut
+from lightning_3d.pipeline.trace import Trace
+from lightning_3d.pipeline.tracer import trace_step
+
+WIDTH = 4
+CPU = torch.device("cpu")
+
+
+class Layers(nn.Module):
+    """Four linear blocks whose glue is given as a function of the module and its input."""
+
+    def __init__(self, glue: Callable[[Any, Tensor], Any], block: Callable[[], nn.Module] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) if block is None else block() for _ in range(4))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.glue = glue
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        return self.glue(self, x)
+
+
+class Traced:
+    """A module traced with an input; layer i goes to stage i."""
+
+    def __init__(self, module: Layers, x: Tensor) -> None:
+        self.module, self.x = module, x
+        self.blocks = find_blocks(module)
+        self.router = Router()
+        self.router.install(self.blocks)
+        with undone(module, self.blocks.values()):
+            self.trace: Trace = trace_step(lambda: module(x), module, self.blocks, self.router, CPU, calls_all=True)
+
+    def cut(self) -> StageFlow:
+        return cut(self.trace, {fqn: (i,) for i, fqn in enumerate(self.blocks)}, len(self.blocks))
+
+    def run(self) -> Any:
+        """What the last stage returns, the stages run one after the other."""
+        flow, sent = self.cut(), ()
+        for stage, fqn in enumerate(self.blocks):
+            self.router.absent = frozenset(self.blocks) - {fqn}
+            run = StageRun(self.router, flow, stage, sent, lambda call: nullcontext())
+            sent = run.run(lambda: self.module(self.x))
+        return sent
+
+
+def _input() -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def _chain(module: Any, x: Tensor) -> Any:
+    for layer in module.layers:
+        x = layer(x)
+    return x
+
+
+def assert_followed(module: Layers) -> None:
+    """The stages give the output and the gradients of the module."""
+    reference = deepcopy(module)
+    expected = reference(_input())
+    expected.sum().backward()
+    actual = Traced(module, _input()).run()
+    actual.sum().backward()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    for (fqn, parameter), other in zip(module.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=0, msg=f"gradient of {fqn}")
+
+
+# ------------------------------------------------------------------------------------------- data of another stage
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("item", lambda x: x.sum().item()),
+        ("__bool__", lambda x: 1 if x.sum() > 0 else 2),
+        ("__int__", lambda x: int(x.sum())),
+        ("__float__", lambda x: float(x.sum())),
+        ("tolist", lambda x: x.tolist()),
+        ("numpy", lambda x: x.detach().numpy()),
+        ("nonzero", lambda x: x.nonzero()),
+        ("__getitem__", lambda x: x[x > 0]),
+        ("__contains__", lambda x: 3.0 in x),
+        ("__format__", lambda x: f"{x.sum():.3f}"),
+    ],
+)
+def test_reading_data_between_blocks_names_call_and_place(name: str, use: Callable[[Tensor], Any]) -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = module.layers[0](x)
+        use(x)
+        return _chain(module, x)
+
+    with pytest.raises(TraceError, match=rf"{name} at .*test_tracer.py:\d+ in .* before the blocks layers.1") as error:
+        Traced(Layers(glue), _input())
+    assert "another rank" in str(error.value)
+
+
+def test_reading_data_after_the_last_block_is_left_to_the_last_stage() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = _chain(module, x)
+        return x * 2 if x.sum().item() > 0 else x * 3
+
+    assert_followed(Layers(glue))
+
+
+def test_changed_control_flow_names_the_call() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = module.layers[0](x)
+        x = x.tanh() if module.kept is None else x.exp()
+        for layer in module.layers[1:]:
+            x = layer(x)
+        return x
+
+    traced = Traced(Layers(glue), _input())
+    traced.module.kept = 1
+    with pytest.raises(TraceError, match=r"stage 0: .* it called exp, where the trace has tanh \(at .*test_tracer"):
+        traced.run()
+
+
+def test_exchanged_arguments_are_noticed() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        a, b = module.layers[0](x), module.layers[1](x)
+        a, b = (a, b) if module.kept is None else (b, a)
+        return module.layers[3](module.layers[2](a - b))
+
+    traced = Traced(Layers(glue), _input())
+    traced.module.kept = 1
+    with pytest.raises(TraceError, match="sub got other tensors of blocks"):
+        traced.run()
+
+
+def test_tensor_kept_from_an_earlier_step_is_refused() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        return _chain(module, x if module.kept is None else x + module.kept)
+
+    traced, other = Traced(Layers(glue), _input()), Layers(glue)
+    traced.module.kept = other.kept = Ghost(traced.trace.tensors[0])
+    with pytest.raises(TraceError, match="add got a tensor that a block made in an earlier step"):
+        traced.run()
+    with pytest.raises(TraceError, match=r"add \(called at .*which the block did not return in this step"):
+        Traced(other, _input())
+
+
+# ------------------------------------------------------------------------------------------------------- shared memory
+
+
+def test_view_made_before_an_in_place_change_on_a_later_stage_is_refused() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = module.layers[0](x)
+        first = x[:, :1]
+        x += module.layers[1](x)
+        return module.layers[3](module.layers[2](x)) + first
+
+    with pytest.raises(TraceError, match=r"add \(called at .*shares memory with one that add_ \(called at .*stages"):
+        Traced(Layers(glue), _input()).cut()
+
+
+def test_in_place_change_through_a_view_on_a_later_stage_is_refused() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = module.layers[0](x)
+        x[:, 0].add_(module.layers[1](x)[:, 0])
+        return module.layers[3](module.layers[2](x))
+
+    with pytest.raises(TraceError, match=r"layers.2 \(called at .*shares memory with one that add_"):
+        Traced(Layers(glue), _input()).cut()
+
+
+def test_shared_memory_on_one_stage_is_followed() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = module.layers[0](x)
+        first, before = x[:, :1], x.clone()
+        x *= 2
+        x[:, 1].add_(1)
+        y = module.layers[2](module.layers[1](x) * before)
+        return module.layers[3](y) + first
+
+    assert_followed(Layers(glue))
+
+
+def test_in_place_change_of_what_another_stage_made_is_followed() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        a = module.layers[0](x)
+        b = module.layers[1](a)
+        a = a * 1
+        a += b
+        c = module.layers[2](a.clone())
+        a[:, 0] = c[:, 1]
+        return module.layers[3](a + c)
+
+    assert_followed(Layers(glue))
+
+
+def test_writing_into_a_tensor_of_the_batch_is_followed() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        rows = torch.zeros(4, *x.shape)
+        for i, layer in enumerate(module.layers):
+            x = layer(x)
+            rows[i] = x
+        return rows.sum(0)
+
+    assert_followed(Layers(glue))
+
+
+def test_writing_into_a_tensor_of_the_batch_through_a_view_is_refused() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        rows = torch.zeros(4, *x.shape)
+        for i, layer in enumerate(module.layers):
+            x = layer(x)
+            rows[i].copy_(x)
+        return rows.sum(0)
+
+    with pytest.raises(TraceError, match=r"through a view \(at .*test_tracer.py:\d+"):
+        Traced(Layers(glue), _input())
+
+
+# ------------------------------------------------------------------------------------------ what blocks leave behind
+
+
+class Counting(nn.Module):
+    """Counts its calls, and keeps its output and its square."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.num_calls = 0
+        self.history: list[Tensor] = []
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        output: Tensor = self.linear(x)
+        self.kept = {"output": output, "square": output.square()}
+        self.history.append(output.detach())
+        return output
+
+
+def test_tensors_in_attributes_cross() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        y = _chain(module, x)
+        return y + sum(layer.kept["square"] - layer.kept["output"] for layer in module.layers)
+
+    assert_followed(Layers(glue, Counting))
+
+
+@pytest.mark.parametrize("name", ["num_calls", "history"])
+def test_other_attributes_of_an_absent_block_are_refused(name: str) -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        y = _chain(module, x)
+        return y * (1 if getattr(module.layers[1], name) else 2)
+
+    with pytest.raises(TraceError, match=rf"Counting.{name} was read outside of the block layers.1"):
+        Traced(Layers(glue, Counting), _input()).run()
+
+
+class Normalised(nn.Module):
+    """Ends with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.norm(self.linear(x))
+        return output
+
+
+def test_buffer_that_a_block_changes_is_not_for_glue() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        return _chain(module, x) + module.layers[0].norm.running_mean
+
+    with pytest.raises(TraceError, match=r"reads the buffer layers.0.norm.running_mean"):
+        Traced(Layers(glue, Normalised), _input()).cut()
+
+
+def test_trace_leaves_the_module_as_it_was() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        module.kept = x
+        module.layers[0].register_forward_hook(lambda *args: None)
+        return _chain(module, x) + torch.rand(())
+
+    module = Layers(glue, Counting)
+    weights, rng = deepcopy(module.state_dict()), torch.get_rng_state()
+    Traced(module, _input())
+    assert module.kept is None
+    for layer in module.layers:
+        assert isinstance(layer, Counting)
+        assert (layer.num_calls, layer.history, layer.kept, dict(layer._forward_hooks)) == (0, [], {}, {})
+    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+# ----------------------------------------------------------------------------------------- what blocks take and give
+
+
+@dataclass
+class Pair:
+    """A dataclass that torch does not know."""
+
+    left: Tensor
+    right: list[Tensor]
+    scale: float = 2.0
+
+
+@dataclass
+class Unbuildable:
+    """A dataclass that can't be rebuilt from its fields."""
+
+    x: Tensor
+    length: int = field(init=False, default=0)
+
+
+class Opaque:
+    """An object that holds a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Returns(nn.Module):
+    """A block that wraps its output."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.wrap = wrap
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Pair):
+            x = x.left * x.scale + x.right[0]
+        return self.wrap(self.linear(x))
+
+
+def test_dataclasses_cross() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        pair = _chain(module, x)
+        return pair.left + pair.right[0] * pair.scale
+
+    assert_followed(Layers(glue, lambda: Returns(lambda x: Pair(x, [x.tanh()]))))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        (Opaque, r"layers.0 \(called at .*returned a Opaque that holds tensors and is not a pytree"),
+        (Unbuildable, "dataclass Unbuildable holds tensors and has fields with init=False"),
+    ],
+)
+def test_output_that_is_no_pytree_is_refused(wrap: Callable[[Tensor], Any], words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        Traced(Layers(_chain, lambda: Returns(wrap)), _input())
+
+
+def test_argument_that_hides_tensors_is_refused() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = module.layers[0](x)
+        return module.layers[1](Opaque(x))
+
+    with pytest.raises(TraceError, match=r"layers.1 \(called at .*got a Opaque that holds tensors of blocks"):
+        Traced(Layers(glue, lambda: Returns(lambda x: x)), _input())
+
+
+# ------------------------------------------------------------------------------------------------ runs on random data
+
+
+class Chooses(nn.Module):
+    """Fails on fake tensors; changes its first argument in place and uses data of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.variance: Tensor
+        self.register_buffer("variance", torch.ones(WIDTH))
+        self.chosen: Tensor | None = None
+
+    def forward(self, x: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        assert rows.tolist() == [0, 2]
+        assert not (self.linear(x) / self.variance.sqrt()).isnan().any()
+        x.relu_()
+        self.chosen = x[rows].sum(-1)
+        positive = (x > 0).nonzero()
+        return self.linear(x) + len(positive) * 0, x.argmax(-1)
+
+
+def test_block_that_fails_on_fake_tensors_runs_on_random_ones() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        rows, mask = torch.tensor([0, 2]), x > 0
+        auxiliary = torch.zeros(())
+        for layer in module.layers:
+            x = x * 1
+            y, chosen = layer(x, rows, mask)
+            auxiliary = auxiliary + layer.chosen.sum() + chosen.sum()
+            x = x + y
+        return x + auxiliary
+
+    module = Layers(glue, Chooses)
+    weights = deepcopy(module.state_dict())
+    traced = Traced(module, _input())
+    first = traced.trace.block_calls[0]
+    y, chosen, attribute = (
+        traced.trace.tensors[result.tensor] for result in first.results if result.tensor is not None
+    )
+    assert (y.shape, y.requires_grad) == ((3, WIDTH), True)
+    assert (chosen.shape, chosen.dtype, chosen.requires_grad) == ((3,), torch.int64, False)
+    assert (attribute.shape, attribute.requires_grad) == ((2,), False)
+    assert list(first.mutated) == [0]
+    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
+    assert_followed(Layers(glue, Chooses))
+
+
+def test_block_that_always_fails_is_named() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("out of tune")
+
+    with pytest.raises(TraceError, match=r"Block layers.0 at .*random tensors.*\(ValueError: out of tune\)"):
+        Traced(Layers(_chain, lambda: Returns(fail)), _input())
+
+
+# --------------------------------------------------------------------------------------------- calls that torch hides
+
+
+class Twice(torch.autograd.Function):
+    """A function whose backward is not the derivative of its forward, to be told from it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 3
+
+
+twice: Callable[[Tensor], Tensor] = Twice.apply
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_custom_functions_and_checkpoints_are_followed(use_reentrant: bool) -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = module.layers[0](x)
+        for layer in module.layers[1:]:
+            x = checkpoint(lambda y, layer=layer: twice(layer(y.tanh()) * module.scale), x, use_reentrant=use_reentrant)
+        return x
+
+    assert_followed(Layers(glue))
+
+
+def test_hidden_calls_are_as_they_were_outside_of_steps() -> None:
+    Traced(Layers(_chain), _input()).run()
+    assert "apply" not in vars(_SingleLevelFunction)
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(twice, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
+
+
+def test_ghost_in_unseen_code_is_refused() -> None:
+    traced = Traced(Layers(_chain), _input())
+    ghost = Ghost(traced.trace.tensors[0])
+    with pytest.raises(TraceError, match="lives on another pipeline stage"):
+        torch.add(ghost, 1)
