@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_3d.deferred import DeferredTensor
 from lightning_3d.pipeline.ghost import TensorMeta
 from lightning_3d.pipeline.interception import own_forward
 from lightning_3d.tensor.preserve import preserved
@@ -107,6 +108,8 @@ def _state_on(block: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 def _values(tensor: Tensor, device: torch.device) -> Tensor:
     """Where there are no values yet, small positive ones, as variances have to be; zeros for integers."""
+    if isinstance(tensor, DeferredTensor):
+        return tensor.computed().to(device)
     if not tensor.is_meta:
         return tensor.detach().to(device)
     if tensor.is_floating_point():

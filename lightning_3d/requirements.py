@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.errors import StepError
@@ -20,6 +21,14 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: b
             f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} its training_step is"
             " traced before there are optimizers, and pipeline stages run forward and backward together. Use automatic"
             " optimization, or size 1 for both."
+        )
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
+    averaging = [c for c in callbacks if isinstance(c, (StochasticWeightAveraging, WeightAveraging))]
+    if mesh.shape.pp > 1 and averaging:
+        raise StepError(
+            f"{type(averaging[0]).__name__} copies the whole module and averages all of its parameters, but with"
+            f" pipeline_parallel_size={mesh.shape.pp} each rank holds only its stage's. Remove the callback, or use"
+            " pipeline_parallel_size=1."
         )
     if sync_batchnorm:
         raise StepError(

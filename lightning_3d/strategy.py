@@ -60,7 +60,7 @@ from lightning_3d.planner import Planner
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.requirements import check_optimizers, refuse_unsupported
-from lightning_3d.rng import StepRandomness
+from lightning_3d.rng import StepRandomness, join_replica
 from lightning_3d.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.zero import Zero
 
@@ -267,6 +267,7 @@ class ThreeDStrategy(ParallelStrategy):
         module, mesh, device = self._module, self.mesh, self.root_device
         refuse_unsupported(module, mesh, sync_batchnorm=self._layer_sync is not None)
         check_same_model(module, device)
+        join_replica(mesh, device)
         planned = Planner(
             trainer=trainer,
             module=module,

@@ -123,6 +123,8 @@ class _Recorder(TorchDispatchMode):
             if func not in _READS_NOTHING:
                 for storage in call.inputs:
                     self._bring_back(storage, needs_contents=storage is not overwritten)
+            if any(storage not in self._recorded for storage in call.inputs):  # one is kept from now on
+                call = self._prepared(func, leaves, args, kwargs or {})
             operation = self._operation(call, spec, overwritten)
             try:
                 results = func(*args, **(kwargs or {}))
@@ -316,8 +318,9 @@ class _Recorder(TorchDispatchMode):
                 _defer(tensor, lazies.setdefault(storage, LazyStorage(self._recorded[storage])))
             elif storage in self._unrecorded:
                 kept[storage] = tensor
+            del storage, tensor
         lazy_of = WeakKeyDictionary(lazies)
-        del lazies
+        del lazies  # and with it the last references to storages that only deferred tensors used
         for storage in list(self._recorded):  # those that are left are used otherwise too
             self._bring_back(storage)
             if storage in lazy_of:

@@ -133,7 +133,7 @@ class StepAttributes:
         def settled(present: Tensor) -> Tensor:
             tensor = next(following)
             if id(present) not in self._tensors:
-                return tensor.detach()
+                return tensor if tensor is present and not tensor.requires_grad else tensor.detach()
             if tensor is present and tensor._version == self._tensors[id(present)][1]:
                 return tensor
             self._in_place.add(id(present))
@@ -192,14 +192,17 @@ class StepAttributes:
             holder: Any = _holder(self._owners[change.module], change.path[0])
             for key in change.path[:-1]:
                 holder = holder[key]
-            if change.how == "set":
+            present: Any = holder.get(change.path[-1]) if isinstance(holder, dict) else holder[change.path[-1]]
+            if change.how == "set" and type(present) in (deque, defaultdict, OrderedDict):
+                _refill(present, new)
+            elif change.how == "set":
                 holder[change.path[-1]] = new
             elif change.how == "copy":
-                holder[change.path[-1]].detach().copy_(new)
+                present.detach().copy_(new)
             elif isinstance(new, set):
-                holder[change.path[-1]].update(new)
+                present.update(new)
             else:
-                holder[change.path[-1]].extend(new)
+                present.extend(new)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -247,8 +250,10 @@ def _begins(after: list[Any], before: list[Any]) -> bool:
     """Whether the leaves that were in a list are still there."""
     if len(after) < len(before):
         return False
-    return all(_is_same(old, new) or (isinstance(old, (dict, list, set)) and type(old) is type(new))
-               for old, new in zip(before, after[: len(before)], strict=True))
+    return all(
+        _is_same(old, new) or (isinstance(old, (dict, list, set)) and type(old) is type(new))
+        for old, new in zip(before, after[: len(before)], strict=True)
+    )
 
 
 def _join_added(added: Sequence[list[Any]], sizes: Sequence[int], name: str) -> list[Any]:
@@ -284,8 +289,9 @@ def _joined_step(steps: Sequence[int], sizes: Sequence[int], name: str) -> int:
     is_constant = len(set(steps)) == 1
     if is_constant and steps[0] == 1 and max(sizes) == 1:
         raise StepError(
-            f"{name} grew by 1 in microbatches of one sample, so it may count steps or samples, and which can't be told."
-            " Count in on_train_batch_end, on_validation_batch_end or the like, or lower pipeline.num_microbatches."
+            f"{name} grew by 1 in microbatches of one sample, so it may count steps or samples, and which is"
+            " unknown. Count in on_train_batch_end, on_validation_batch_end or the like, or lower"
+            " pipeline.num_microbatches."
         )
     counts_samples = all(step > 0 and step % size == 0 for step, size in zip(steps, sizes, strict=True))
     return sum(steps) if counts_samples or not is_constant else steps[0]

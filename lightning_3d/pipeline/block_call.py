@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.errors import TraceError
-from lightning_3d.pipeline.trees import containers_of, holds_tensors, set_content
+from lightning_3d.pipeline.trees import Container, argument_containers, holds_tensors, set_content
 
 _OWN_PACKAGES = ("torch", "lightning_3d")
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -42,7 +42,7 @@ class SideOutputs:
     attributes: tuple[str, ...] = ()
     """Names in the block of the attributes that its forward sets to something with tensors."""
     containers: tuple[int, ...] = ()
-    """Which of the lists and dicts among its arguments it changes, by their place in ``containers_of``."""
+    """Which of the lists and dicts among its arguments it changes, by their place in ``argument_containers``."""
     hooks: tuple[HookCall, ...] = ()
     """The forward hooks inside of it, in the order of their calls."""
 
@@ -69,12 +69,13 @@ def run_and_gather(
         A pytree of what it returned and of its side outputs, and what the latter are.
     """
     attributes = attributes_of(block)
-    containers = [container.copy() for container in containers_of(arguments)]
+    containers = argument_containers(*arguments)
+    contents = [container.copy() for container in containers]
     with hooks_noted(block, kept) as noted:
         output = call(*arguments)
     side = SideOutputs(
         attributes=changed_attributes(block, attributes)[0],
-        containers=changed_containers(arguments, containers),
+        containers=changed_containers(containers, contents),
         hooks=tuple(note.call for note in noted),
     )
     return gather(block, output, arguments, side, noted), side
@@ -83,7 +84,7 @@ def run_and_gather(
 def gather(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:
     """What a call returned and its side outputs, as one pytree."""
     attributes = tuple(get_attribute(block, name) for name in side.attributes)
-    containers = containers_of(arguments)
+    containers = argument_containers(*arguments)
     return output, attributes, tuple(containers[i] for i in side.containers), tuple(note.values for note in noted)
 
 
@@ -99,20 +100,15 @@ def scatter(block: nn.Module, gathered: Any, arguments: Any, side: SideOutputs) 
     output, attributes, contents, hook_values = gathered
     for name, value in zip(side.attributes, attributes, strict=True):
         set_attribute(block, name, value)
-    containers = containers_of(arguments)
+    containers = argument_containers(*arguments)
     for i, content in zip(side.containers, contents, strict=True):
         set_content(containers[i], content)
     return output, hook_values
 
 
-def changed_containers(arguments: Any, before: Sequence[Any]) -> tuple[int, ...]:
-    """Which lists and dicts among the arguments a call changed.
-
-    Args:
-        before: ``[container.copy() for container in containers_of(arguments)]`` before the call.
-    """
-    after = containers_of(arguments)[: len(before)]
-    return tuple(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if not _is_same(old, new))
+def changed_containers(containers: Sequence[Container], before: Sequence[Container]) -> tuple[int, ...]:
+    """Which of the containers have another content than ``before``."""
+    return tuple(i for i, (old, new) in enumerate(zip(before, containers, strict=True)) if not _is_same(old, new))
 
 
 # ---- forward hooks

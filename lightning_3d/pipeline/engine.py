@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import StepError
 from lightning_3d.mesh import Mesh
+from lightning_3d.pipeline.attributes import StepAttributes
 from lightning_3d.pipeline.interception import Router
+from lightning_3d.pipeline.joining import join
+from lightning_3d.pipeline.metric_calls import metrics_of
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
 from lightning_3d.pipeline.schedule import Schedule, StageCall
 from lightning_3d.pipeline.side_effects import undone
 from lightning_3d.pipeline.spans import Span, SpanRecorder
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.stages import StageFlow, cut
-from lightning_3d.pipeline.step_report import (
-    LogRecorder,
-    StepReport,
-    metric_states,
-    metric_updates,
-    replay,
-    share,
-)
+from lightning_3d.pipeline.step_recorder import StepRecorder
+from lightning_3d.pipeline.step_report import StepReport, make_metric_calls, replay, share
 from lightning_3d.pipeline.trace import Trace
 from lightning_3d.pipeline.tracer import trace_step
 from lightning_3d.plan import Plan
@@ -49,22 +46,29 @@ class Tracing:
     def __init__(
         self, module: LightningModule, blocks: Mapping[str, nn.Module], router: Router, device: torch.device
     ) -> None:
-        self._module, self._blocks, self._router, self._device = module, blocks, router, device
+        self._module, self.blocks, self._router, self._device = module, blocks, router, device
+        self.saw_calls_in_blocks = False
+        """Whether a block logged or updated a metric in a trace so far."""
 
     def __call__(self, name: str, microbatch: Any, rest: Sequence[Any]) -> Trace:
-        """Trace ``module.<name>(microbatch, *rest)``. What is logged counts as returned."""
-        recorder = LogRecorder(self._module)
+        """Trace ``module.<name>(microbatch, *rest)``. What is logged or kept in attributes counts as returned."""
 
         def step() -> Any:
-            with recorder.microbatch(0):
-                output = getattr(self._module, name)(microbatch, *rest)
+            recorder = StepRecorder(self._module, metrics_of(self._module), self._router)
+            try:
+                with recorder.installed(), recorder.microbatch(0, 0, keeps_glue=True):
+                    output = getattr(self._module, name)(microbatch, *rest)
+            finally:
+                self.saw_calls_in_blocks |= recorder.was_called_in_blocks
             if name == "training_step":
                 check_loss(output)
-            return output, recorder.values(0)
+            return output, recorder.noted(0, 0), attributes.tensors()
 
-        with undone(self._module, self._blocks.values()):
+        attributes = StepAttributes(self._module, self.blocks.values())
+
+        with undone(self._module, self.blocks.values()), attributes.step(), attributes.microbatch():
             return trace_step(
-                step, self._module, self._blocks, self._router, self._device, calls_all=name == "training_step"
+                step, self._module, self.blocks, self._router, self._device, calls_all=name == "training_step"
             )
 
 
@@ -101,6 +105,8 @@ class PipelineEngine:
         """If set, measures the steps that run."""
         self.planned: tuple[tuple[Span, ...], ...] = ()
         """The schedule of the last measured step."""
+        self._metrics = metrics_of(module)
+        self._attributes = StepAttributes(module, tracing.blocks.values())
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -123,41 +129,78 @@ class PipelineEngine:
         keys = [(*modes, signature(part.batch)) for part in parts]
         flows = [self._flow(key, name, part, rest) for key, part in zip(keys, parts, strict=True)]
         schedule = self._schedule((backward, *keys), flows, backward=backward)
-        recorder, updates = LogRecorder(self._module), metric_updates(self._module)
+        recorder = StepRecorder(self._module, self._metrics, self._router)
         outputs: dict[int, Any] = {}
 
         def forward(stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
+            is_last = stage == self._last_stage
+
+            def step() -> Any:
+                output = getattr(self._module, name)(parts[index].batch, *rest)
+                return output, recorder.noted(stage, index), self._attributes.tensors()
+
             def run_stage(*tensors: Tensor) -> Any:
                 self._randomness.seed_glue(number, index)
                 run = StageRun(
                     self._router, flows[index], stage, tensors, partial(self._randomness.block, number, index)
                 )
-                with recorder.microbatch(index) if stage == self._last_stage else recorder.muted():
-                    return run.run(lambda: getattr(self._module, name)(parts[index].batch, *rest))
+                with self._attributes.microbatch(), recorder.microbatch(stage, index, keeps_glue=is_last):
+                    answer = run.run(step)
+                    if not is_last:
+                        recorder.settle(stage, index, recorder.noted(stage, index))
+                        return answer
+                    output, noted, attributes = answer
+                    recorder.settle(stage, index, noted)
+                    self._attributes.keep(index, attributes)
+                    return output
 
             output = self._rank_module(run_stage, *received)
-            if stage != self._last_stage:
+            if not is_last:
                 return output
             outputs[index] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
             return check_loss(output).reshape(()) * parts[index].weight if backward else ()
 
-        with self._randomness.step():
-            if self.recorder is not None:
-                torch.distributed.barrier(self._mesh.group("pp"))
-                self.recorder.begin()
-                self.planned = schedule.planned()
-            schedule.run(StageCall(forward=forward, recorder=self.recorder))
-        report = None
-        if self._is_source:
-            sizes = [round(part.weight * size) for part in parts]
-            report = StepReport(
-                output=_join_outputs([outputs[index] for index in range(len(parts))], parts),
-                logged=recorder.joined(sizes),
-                metrics=metric_states(self._module, updates),
+        with self._attributes.step():
+            with self._randomness.step(), recorder.installed():
+                if self.recorder is not None:
+                    torch.distributed.barrier(self._mesh.group("pp"))
+                    self.recorder.begin()
+                    self.planned = schedule.planned()
+                schedule.run(StageCall(forward=forward, recorder=self.recorder))
+            sizes = [batch_size(part.batch) for part in parts]
+            reports = self._shared(lambda: self._reports(name, recorder, outputs, sizes))
+        replay(reports, self._module, self._metrics, self._attributes, own_stages=self._stages)
+        return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, reports[-1].output)
+
+    def _reports(
+        self, name: str, recorder: StepRecorder, outputs: Mapping[int, Any], sizes: Sequence[int]
+    ) -> list[StepReport]:
+        """What this rank's stages have to tell."""
+        reports = []
+        for stage in self._stages:
+            is_last = stage == self._last_stage
+            if not is_last and not self._tracing.saw_calls_in_blocks:
+                continue
+            logged, calls = recorder.joined(stage, sizes)
+            output = join([outputs[i] for i in range(len(sizes))], sizes, f"what {name} returned") if is_last else None
+            metrics, logged = make_metric_calls(calls, logged, self._metrics)
+            attributes = self._attributes.joined(sizes) if is_last else []
+            reports.append(
+                StepReport(stage=stage, output=output, logged=logged, metrics=metrics, attributes=attributes)
             )
-        report = share(report, self._mesh.group("pp"), self._source, self._device)
-        replay(report, self._module, is_source=self._is_source)
-        return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, report.output)
+        return reports
+
+    def _shared(self, make: Callable[[], list[StepReport]]) -> list[StepReport]:
+        reports: list[StepReport] | StepError
+        try:
+            reports = make()
+        except StepError as error:
+            reports = error
+        except Exception as error:  # the other stages wait for a report: they get this one and raise too
+            reports = StepError(f"{type(error).__name__} while joining the microbatches of a batch: {error}")
+            reports.__cause__ = error
+        from_all = self._tracing.saw_calls_in_blocks
+        return share(reports, self._mesh.group("pp"), self._source, self._device, from_all=from_all)
 
     def _flow(self, key: Hashable, name: str, part: Microbatch, rest: Sequence[Any]) -> StageFlow:
         if key not in self._flows:
@@ -214,27 +257,6 @@ def loss_of(output: Any) -> Tensor:
     if loss.numel() != 1:
         raise StepError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to a 0-d tensor.")
     return loss
-
-
-def _join_outputs(outputs: Sequence[Any], parts: Sequence[Microbatch]) -> Any:
-    """What the step would have returned for the whole batch.
-
-    0-d floating-point tensors are averaged by samples, tensors with as many rows as samples are concatenated; of the
-    rest the last microbatch's is kept.
-    """
-    leaves, spec = zip(*(tree_flatten(output) for output in outputs), strict=True)
-    sizes = [batch_size(part.batch) for part in parts]
-    return tree_unflatten([_join_leaf(list(leaf), parts, sizes) for leaf in zip(*leaves, strict=True)], spec[0])
-
-
-def _join_leaf(leaves: list[Any], parts: Sequence[Microbatch], sizes: Sequence[int]) -> Any:
-    if all(isinstance(leaf, Tensor) and leaf.ndim > 0 for leaf in leaves):
-        if all(leaf.shape[0] == size for leaf, size in zip(leaves, sizes, strict=True)):
-            return torch.cat(leaves)
-        return leaves[-1]
-    if all(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in leaves):
-        return torch.stack([leaf * part.weight for leaf, part in zip(leaves, parts, strict=True)]).sum()
-    return leaves[-1]
 
 
 def _remember(cache: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:

@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import StepError
-from lightning_3d.pipeline.block_call import guard_attributes
+from lightning_3d.pipeline.block_call import changed_containers, guard_attributes
 from lightning_3d.pipeline.hidden_calls import hidden_calls_seen
+from lightning_3d.pipeline.trees import Container, argument_containers, set_content
 
 Call = Callable[..., Any]
+Finish = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a block's forward with its arguments."""
 
 _TENSOR_GETTERS = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
@@ -213,12 +216,46 @@ class _Routed(nn.Module):
         if step is not None:
             return step.on_block(self._block_fqn, self, call, args, kwargs)
         self._router.check_present(self._block_fqn)
-        return call(*args, **kwargs)
+        containers = argument_containers(args, kwargs)
+        if not containers:
+            return call(*args, **kwargs)
+        changed: dict[int, Container] = {}  # what forward changed in copies that FSDP2's hooks made
+        self.__dict__["_finish"] = _containers_into(changed)
+        output = call(*args, **kwargs)
+        for i, content in changed.items():
+            set_content(containers[i], content)
+        return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = super().forward
         step = self._router.step  # set only if glue calls `block.forward(...)` directly
-        return call(*args, **kwargs) if step is None else step.on_block(self._block_fqn, self, call, args, kwargs)
+        if step is not None:
+            return step.on_block(self._block_fqn, self, self._forward_finished, args, kwargs)
+        return self._forward_finished(*args, **kwargs)
+
+    def _forward_finished(self, *args: Any, **kwargs: Any) -> Any:
+        forward = super().forward
+        finish: Finish | None = self.__dict__.pop("_finish", None)
+        return forward(*args, **kwargs) if finish is None else finish(forward, args, kwargs)
+
+
+def set_finish(block: nn.Module, finish: Finish) -> None:
+    """Let ``finish`` run the next forward of a routed block, inside of its hooks.
+
+    What it returns instead of the output is seen by FSDP2's hooks, so that gradients of all tensors in it find the
+    parameters gathered; and its arguments are those that forward gets, of which these hooks copy lists and dicts.
+    """
+    block.__dict__["_finish"] = finish
+
+
+def _containers_into(changed: dict[int, Container]) -> Finish:
+    def finish(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        containers = argument_containers(args, kwargs)
+        before = [container.copy() for container in containers]
+        output = forward(*args, **kwargs)
+        changed.update({i: containers[i] for i in changed_containers(containers, before)})
+        return output
+
+    return finish
 
 
 def is_routed(module: nn.Module) -> bool:

@@ -1,11 +1,12 @@
 """Joining what the microbatches of a batch gave to what the whole batch would have given.
 
-    rows (as many as samples)      concatenated
+    rows (of samples, tokens)      concatenated
     floating point                 mean, weighted by samples: what a loss or an average is
     integer tensors                sum: what a count is
     anything else                  must be equal
 
-Rows are tensors whose dimension 0, and lists whose length, is the number of samples in every microbatch.
+Rows are tensors whose dimension 0 is the number of samples, or the same multiple of it, in every microbatch, and lists
+whose length is the number of samples. A sum in floating point can't be told from a mean and is averaged.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +40,8 @@ def join(values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
         raise _differ(name, values)
     if isinstance(first, Tensor):
         return _join_tensors(values, sizes, name)
+    if isinstance(first, np.ndarray):
+        return _join_tensors([torch.from_numpy(value) for value in values], sizes, name).numpy()
     if isinstance(first, Mapping):
         return _join_mappings(values, sizes, name)
     if isinstance(first, (list, tuple)):
@@ -63,7 +67,7 @@ def weighted_mean(values: Sequence[Tensor | float], weights: Sequence[int]) -> T
 
 def _join_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], name: str) -> Tensor:
     first = tensors[0]
-    if first.ndim > 0 and all(t.ndim > 0 and len(t) == size for t, size in zip(tensors, sizes, strict=True)):
+    if _have_rows(tensors, sizes):
         return torch.cat(list(tensors))
     if any(tensor.shape != first.shape for tensor in tensors):
         raise _differ(name, [tuple(tensor.shape) for tensor in tensors], "shapes")
@@ -72,6 +76,13 @@ def _join_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], name: str) ->
     if first.dtype != torch.bool:
         return torch.stack(list(tensors)).sum(0)
     return _equal(tensors, sizes, name)  # type: ignore[no-any-return]
+
+
+def _have_rows(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
+    if any(tensor.ndim == 0 or len(tensor) == 0 for tensor in tensors):
+        return False
+    per_sample = [divmod(len(tensor), size) for tensor, size in zip(tensors, sizes, strict=True)]
+    return len(set(per_sample)) == 1 and per_sample[0][1] == 0
 
 
 def _join_mappings(values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
@@ -103,7 +114,7 @@ def are_rows(values: Sequence[Sequence[Any]], sizes: Sequence[int]) -> bool:
 
 
 def _equal(values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
-    if list(values) == list(sizes) and type(values[0]) is int:  # a number of samples
+    if type(values[0]) is int and list(values) == list(sizes) and len(set(sizes)) > 1:  # a number of samples
         return sum(sizes)
     equal = [
         value is values[0] or bool(torch.equal(value, values[0]) if isinstance(value, Tensor) else value == values[0])
@@ -117,7 +128,7 @@ def _equal(values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
 def _differ(name: str, values: Sequence[Any], what: str = "values") -> StepError:
     shown = ", ".join(f"{value!r:.60}" for value in values[:4])
     return StepError(
-        f"With a pipeline a step runs once for each of {len(values)} microbatches, and {name} has {what} there that can't"
-        f" be joined to those of the whole batch: {shown}. What joins: tensors and lists with an entry per sample"
+        f"With a pipeline a step runs once for each of {len(values)} microbatches, and {name} has {what} there that"
+        f" can't be joined to those of the whole batch: {shown}. What joins: tensors and lists with an entry per sample"
         " (concatenated), floating-point values (averaged), integer tensors (summed), equal values."
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
@@ -78,8 +79,8 @@ class _Seen:
             return method(*args, **kwargs)
         if name == "compute":
             raise StepError(
-                f"{fqn}.compute() was called in a step, but with a pipeline metrics are updated after all microbatches of"
-                f" a batch have run. Log the metric itself (self.log(name, self.{fqn})), or call compute() in"
+                f"{fqn}.compute() was called in a step, but with a pipeline metrics are updated after all microbatches"
+                f" of a batch have run. Log the metric itself (self.log(name, self.{fqn})), or call compute() in"
                 " on_train_epoch_end, on_validation_epoch_end or another hook."
             )
         self._note(MetricCall(fqn=fqn, method=name, arguments=(args, kwargs)))
@@ -130,17 +131,29 @@ def join_calls(per_microbatch: Sequence[Sequence[MetricCall]], sizes: Sequence[i
     names = [[f"{call.fqn}.{call.method}" for call in calls] for calls in per_microbatch]
     if any(other != names[0] for other in names):
         raise StepError(
-            f"The microbatches of one batch made different calls of metrics: {names}. Make the same calls in every step."
+            f"The microbatches of one batch made different calls of metrics: {names}. Make the same"
+            " calls in every step."
         )
-    return [
-        replace(
-            calls[0],
-            arguments=join(
-                [call.arguments for call in calls], sizes, f"an argument of {calls[0].fqn}.{calls[0].method}"
-            ),
-        )
-        for calls in zip(*per_microbatch, strict=True)
-    ]
+    return [_joined_call(calls, sizes) for calls in zip(*per_microbatch, strict=True)]
+
+
+def _joined_call(calls: Sequence[MetricCall], sizes: Sequence[int]) -> MetricCall:
+    first, where = calls[0], f"an argument of {calls[0].fqn}.{calls[0].method}"
+    columns = zip(*(call.arguments[0] for call in calls), strict=True)
+    args = tuple(_join_argument(values, sizes, where) for values in columns)
+    names = first.arguments[1]
+    kwargs = {n: _join_argument([call.arguments[1][n] for call in calls], sizes, f"{where}, {n}") for n in names}
+    return replace(first, arguments=(args, kwargs))
+
+
+def _join_argument(values: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
+    if all(
+        isinstance(value, Tensor) and value.ndim > 0 for value in values
+    ):  # rows, be it of samples, tokens or pixels
+        return torch.cat(list(values))
+    if all(type(value) is int for value in values) and list(values) == list(sizes):  # a number of samples
+        return sum(sizes)
+    return join(values, sizes, where)
 
 
 def make_calls(calls: Sequence[MetricCall], metrics: Mapping[str, nn.Module]) -> list[Any]:

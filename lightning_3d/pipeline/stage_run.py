@@ -25,7 +25,7 @@ from lightning_3d.pipeline.block_call import (
     scatter,
 )
 from lightning_3d.pipeline.ghost import Ghost
-from lightning_3d.pipeline.interception import Call, Router, StepMode
+from lightning_3d.pipeline.interception import Call, Router, StepMode, set_finish
 from lightning_3d.pipeline.stages import StageFlow
 from lightning_3d.pipeline.trace import Event
 
@@ -61,7 +61,9 @@ class StageRun(StepMode):
         self._flow, self._stage = flow, stage
         self._position = 0
         self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or own tensor -> id of its value
-        mutated = {i for event in self._own_events() for i in event.inputs if event.mutated}
+        events = self._own_events()
+        mutated = {i for event in events for i in event.inputs if event.mutated}
+        self._changed_views = mutated.union(*(event.aliased for event in events))
         self._values: dict[int, Tensor] = {  # a received leaf that an own in-place call changes is copied first
             i: tensor.clone() if i in mutated else tensor
             for i, tensor in zip(flow.received(stage), received, strict=True)
@@ -120,12 +122,16 @@ class StageRun(StepMode):
             return call(*args, **kwargs)
 
         def run(values: list[Any]) -> Any:
-            arguments = tree_unflatten(values, spec)
             with hooks_noted(block, kept) as noted:
-                output = run_block(*arguments)
-            if tuple(note.call for note in noted) != side.hooks:
-                raise self._changed(f"{fqn} made other calls of forward hooks")
-            return gather(block, output, arguments, side, noted)
+
+                def forward_and_gather(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                    output = forward(*args, **kwargs)
+                    if tuple(note.call for note in noted) != side.hooks:
+                        raise self._changed(f"{fqn} made other calls of forward hooks")
+                    return gather(block, output, (args, kwargs), side, noted)
+
+                set_finish(block, forward_and_gather)
+                return run_block(*tree_unflatten(values, spec))
 
         with self.paused():
             gathered = self._on_event(fqn, True, leaves, run)
@@ -199,6 +205,8 @@ class StageRun(StepMode):
                 continue
             if result.tensor is not None:
                 output = output.view_as(output) if output in self._ids else output
+                if event.is_block and result.tensor in self._changed_views and output._base is not None:
+                    output = output.clone()  # an in-place change of a view drops the hook that FSDP2 put on it
                 self._keep(output, result.tensor, output)
             answer.append(output)
         for position, i in event.mutated.items():

@@ -45,14 +45,18 @@ def holds_tensors(tree: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(tree))
 
 
-def containers_of(tree: Any) -> list[Container]:
-    """The lists and dicts in nested tuples, lists and dicts, in a fixed order."""
+def argument_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
+    """The lists and dicts in nested tuples, lists and dicts among the arguments of a call, in a fixed order."""
+    return [found for value in (*args, *kwargs.values()) for found in _containers_of(value)]
+
+
+def _containers_of(tree: Any) -> list[Container]:
     if isinstance(tree, dict):
-        return [tree, *(found for value in tree.values() for found in containers_of(value))]
+        return [tree, *(found for value in tree.values() for found in _containers_of(value))]
     if isinstance(tree, list):
-        return [tree, *(found for value in tree for found in containers_of(value))]
+        return [tree, *(found for value in tree for found in _containers_of(value))]
     if isinstance(tree, tuple):
-        return [found for value in tree for found in containers_of(value)]
+        return [found for value in tree for found in _containers_of(value)]
     return []
 
 

@@ -1,0 +1,457 @@
+"""Initial weights: those of one process, whatever the construction code does and whichever rank computes them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.deferred import DeferredTensor, defer_init, fingerprint, recording
+from lightning_3d.deferred.replay import Contents
+from tests import architectures as a
+from tests.models import TinyGPT, TinyMLP, features, tokens
+from tests.workers import WorkerPools
+
+CPU = torch.device("cpu")
+N = 130
+"""N x N floats are large enough not to be recorded by value."""
+
+Build = Callable[[], nn.Module]
+
+
+# ---- construction code of many kinds
+
+
+def _module(**tensors: Tensor | nn.Module) -> nn.Module:
+    module = nn.Module()
+    for name, value in tensors.items():
+        setattr(module, name, value if isinstance(value, nn.Module) else nn.Parameter(value))
+    return module
+
+
+def torch_init() -> nn.Module:
+    """Every initialisation of torch.nn.init."""
+    module = _module(
+        **{
+            init.__name__.removesuffix("_"): init(torch.empty(N, N + 10))
+            for init in (
+                nn.init.uniform_,
+                nn.init.normal_,
+                nn.init.trunc_normal_,
+                nn.init.ones_,
+                nn.init.eye_,
+                nn.init.xavier_uniform_,
+                nn.init.xavier_normal_,
+                nn.init.kaiming_uniform_,
+                nn.init.kaiming_normal_,
+                nn.init.orthogonal_,
+            )
+        }
+    )
+    module.sparse = nn.Parameter(nn.init.sparse_(torch.empty(N, N), 0.1))
+    module.dirac = nn.Parameter(nn.init.dirac_(torch.empty(32, 32, 5)))
+    module.narrow = nn.Parameter(nn.init.trunc_normal_(torch.empty(N, N), std=0.02, a=-0.01, b=0.01))
+    return module
+
+
+def layers() -> nn.Module:
+    """Layers of torch that initialise themselves, and copies of them."""
+    encoder = nn.TransformerEncoderLayer(64, 4, batch_first=True)
+    return _module(
+        encoder=nn.TransformerEncoder(encoder, 2),
+        attention=nn.MultiheadAttention(96, 4),
+        recurrent=nn.LSTM(N, N, 2),
+        convolution=nn.Conv2d(32, 64, 3),
+        embedding=nn.Embedding(300, N, padding_idx=3),
+        bilinear=nn.Bilinear(20, 30, 40),
+        copied=copy.deepcopy(encoder),
+    )
+
+
+def applied() -> nn.Module:
+    """A second initialisation by apply, and a third that depends on depth."""
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+            nn.init.zeros_(module.bias)
+
+    module = nn.Sequential(*(nn.Linear(N, N) for _ in range(4)))
+    module.apply(init)
+    for depth, layer in enumerate(module):
+        with torch.no_grad():
+            layer.weight.div_(math.sqrt(2 * (depth + 1)))
+    return module
+
+
+def dependent() -> nn.Module:
+    """Weights that depend on other weights and on what was read from them."""
+    first, second, third, fourth = (nn.Linear(N, N) for _ in range(4))
+    with torch.no_grad():
+        second.weight.copy_(first.weight)
+        second.weight[:5].zero_()
+        third.weight.mul_(second.weight.std() / first.weight.abs().max().item())
+        third.weight.t().add_(first.weight)
+        first.weight.normal_()  # changed after it was used
+        fourth.load_state_dict(third.state_dict())
+        fourth.weight.clamp_(min=float(first.weight.flatten()[:100].tolist()[7]))
+    return _module(first=first, second=second, third=third, fourth=fourth, tied=fourth, taught=copy.deepcopy(first))
+
+
+def power_iteration() -> nn.Module:
+    """Parametrisations, new and old, which compute while they are registered."""
+    return _module(
+        spectral=nn.utils.parametrizations.spectral_norm(nn.Linear(N, N)),
+        weight=nn.utils.parametrizations.weight_norm(nn.Linear(N, N)),
+        orthogonal=nn.utils.parametrizations.orthogonal(nn.Linear(N, N)),
+        old=nn.utils.spectral_norm(nn.Linear(N, N)),
+    )
+
+
+def drawn() -> nn.Module:
+    """Other ways to draw: rows in a loop, permutations, own generators, other dtypes."""
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.empty(N, N, dtype=torch.float64)
+    for row in rows:
+        row.exponential_()
+    own = [torch.randn(N, N, generator=generator) for _ in range(2)]
+    return _module(
+        rows=rows,
+        permutation=torch.randperm(N * N).float(),
+        choice=torch.multinomial(torch.rand(N * N), 5000).float(),
+        first_own=own[0],
+        second_own=own[1],
+        brain=torch.rand(N, N, dtype=torch.bfloat16),
+        joined=torch.stack([torch.full((N,), float(i)) for i in range(N)]),
+        step=torch.log(torch.expm1(torch.rand(N * N).clamp(min=1e-4))),
+        uneven=torch.randn(N, 2 * N)[:, ::2].bernoulli_(0.3),
+    )
+
+
+def from_elsewhere() -> nn.Module:
+    """Values that can't be computed again: numpy's, and what may be changed through shared memory."""
+    values = np.arange(N * N, dtype=np.float32).reshape(N, N)
+    layer = nn.Linear(N, N)
+    shared = torch.randn(N, N)
+    alias = shared.numpy()
+    with torch.no_grad():
+        layer.weight.add_(torch.from_numpy(values))
+    alias[0] = 5.0
+    values[:] = 0.0
+    buffer = io.BytesIO()
+    saved = torch.randn(N, N)
+    torch.save(saved, buffer)
+    buffer.seek(0)
+    return _module(layer=layer, shared=shared, saved=saved, loaded=torch.load(buffer))
+
+
+class Buffers(nn.Module):
+    """Buffers, a plain attribute, a view and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(N, N).tril().bool())
+        self.register_buffer("noise", torch.randn(N, N), persistent=False)
+        self.plain = torch.randn(N, N)
+        self.copied = copy.deepcopy(self.plain)
+        self.weight = nn.Parameter(torch.randn(N, N), requires_grad=False)
+        self.weight.kind = "frozen"
+        self.top = self.weight[:3]
+
+
+def _hf(config: str, model_class: str, **settings: Any) -> nn.Module:
+    return a.hugging_face(config, model_class, **settings)
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 100,
+    "pad_token_id": 0,
+}
+LLAMA = partial(_hf, "LlamaConfig", "LlamaForCausalLM", num_key_value_heads=2, **_SIZES)
+BERT = partial(_hf, "BertConfig", "BertForMaskedLM", **_SIZES)
+T5 = partial(
+    _hf,
+    "T5Config",
+    "T5ForConditionalGeneration",
+    vocab_size=a.VOCABULARY,
+    d_model=64,
+    d_kv=16,
+    d_ff=128,
+    num_layers=2,
+    num_heads=4,
+    decoder_start_token_id=0,
+)
+
+BUILDS: dict[str, Build] = {
+    "torch.nn.init": torch_init,
+    "layers": layers,
+    "applied": applied,
+    "dependent": dependent,
+    "power iteration": power_iteration,
+    "drawn": drawn,
+    "from elsewhere": from_elsewhere,
+    "buffers": Buffers,
+    "llama": LLAMA,
+    "bert": BERT,
+    "t5": T5,
+}
+
+
+# ---- in one process
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return dict(named)
+
+
+def _data(tensor: Tensor) -> Tensor:
+    return tensor.computed() if isinstance(tensor, DeferredTensor) else tensor
+
+
+def _build_deferred(build: Build, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    with defer_init(CPU):
+        return build()
+
+
+def _build(build: Build, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def _assert_same(expected: nn.Module, actual: nn.Module) -> None:
+    wanted, got = _tensors(expected), _tensors(actual)
+    assert wanted.keys() == got.keys()
+    for fqn, tensor in got.items():
+        assert torch.equal(_data(tensor), wanted[fqn]), fqn
+        assert tensor.stride() == wanted[fqn].stride(), fqn
+        assert tensor.requires_grad == wanted[fqn].requires_grad, fqn
+        assert isinstance(tensor, nn.Parameter) == isinstance(wanted[fqn], nn.Parameter), fqn
+    assert len({id(tensor) for tensor in got.values()}) == len({id(tensor) for tensor in wanted.values()})
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("working_set", [0, 2**25])
+@pytest.mark.parametrize("kind", BUILDS)
+def test_deferred_weights_are_those_of_plain_construction(
+    kind: str, working_set: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "_WORKING_SET", working_set)
+    expected = _build(BUILDS[kind])
+    state = torch.get_rng_state()
+    actual = _build_deferred(BUILDS[kind])
+    assert torch.equal(torch.get_rng_state(), state), "construction left another random state"
+    _assert_same(expected, actual)
+    assert torch.equal(torch.get_rng_state(), state), "computing weights drew random numbers"
+
+
+@pytest.mark.parametrize("kind", ["torch.nn.init", "applied", "dependent", "drawn", "llama", "bert", "t5"])
+def test_large_tensors_are_deferred(kind: str) -> None:
+    module = _build_deferred(BUILDS[kind])
+    large = {fqn: t for fqn, t in _tensors(module).items() if t.numel() * t.element_size() > 2**14}
+    assert large
+    assert all(isinstance(t, DeferredTensor) and t.contents is not None for t in large.values())
+
+
+def test_plain_attributes_views_and_attributes_of_parameters_stay() -> None:
+    expected, actual = _build(Buffers), _build_deferred(Buffers)
+    assert isinstance(expected, Buffers)
+    assert isinstance(actual, Buffers)
+    for name in ("plain", "copied", "top"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name))
+    assert actual.weight.kind == "frozen"  # type: ignore[attr-defined]
+    with torch.no_grad():
+        actual.weight.fill_(2.0)  # the view still shares memory with it
+    assert torch.equal(actual.top, torch.full((3, N), 2.0))
+
+
+def test_a_deferred_module_can_be_used_like_any_other() -> None:
+    expected, actual = _build(applied), _build_deferred(applied)
+    inputs = torch.randn(2, N)
+    assert torch.equal(copy.deepcopy(actual)(inputs), expected(inputs))
+    actual(inputs).sum().backward()
+    expected(inputs).sum().backward()
+    for mine, theirs in zip(actual.parameters(), expected.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+    buffer = io.BytesIO()
+    torch.save(_build_deferred(applied).state_dict(), buffer)
+    buffer.seek(0)
+    _assert_same(expected, _loaded(torch.load(buffer)))
+
+
+def _loaded(state: dict[str, Tensor]) -> nn.Module:
+    module = _build_deferred(applied, seed=5)
+    module.load_state_dict(state)
+    return module
+
+
+def test_a_failing_initialisation_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_WORKING_SET", 0)
+
+    def build() -> nn.Module:
+        first, second, third = (nn.Linear(N, N) for _ in range(3))
+        with pytest.raises(RuntimeError, match="uniform_ expects"):
+            first.weight.data.uniform_(1.0, 0.0)
+        return _module(first=first, second=second, third=third)
+
+    _assert_same(_build(build), _build_deferred(build))
+
+
+def test_an_expensive_chain_is_kept_instead_of_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_WORKING_SET", 0)
+
+    def build() -> nn.Module:
+        tables = [torch.zeros(N, N) for _ in range(4)]
+        for i in range(N):  # more tables in turn than stay in memory
+            for table in tables:
+                table[i] = torch.randn(N)
+        return _module(**{f"table{i}": table for i, table in enumerate(tables)})
+
+    actual = _build_deferred(build)
+    _assert_same(_build(build), actual)
+    assert sum(isinstance(table, DeferredTensor) for table in actual.parameters()) <= 2  # those two need no repetition
+
+
+def test_what_can_not_be_deferred_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_TOLD", 2**14)
+    with pytest.warns(UserWarning, match="values come from files, numpy or another thread"):
+        _build_deferred(lambda: _module(weight=torch.from_numpy(np.zeros((N, N), dtype=np.float32)) + 1))
+
+
+def test_fingerprints_tell_seeds_and_arguments_apart() -> None:
+    def mark(seed: int, std: float) -> int:
+        module = _build_deferred(lambda: _module(weight=nn.init.normal_(torch.empty(N, N), std=std)), seed)
+        contents: list[Contents] = []
+        for tensor in module.parameters():
+            assert isinstance(tensor, DeferredTensor)
+            assert tensor.contents is not None
+            contents.append(tensor.contents)
+        return fingerprint(contents)
+
+    assert mark(0, 1.0) == mark(0, 1.0)
+    assert len({mark(0, 1.0), mark(1, 1.0), mark(0, 2.0)}) == 3
+
+
+# ---- in a pipeline
+
+
+class _Weights(L.Callback):
+    """Collects this rank's weights when the model has been set up."""
+
+    held: dict[str, Tensor]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.held = {
+            fqn: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+            for fqn, tensor in _tensors(pl_module).items()
+            if not tensor.is_meta
+        }
+        assert not any(isinstance(tensor, DeferredTensor) for tensor in _tensors(pl_module).values())
+
+
+class Late(L.LightningModule):
+    """Builds another module in configure_model."""
+
+    def __init__(self, build: Callable[[], L.LightningModule]) -> None:
+        super().__init__()
+        self.build, self.inner = build, None
+
+    def configure_model(self) -> None:
+        if self.inner is None:
+            self.inner = self.build()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.inner is not None
+        return self.inner.compute_loss(batch) if isinstance(self.inner, a.Trained) else self.inner(batch[0]).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+JOBS: dict[str, tuple[Callable[[], L.LightningModule], Callable[[int], Any]]] = {
+    "tied gpt": (partial(TinyGPT, width=64, vocabulary=100), tokens),
+    "mlp": (partial(TinyMLP, width=100), features),
+    "llama": (LLAMA, a.text),
+    "bert": (BERT, a.text),
+    "t5": (T5, a.text),
+}
+
+
+def _held(kind: str, pp: int, dp: int, where: Literal["configure_model", "init_module"], seeded: bool) -> Any:
+    build, data = JOBS[kind]
+    weights = _Weights()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=pp * dp,
+        strategy=ThreeDStrategy(pipeline_parallel_size=pp, zero={"stage": 3}),
+        max_steps=1,
+        callbacks=[weights],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    torch.manual_seed(3 if seeded else 3 + torch.distributed.get_rank())
+    if where == "init_module":
+        with trainer.init_module():
+            model = Late(build)
+            model.configure_model()
+    else:
+        model = Late(build)
+    trainer.fit(model, DataLoader(data(4 * dp), batch_size=4))
+    return weights.held
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", JOBS)
+def test_stages_start_from_the_weights_of_one_process(workers: WorkerPools, kind: str, pp: int, dp: int) -> None:
+    where: Literal["configure_model", "init_module"] = "configure_model" if dp == 1 else "init_module"
+    ranks = workers(pp * dp).run(_held, kind, pp, dp, where, True)
+    _assert_held(ranks, kind)
+    assert any(ranks[0].keys() != rank.keys() for rank in ranks), "every rank holds the whole model"
+
+
+@pytest.mark.parametrize("where", ["configure_model", "init_module"])
+def test_without_a_seed_all_ranks_take_the_weights_of_rank_0(workers: WorkerPools, where: str) -> None:
+    _assert_held(workers(4).run(_held, "tied gpt", 2, 2, where, False), "tied gpt")
+
+
+def _assert_held(ranks: list[dict[str, Tensor]], kind: str) -> None:
+    torch.manual_seed(3)
+    model = Late(JOBS[kind][0])
+    model.configure_model()
+    expected = _tensors(model)
+    assert set().union(*ranks) == expected.keys()
+    for rank in ranks:
+        for fqn, tensor in rank.items():
+            assert torch.equal(tensor, expected[fqn]), fqn
+
+
+def test_weights_in_a_model_built_before_are_not_deferred(workers: WorkerPools) -> None:
+    assert all(workers(2).run(_plain_before_setup))
+
+
+def _plain_before_setup() -> bool:
+    return not any(isinstance(parameter, DeferredTensor) for parameter in BoringModel().parameters())

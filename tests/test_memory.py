@@ -1,0 +1,121 @@
+"""What a rank holds in memory while it gets its part of the model: its stage and one block, never the whole."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_3d import ThreeDStrategy
+from tests.workers import WorkerPools
+
+WIDTH, NUM_BLOCKS = 3200, 8
+MIB = 2**20
+BLOCK = WIDTH * WIDTH * 4 / MIB
+SLACK = 40
+"""MiB for a recorder's working set, and for what a process allocates besides weights."""
+
+Where = Literal["configure_model", "init_module", "before"]
+
+
+class Wide(L.LightningModule):
+    """Blocks of 39 MiB, initialised twice as many models do: by torch, and again by their author."""
+
+    def __init__(self, where: Where) -> None:
+        super().__init__()
+        self.where = where
+        self.layers = nn.Sequential()
+        if where != "configure_model":
+            self.build()
+
+    def build(self) -> None:
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS)))
+        self.apply(self.init_weights)
+
+    def init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            module.weight.data.div_(2.0)
+
+    def configure_model(self) -> None:
+        if len(self.layers) == 0:
+            self.build()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.layers(batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class _Peak(L.Callback):
+    """Notes the peak of this process when the model has been set up."""
+
+    peak = 0.0
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.peak = _status("VmHWM")
+
+
+def _status(key: str) -> float:
+    """A value of /proc/self/status in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
+
+
+def _growth(where: Where, zero: int, pp: int) -> tuple[float, float]:
+    """MiB by which the peak until ``on_fit_start`` exceeds the start, and MiB of parameters held then."""
+    peak = _Peak()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=ThreeDStrategy(pipeline_parallel_size=pp, zero={"stage": zero}, pipeline={"partition": "uniform"}),
+        max_steps=1,
+        callbacks=[peak],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(TensorDataset(torch.randn(8, WIDTH)), batch_size=4)
+    torch.manual_seed(0)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    start = _status("VmRSS")
+    if where == "init_module":
+        with trainer.init_module():
+            model = Wide(where)
+    else:
+        model = Wide(where)
+    trainer.fit(model, loader)
+    held = sum(p.numel() * 4 for p in model.layers.parameters() if not p.is_meta)
+    return peak.peak - start, held / MIB
+
+
+@pytest.fixture
+def fresh_workers() -> Iterator[WorkerPools]:
+    """Processes whose heap holds nothing that was freed before."""
+    with WorkerPools() as pools:
+        yield pools
+
+
+@pytest.mark.parametrize(
+    ("where", "zero", "pp"), [("configure_model", 1, 4), ("init_module", 1, 4), ("init_module", 3, 2)]
+)
+def test_peak_is_the_stage_and_one_block(fresh_workers: WorkerPools, where: Where, zero: int, pp: int) -> None:
+    for growth, held in fresh_workers(4).run(_growth, where, zero, pp):
+        assert held == pytest.approx(NUM_BLOCKS / pp * BLOCK, rel=0.01)
+        assert growth <= held + BLOCK + SLACK, f"peak {growth:.0f} MiB over the start for a stage of {held:.0f} MiB"
+
+
+def test_the_measure_sees_a_whole_copy(fresh_workers: WorkerPools) -> None:
+    for growth, _ in fresh_workers(4).run(_growth, "before", 1, 4):
+        assert growth >= NUM_BLOCKS * BLOCK

@@ -1,0 +1,266 @@
+"""Random numbers in steps: which ranks draw the same, which draw others, and that recomputation draws them again."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.parity import Layout
+from tests.workers import WorkerPools
+
+WIDTH, NUM_BLOCKS, STEPS, BATCH = 32, 4, 3, 8
+"""BATCH samples per replica and step."""
+
+Recompute = Literal["nothing", "in blocks", "blocks"]
+"""What torch.utils.checkpoint is used for: nothing, code inside of blocks, or whole blocks from glue."""
+
+
+@dataclass
+class Seen:
+    """What one rank drew."""
+
+    masks: dict[str, list[Tensor]] = field(default_factory=dict)
+    """By block, in the order of the calls and recomputations."""
+    noise: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
+    """Glue's numbers by step and samples of the microbatch: of torch, NumPy and Python, and those drawn later."""
+    order: list[int] = field(default_factory=list)
+    """Samples in the order of the batches."""
+    states: list[Any] = field(default_factory=list)
+    """The process's own random states after training."""
+
+    def note_mask(self, name: str, mask: Tensor) -> None:
+        if not isinstance(mask, FakeTensor):
+            local = mask.to_local() if isinstance(mask, DTensor) else mask
+            self.masks.setdefault(name, []).append(local.detach().bool().clone())
+
+
+class Noisy(nn.Module):
+    """Two layers and dropout, (B, WIDTH) -> (B, WIDTH)."""
+
+    def __init__(self, name: str, seen: Seen, recomputes: bool) -> None:
+        super().__init__()
+        self.name, self.seen, self.recomputes = name, seen, recomputes
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recomputes:
+            output: Tensor = checkpoint(self.compute, x, use_reentrant=False)
+            return output
+        return self.compute(x)
+
+    def compute(self, x: Tensor) -> Tensor:
+        y = self.outer(F.gelu(self.inner(x)))
+        mask = F.dropout(torch.ones_like(y), 0.5)
+        self.seen.note_mask(self.name, mask)
+        return x + y * mask
+
+
+class Random(L.LightningModule):
+    """Draws in blocks and in glue; a batch is `(features, sample)`."""
+
+    def __init__(self, seen: Seen, recompute: Recompute) -> None:
+        super().__init__()
+        self.seen, self.recompute = seen, recompute
+        self.blocks = nn.ModuleList(Noisy(f"block {i}", seen, recompute == "in blocks") for i in range(NUM_BLOCKS))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, samples = batch
+        drawn = [torch.randn_like(x), torch.tensor(np.random.rand()), torch.tensor(random.random())]
+        self.seen.noise[(self.global_step, *samples.tolist())] = drawn
+        x = x + drawn[0]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute == "blocks" else block(x)
+            x = F.dropout(x, 0.1)  # draws on the block's stage alone
+            drawn.append(torch.rand(3))
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Quiet(L.LightningModule):
+    """Draws nothing in its step."""
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noisy(f"block {i}", seen, False) for i in range(NUM_BLOCKS))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.blocks[0].inner(batch[0]).square().mean()  # type: ignore[operator,union-attr]
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class _Order(L.Callback):
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seen.masks.clear()  # drop those of the proof of tensor parallel
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.seen.order += batch[1].tolist()
+
+
+def _fit(model: L.LightningModule, seen: Seen, replicas: int, shuffle: bool, **trainer_settings: Any) -> None:
+    samples = STEPS * BATCH * replicas
+    features = torch.arange(float(samples * WIDTH)).reshape(samples, WIDTH).sin()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=2 if shuffle else 1,
+        use_distributed_sampler=not shuffle,
+        callbacks=[_Order(seen)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **trainer_settings,
+    )
+    dataset = TensorDataset(features, torch.arange(samples))
+    trainer.fit(model, DataLoader(dataset, batch_size=BATCH, shuffle=shuffle))
+
+
+def _train(layout: Layout, recompute: Recompute, seed: int, seeds_differ: bool, shuffle: bool) -> Seen:
+    seen = Seen()
+    own = seed + torch.distributed.get_rank() if seeds_differ else seed
+    torch.manual_seed(own)
+    random.seed(own)
+    np.random.seed(own)
+    model = Random(seen, recompute)
+    _fit(model, seen, layout.dp, shuffle, devices=layout.world_size, strategy=layout.strategy())
+    seen.states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()]
+    return seen
+
+
+def _run(
+    workers: WorkerPools,
+    layout: Layout,
+    *,
+    recompute: Recompute = "nothing",
+    seed: int = 1,
+    seeds_differ: bool = False,
+    shuffle: bool = False,
+) -> list[Seen]:
+    return workers(layout.world_size).run(_train, layout, recompute, seed, seeds_differ, shuffle)
+
+
+PP2 = Layout(pp=2, num_microbatches=2, partition="uniform")
+PP4 = Layout(pp=4, num_microbatches=4, partition="uniform")
+DP2 = Layout(dp=2)
+PP2_DP2 = Layout(pp=2, dp=2, num_microbatches=2, partition="uniform")
+TP2 = Layout(tp=2)
+PP2_TP2 = Layout(pp=2, tp=2, num_microbatches=2, partition="uniform")
+
+
+def _masks(seen: Seen) -> list[bytes]:
+    return [mask.numpy().tobytes() for masks in seen.masks.values() for mask in masks]
+
+
+def _num_calls(layout: Layout) -> int:
+    """Of all blocks, on all ranks that are not copies of others."""
+    num_microbatches = int(layout.num_microbatches) if layout.pp > 1 else 1
+    return NUM_BLOCKS * STEPS * num_microbatches * layout.dp
+
+
+@pytest.mark.parametrize("layout", [PP2, PP4, DP2, PP2_DP2], ids=str)
+def test_every_mask_differs_and_repeats_for_the_seed(workers: WorkerPools, layout: Layout) -> None:
+    first, second, other = (_run(workers, layout, seed=seed) for seed in (1, 1, 2))  # 1 and 2: neighbours must differ
+    masks = [mask for seen in first for mask in _masks(seen)]
+    assert len(masks) == _num_calls(layout)
+    assert len(set(masks)) == len(masks), "stages, replicas, microbatches or steps share masks"
+    assert masks == [mask for seen in second for mask in _masks(seen)]
+    assert not set(masks) & {mask for seen in other for mask in _masks(seen)}
+    for one, two in zip(first, second, strict=True):
+        _assert_same_noise(one, two)
+
+
+@pytest.mark.parametrize("recompute", ["in blocks", "blocks"])
+@pytest.mark.parametrize("layout", [PP2, PP4, DP2], ids=str)
+def test_recomputation_sees_the_same_masks(workers: WorkerPools, layout: Layout, recompute: Recompute) -> None:
+    ranks = _run(workers, layout, recompute=recompute)
+    times = Counter(mask for seen in ranks for mask in _masks(seen))
+    assert set(times.values()) == {2}  # once in the forward, once in the backward
+    assert len(times) == _num_calls(layout)
+
+
+@pytest.mark.parametrize("layout", [PP2, PP4, PP2_DP2], ids=str)
+def test_glue_draws_the_same_on_all_stages_of_a_replica_only(workers: WorkerPools, layout: Layout) -> None:
+    ranks = _run(workers, layout)
+    by_replica = [[seen for rank, seen in enumerate(ranks) if rank % layout.dp == dp] for dp in range(layout.dp)]
+    for stages in by_replica:
+        for seen in stages[1:]:
+            _assert_same_noise(stages[0], seen)
+    noise = [
+        tuple(float(t.flatten()[0]) for t in drawn[:3]) for seen, *_ in by_replica for drawn in seen.noise.values()
+    ]
+    assert len(noise) == STEPS * int(layout.num_microbatches) * layout.dp
+    for values in zip(*noise, strict=True):  # of torch, of NumPy, of Python
+        assert len(set(values)) == len(values), "replicas, microbatches or steps share noise"
+
+
+def _assert_same_noise(one: Seen, other: Seen) -> None:
+    """As far as both drew: a stage leaves the step when it has sent what it made."""
+    assert one.noise.keys() == other.noise.keys()
+    for key, drawn in one.noise.items():
+        assert len(drawn) >= 3
+        for mine, theirs in zip(drawn, other.noise[key], strict=False):
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("seeds_differ", [False, True])
+@pytest.mark.parametrize("layout", [TP2, PP2_TP2], ids=str)
+def test_tensor_parallel_ranks_share_masks_of_replicated_regions(
+    workers: WorkerPools, layout: Layout, seeds_differ: bool
+) -> None:
+    ranks = _run(workers, layout, seeds_differ=seeds_differ)
+    for first, second in zip(ranks[::2], ranks[1::2], strict=True):
+        assert _masks(first)
+        assert _masks(first) == _masks(second)
+        _assert_same_noise(first, second)
+    assert len(set(_masks(ranks[0]))) == len(_masks(ranks[0]))
+
+
+@pytest.mark.parametrize("seeds_differ", [False, True])
+@pytest.mark.parametrize("layout", [PP2, PP2_TP2], ids=str)
+def test_ranks_of_a_replica_shuffle_alike(workers: WorkerPools, layout: Layout, seeds_differ: bool) -> None:
+    ranks = _run(workers, layout, shuffle=True, seeds_differ=seeds_differ)
+    assert len(ranks[0].order) == 2 * STEPS * BATCH
+    assert ranks[0].order[: STEPS * BATCH] != ranks[0].order[STEPS * BATCH :]
+    for seen in ranks[1:]:
+        assert seen.order == ranks[0].order
+        assert all(_equal(mine, theirs) for mine, theirs in zip(seen.states, ranks[0].states, strict=True))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
+
+
+def test_shuffling_goes_as_in_one_process_without_draws_in_steps(workers: WorkerPools) -> None:
+    seen = Seen()
+    torch.manual_seed(1)
+    _fit(Quiet(seen), seen, replicas=1, shuffle=True, devices=1)
+    for rank in _run(workers, PP2, shuffle=True):
+        assert rank.order == seen.order
+
+
+def test_replicas_keep_their_own_random_states(workers: WorkerPools) -> None:
+    states = [seen.states for seen in _run(workers, PP2_DP2, seeds_differ=True)]
+    assert all(_equal(mine, theirs) for mine, theirs in zip(states[0], states[2], strict=True))  # stages of replica 0
+    assert not any(_equal(mine, theirs) for mine, theirs in zip(states[0], states[1], strict=True))
