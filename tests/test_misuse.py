@@ -402,7 +402,8 @@ MISUSES = [
         name="wrong shape",
         model=WrongShape,
         error="TraceError",
-        message=r"Block layers.1 at .*test_misuse.py:\d+ in forward failed on fake and on random tensors.*\(4x5 and 32x32\)",
+        message=r"Block layers.1 at .*test_misuse.py:\d+ in forward failed on fake and on random tensors"
+        r".*\(4x5 and 32x32\)",
     ),
     Misuse(
         name="another path on the first stage",
