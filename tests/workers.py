@@ -155,6 +155,8 @@ def _work(seat: _Seat, connection: Connection) -> None:
 def _answer(request: bytes) -> _Success | _Failure:
     environment, directory = dict(os.environ), os.getcwd()
     rank = rank_zero_only.rank  # type: ignore[attr-defined]
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # what the process of the tests seeded is no seed of this run
+        os.environ.pop(name, None)
     try:
         workspace, function, args = pickle.loads(request)
         os.chdir(workspace)
