@@ -17,6 +17,7 @@ from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.attributes import StepAttributes
 from lightning_3d.pipeline.interception import Router
 from lightning_3d.pipeline.joining import join
+from lightning_3d.pipeline.lazy_hooks import LazyHooks
 from lightning_3d.pipeline.metric_calls import metrics_of
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
 from lightning_3d.pipeline.schedule import Schedule, StageCall
@@ -49,6 +50,7 @@ class Tracing:
         self._module, self.blocks, self._router, self._device = module, blocks, router, device
         self.saw_calls_in_blocks = False
         """Whether a block logged or updated a metric in a trace so far."""
+        self.hooks = LazyHooks(module)
 
     def __call__(self, name: str, microbatch: Any, rest: Sequence[Any]) -> Trace:
         """Trace ``module.<name>(microbatch, *rest)``. What is logged or kept in attributes counts as returned."""
@@ -66,7 +68,8 @@ class Tracing:
 
         attributes = StepAttributes(self._module, self.blocks.values())
 
-        with undone(self._module, self.blocks.values()), attributes.step(), attributes.microbatch():
+        state_kept = undone(self._module, self.blocks.values())
+        with state_kept, self.hooks.put_back(is_trace=True), attributes.step(), attributes.microbatch():
             return trace_step(
                 step, self._module, self.blocks, self._router, self._device, calls_all=name == "training_step"
             )
@@ -144,7 +147,8 @@ class PipelineEngine:
                 run = StageRun(
                     self._router, flows[index], stage, tensors, partial(self._randomness.block, number, index)
                 )
-                with self._attributes.microbatch(), recorder.microbatch(stage, index, keeps_glue=is_last):
+                hooks = self._tracing.hooks.put_back(is_trace=False)
+                with hooks, self._attributes.microbatch(), recorder.microbatch(stage, index, keeps_glue=is_last):
                     answer = run.run(step)
                     if not is_last:
                         recorder.settle(stage, index, recorder.noted(stage, index))
@@ -170,6 +174,7 @@ class PipelineEngine:
             sizes = [batch_size(part.batch) for part in parts]
             reports = self._shared(lambda: self._reports(name, recorder, outputs, sizes))
         replay(reports, self._module, self._metrics, self._attributes, own_stages=self._stages)
+        self._tracing.hooks.register()
         return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, reports[-1].output)
 
     def _reports(

@@ -1,0 +1,61 @@
+"""Forward hooks that a step registers while it runs.
+
+Models of transformers register the hooks that collect hidden states in their first forward, and remember it in an
+attribute. Attributes that a step sets count after the step, for all its microbatches together (``attributes.py``); so
+must its hooks. Every trace and every microbatch leaves the hooks as they were, and after the step those of the trace,
+which ran on all ranks to the end, are registered for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class LazyHooks:
+    """The forward hooks of a model and of its blocks.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._traced: list[tuple[dict[int, Any], int, Any]] = []  # registry, key, hook
+
+    @contextmanager
+    def put_back(self, *, is_trace: bool) -> Iterator[None]:
+        """Remove what was registered inside.
+
+        Args:
+            is_trace: Whether to keep it for ``register``, in place of what an earlier trace registered.
+        """
+        if is_trace:
+            self._traced = []
+        first = RemovableHandle.next_id  # keys are handed out ascending
+        try:
+            yield
+        finally:
+            for registry in self._registries():
+                for key in [key for key in reversed(registry) if key >= first]:
+                    hook = registry.pop(key)
+                    if is_trace:
+                        self._traced.append((registry, key, hook))
+
+    def register(self) -> None:
+        """After a step: register what the last trace registered."""
+        for registry, key, hook in reversed(self._traced):
+            registry[key] = hook
+        self._traced = []
+
+    def _registries(self) -> Iterator[dict[int, Any]]:
+        for module in self._module.modules():
+            yield module._forward_hooks
+            yield module._forward_hooks_with_kwargs
+            yield module._forward_hooks_always_called
+            yield module._forward_pre_hooks
+            yield module._forward_pre_hooks_with_kwargs
