@@ -33,11 +33,6 @@ class Projection:
 
     features_dim: int
 
-    @property
-    def contracted_dim(self) -> int:
-        """The dim of the weight that is summed over."""
-        return 1 - self.features_dim
-
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Projection | None:
     return Projection(input=input, weight=weight, bias=bias, features_dim=0)
