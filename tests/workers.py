@@ -48,6 +48,9 @@ DEFAULT_TIMEOUT = 120.0
 GRACE = 3.0
 """Seconds that the other ranks get to report after the first one failed."""
 
+DUMP_TIMEOUT = 10.0
+"""Seconds that a busy machine may take until the stacks of unfinished ranks are written."""
+
 RUNS_PER_POOL = 25
 """Runs after which fresh processes take over."""
 
@@ -244,11 +247,17 @@ class _Crew:
         return _Failure(report=f"The process {how}.\n")
 
     def dump_stacks(self, ranks: list[int]) -> None:
-        """Make these ranks write the stacks of all their threads to their logs."""
-        for rank in ranks:
-            if self._processes[rank].is_alive():
-                os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(0.3)
+        """Make these ranks write the stacks of all their threads to their logs, and wait until they are there."""
+        before = {rank: len(self.output(rank)) for rank in ranks if self._processes[rank].is_alive()}
+        for rank in before:
+            os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
+        deadline = time.monotonic() + DUMP_TIMEOUT
+        now: dict[int, int] = {}
+        while time.monotonic() < deadline:
+            time.sleep(0.2)
+            then, now = now, {rank: len(self.output(rank)) for rank in before}
+            if all(before[rank] < now[rank] == then.get(rank) for rank in before):
+                return
 
     def output(self, rank: int) -> str:
         return self.log(rank).read_text(errors="replace") if self.log(rank).exists() else ""
