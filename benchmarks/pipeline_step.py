@@ -25,7 +25,7 @@ from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
 from lightning_3d import ThreeDStrategy
 
-BATCH, LENGTH, MICROBATCHES, WARM_UP, STEPS = 8, 128, 4, 5, 40
+BATCH, LENGTH, MICROBATCHES, WARM_UP, STEPS = 8, 128, 4, 5, 100
 
 
 class ByHand:

@@ -5,12 +5,17 @@ A schedule runs forward and backward together, inside ``training_step``. Lightni
 ``training_step``, then ``zero_grad``, then ``backward``. So the new gradients are set aside before ``zero_grad`` can
 clear them, and ``backward`` adds them to what accumulated before, scaled by whatever was applied to the loss meanwhile.
 The loss that Lightning gets is a leaf; its gradient is that scale, and its hook is where the backward has come to.
+
+Gradients that an optimizer has used wait for ``zero_grad`` only; unless someone looks at them there, they go before the
+step, which then needs memory for one set of gradients, not two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_3d.errors import StepError
@@ -27,10 +32,13 @@ class PendingGradients:
         self._parameters = list(parameters)
         self._before: list[Tensor | None] = []
         self._new: list[Tensor | None] | None = None
+        self.used = False
+        """Whether the next step need not keep the gradients that are there."""
 
     def begin(self) -> None:
         """Before a step: set older gradients aside."""
-        self._before = [parameter.grad for parameter in self._parameters]
+        self._before = [None if self.used else parameter.grad for parameter in self._parameters]
+        self.used = False
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -79,3 +87,13 @@ class PendingGradients:
             else:
                 parameter.grad.add_(gradient)
         self._new = None
+
+
+def zeroes_unseen(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether ``zero_grad`` after an optimizer's step shows the gradients to nobody."""
+    hook = "on_before_zero_grad"
+    overrides = [hook, "optimizer_zero_grad"]
+    return not (
+        any(is_overridden(name, module, LightningModule) for name in overrides)
+        or any(is_overridden(hook, callback, Callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    )

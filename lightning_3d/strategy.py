@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -51,7 +51,7 @@ from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.gradients import Gradients
 from lightning_3d.initial_weights import check_same_model, place_weights
 from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
-from lightning_3d.pending import PendingGradients
+from lightning_3d.pending import PendingGradients, zeroes_unseen
 from lightning_3d.pipeline.engine import PipelineEngine, check_loss, loss_of
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
@@ -378,6 +378,12 @@ class ThreeDStrategy(ParallelStrategy):
         if not self._accumulating:
             self._parts.zero.reshard()
         return loss
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._parts.pending.used = zeroes_unseen(self._module.trainer, self._module)
+        return output
 
     @override
     @contextmanager

@@ -28,6 +28,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
@@ -468,6 +469,40 @@ class Scheduled(Net):
     def on_train_epoch_start(self) -> None:
         optimizer: Any = self.optimizers()
         self.seen.append(optimizer.param_groups[0]["lr"])
+
+
+class SeesOldGradients(Net):
+    """Looks at the gradients that the optimizer has used, in the hook that Lightning calls before clearing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        last = self.last.weight.grad
+        self.seen.append(0.0 if last is None else float(_whole(last).norm()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch)[0])
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _seen_on_last_stage(model: type[Net], layout: Layout | None) -> list[float]:
+    seen, _ = _fit(model, layout, ONE_STAGE_SIZES, {"max_epochs": 1})
+    return list(seen)
+
+
+def test_used_gradients_are_there_before_zero_grad(workers: WorkerPools) -> None:
+    layout = Layout(pp=2, num_microbatches=2)
+    expected = _seen_on_last_stage(SeesOldGradients, None)
+    seen = workers(layout.world_size).run(_seen_on_last_stage, SeesOldGradients, layout)[-1]
+    assert len(expected) > 2
+    assert expected[0] == 0.0
+    assert all(norm > 0 for norm in expected[1:])
+    assert seen == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -84,7 +84,7 @@ def run_and_gather(
 def gather(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:
     """What a call returned and its side outputs, as one pytree."""
     attributes = tuple(get_attribute(block, name) for name in side.attributes)
-    containers = argument_containers(*arguments)
+    containers = argument_containers(*arguments) if side.containers else []
     return output, attributes, tuple(containers[i] for i in side.containers), tuple(note.values for note in noted)
 
 
@@ -100,7 +100,7 @@ def scatter(block: nn.Module, gathered: Any, arguments: Any, side: SideOutputs) 
     output, attributes, contents, hook_values = gathered
     for name, value in zip(side.attributes, attributes, strict=True):
         set_attribute(block, name, value)
-    containers = argument_containers(*arguments)
+    containers = argument_containers(*arguments) if side.containers else []
     for i, content in zip(side.containers, contents, strict=True):
         set_content(containers[i], content)
     return output, hook_values

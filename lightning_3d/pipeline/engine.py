@@ -98,7 +98,8 @@ class PipelineEngine:
         device: torch.device,
     ) -> None:
         self._module, self._rank_module, self._tracing, self._router = module, rank_module, tracing, router
-        self._plan, self._mesh, self._randomness, self._device = plan, mesh, randomness, device
+        self._plan, self._randomness, self._device = plan, randomness, device
+        self._group = mesh.group("pp")
         self._stages = plan.stages_on(mesh.pp_rank)
         self._last_stage = plan.num_stages - 1
         self._is_source = self._last_stage in self._stages
@@ -167,7 +168,7 @@ class PipelineEngine:
         with self._attributes.step():
             with self._randomness.step(), recorder.installed():
                 if self.recorder is not None:
-                    torch.distributed.barrier(self._mesh.group("pp"))
+                    torch.distributed.barrier(self._group)
                     self.recorder.begin()
                     self.planned = schedule.planned()
                 schedule.run(StageCall(forward=forward, recorder=self.recorder))
@@ -205,7 +206,7 @@ class PipelineEngine:
             reports = StepError(f"{type(error).__name__} while joining the microbatches of a batch: {error}")
             reports.__cause__ = error
         from_all = self._tracing.saw_calls_in_blocks
-        return share(reports, self._mesh.group("pp"), self._source, self._device, from_all=from_all)
+        return share(reports, self._group, self._source, self._device, from_all=from_all)
 
     def _flow(self, key: Hashable, name: str, part: Microbatch, rest: Sequence[Any]) -> StageFlow:
         if key not in self._flows:
@@ -223,7 +224,7 @@ class PipelineEngine:
                 stage_ranks=self._plan.stage_ranks,
                 module=self._rank_module,
                 device=self._device,
-                group=self._mesh.group("pp"),
+                group=self._group,
                 backward=backward,
             )
             _remember(self._schedules, key, schedule)

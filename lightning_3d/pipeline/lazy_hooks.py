@@ -40,7 +40,8 @@ class LazyHooks:
         try:
             yield
         finally:
-            for registry in self._registries():
+            registered = RemovableHandle.next_id != first
+            for registry in self._registries() if registered else ():
                 for key in [key for key in reversed(registry) if key >= first]:
                     hook = registry.pop(key)
                     if is_trace:

@@ -28,6 +28,7 @@ from lightning_3d.pipeline.ghost import Ghost
 from lightning_3d.pipeline.interception import Call, Router, StepMode, set_finish
 from lightning_3d.pipeline.stages import StageFlow
 from lightning_3d.pipeline.trace import Event
+from lightning_3d.pipeline.trees import flatten_call
 
 
 class StageExit(BaseException):
@@ -98,20 +99,20 @@ class StageRun(StepMode):
         raise self._changed("the step ended")
 
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, with_leaves = flatten_call(args, kwargs)
         name = getattr(func, "__name__", str(func))
         self._check_ghosts(leaves, name)
         if not any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in leaves):
             return func(*args, **kwargs)
 
         def run(values: list[Any]) -> Any:
-            value_args, value_kwargs = tree_unflatten(values, spec)
+            value_args, value_kwargs = with_leaves(values)
             return func(*value_args, **value_kwargs)
 
         return self._on_event(name, False, leaves, run)
 
     def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, with_leaves = flatten_call(args, kwargs)
         self._check_ghosts(leaves, fqn)
         side = self._side_outputs(fqn)
         kept = self._flow.trace.kept_hooks.get(fqn, frozenset())
@@ -131,7 +132,7 @@ class StageRun(StepMode):
                     return gather(block, output, (args, kwargs), side, noted)
 
                 set_finish(block, forward_and_gather)
-                return run_block(*tree_unflatten(values, spec))
+                return run_block(*with_leaves(values))
 
         with self.paused():
             gathered = self._on_event(fqn, True, leaves, run)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from copy import copy
+from functools import partial
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass, tree_leaves
+from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_3d.errors import TraceError
 
@@ -38,6 +40,16 @@ def _register(cls: type[Any]) -> None:
             " torch.utils._pytree.register_pytree_node."
         )
     register_dataclass(cls)
+
+
+def flatten_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """The leaves among the arguments of a call, and what makes arguments of other leaves; fast for plain tensors."""
+    if not kwargs and all(isinstance(arg, Tensor) for arg in args):
+        return list(args), lambda leaves: (tuple(leaves), {})
+    leaves, spec = tree_flatten((args, kwargs))
+    return leaves, partial(tree_unflatten, treespec=spec)
 
 
 def holds_tensors(tree: Any) -> bool:
