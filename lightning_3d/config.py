@@ -28,6 +28,10 @@ PARTITION_METHODS = ("parameters", "uniform", "time", "memory")
 """Values of ``pipeline.partition`` that stand for themselves."""
 
 
+TENSOR_STYLES = ("column", "row", "replicate", "vocabulary")
+"""What a rule of ``tensor.plan`` can make of a weight."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
     """What the data-parallel ranks share of the training state (ZeRO, Rajbhandari et al. 2020, on FSDP2)."""
@@ -96,9 +100,14 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorConfig:
-    """How tensor-parallel plans are accepted."""
+    """How tensor-parallel plans are made and accepted."""
 
     section: ClassVar[str] = "tensor"
+
+    plan: tuple[tuple[str, str], ...] = ()
+    """Rules in place of what planning would find: pairs of an FQN pattern (``"blocks.*.attention.out"``; ``*`` and
+    ``?`` as in a shell) and a style: ``"column"``, ``"row"``, ``"replicate"`` or ``"vocabulary"``. Of several rules
+    that name a weight the last one holds. Without tensor parallel there is nothing to plan."""
 
     verify: bool = True
     """Compare every distinct planned block with its dense self before training, and drop the plans that differ."""
@@ -108,7 +117,11 @@ class TensorConfig:
     of the weights' machine epsilon (3e-4 in fp32). Reordered fp32 sums differ by about 1e-6, wrong plans by about 1."""
 
     def __post_init__(self) -> None:
+        given: object = self.plan
+        if isinstance(given, (list, tuple)):  # from Python or YAML
+            object.__setattr__(self, "plan", tuple(tuple(r) if isinstance(r, (list, tuple)) else r for r in given))
         _check_values(self)
+        _check_rules(self.plan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,6 +317,19 @@ def _check_partition(partition: str | tuple[str, ...]) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"pipeline.partition={partition!r} is no regular expression after 'type:': {error}") from None
+
+
+def _check_rules(rules: tuple[tuple[str, str], ...]) -> None:
+    """Refuse a rule of ``tensor.plan`` that is no pair of a pattern and a style."""
+    for rule in rules:
+        if len(rule) != 2:
+            raise ConfigError(f"tensor.plan has the rule {list(rule)}: use pairs of an FQN pattern and a style")
+        if rule[1] not in TENSOR_STYLES:
+            nearest = difflib.get_close_matches(rule[1], TENSOR_STYLES, n=1, cutoff=0)[0]
+            raise ConfigError(
+                f"tensor.plan gives {rule[0]!r} the style {rule[1]!r}: use {', '.join(map(repr, TENSOR_STYLES))}"
+                f" (nearest: {nearest!r})"
+            )
 
 
 def _check_cut_points(partition: str | tuple[str, ...], num_stages: int) -> None:

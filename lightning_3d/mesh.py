@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_3d.config import ThreeDConfig
@@ -143,6 +144,16 @@ def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
             f"is {world_size}: use {needed} processes, or data_parallel_size={dp} or 'auto'"
         )
     return MeshShape(pp=pp, dp=dp, cp=cp, tp=tp)
+
+
+def warn_of_slow_groups(shape: MeshShape, ranks_per_node: int) -> None:
+    """Warn if ranks of one tensor-parallel group are on different nodes; tp is the innermost axis."""
+    if shape.world_size > ranks_per_node and ranks_per_node % shape.tp:
+        rank_zero_warn(
+            f"tensor_parallel_size={shape.tp} with {ranks_per_node} processes per node puts tensor-parallel groups"
+            " across nodes, and each block then waits for the network several times. Use a size that divides"
+            f" {ranks_per_node}."
+        )
 
 
 def build_mesh(shape: MeshShape, *, zero_stage: int, device_type: str) -> Mesh:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -21,9 +21,8 @@ from lightning_3d.mesh import MeshShape
 from lightning_3d.pipeline.trace import Trace
 from lightning_3d.plan_text import folded, quantity
 from lightning_3d.state import named_state
-
-if TYPE_CHECKING:
-    from lightning_3d.tensor.plan import BlockTensorPlan
+from lightning_3d.tensor.plan import BlockTensorPlan
+from lightning_3d.tensor.table import tensor_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +99,14 @@ class Plan:
         loads = [stage.load for stage in self.stages]
         return max(loads) * len(loads) / max(sum(loads), 1)
 
-    def __rich__(self) -> Table:
-        """A row per stage, for terminals of 100 columns."""
+    def __rich__(self) -> RenderableType:
+        """A row per stage, for terminals of 100 columns; with tensor parallel, then a row per weight."""
+        if self.shape.tp == 1:
+            return self._stage_table()
+        planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
+        return Group(self._stage_table(), tensor_table(planned))
+
+    def _stage_table(self) -> Table:
         shape = self.shape
         schedule = f", {self.schedule} with {self.num_microbatches} microbatches" if shape.pp > 1 else ""
         table = Table(
@@ -110,7 +115,7 @@ class Plan:
         )
         columns = [self._row(stage) for stage in range(self.num_stages)]
         for name in columns[0]:
-            table.add_column(name, justify="left" if name in ("ranks", "blocks", "tensor parallel") else "right")
+            table.add_column(name, justify="left" if name in ("ranks", "blocks") else "right")
         for row in columns:
             table.add_row(*row.values())
         return table
@@ -137,8 +142,6 @@ class Plan:
         if self.num_stages > 1:
             row["share"] = f"{plan.load / max(sum(stage.load for stage in self.stages), 1):.0%}"
             row["sends (tensors)"] = f"{quantity(plan.bytes_sent, 'bytes')} ({plan.num_sent})" if plan.num_sent else ""
-        if self.shape.tp > 1:
-            row["tensor parallel"] = "\n".join(_tensor_column(blocks))
         return row
 
 
@@ -217,15 +220,3 @@ def _place_state(
 
 def _used_by_glue(trace: Trace | None) -> frozenset[str]:
     return frozenset(fqn for event in (trace.events if trace else ()) for fqn in event.parameters)
-
-
-def _tensor_column(blocks: tuple[BlockPlan, ...]) -> list[str]:
-    """What tensor parallel does to each class of blocks."""
-    lines: dict[str, str] = {}
-    for block in blocks:
-        if block.tensor is None or not block.tensor.is_sharded:
-            lines.setdefault(block.kind, "replicated")
-        else:
-            reduces = f"{block.tensor.num_all_reduces_forward} + {block.tensor.num_all_reduces_backward} all-reduces"
-            lines.setdefault(block.kind, f"{block.tensor.sharded_share:.0%} sharded, {reduces}")
-    return [f"{kind}: {text}" for kind, text in lines.items()]

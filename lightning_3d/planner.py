@@ -116,7 +116,7 @@ class Planner:
             plan = make_plan(self._module, blocks, trace, self._config, self._shape, self._device)
         if trace is None or self._shape.tp == 1:
             return plan
-        return plan_blocks(plan, self._module, blocks, trace)
+        return plan_blocks(plan, self._module, blocks, trace, self._config.tensor)
 
     @contextmanager
     def _step(self) -> Iterator[str]:

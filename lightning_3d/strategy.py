@@ -50,7 +50,7 @@ from lightning_3d.deferred import defer_init
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.gradients import Gradients
 from lightning_3d.initial_weights import check_same_model, place_weights
-from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape
+from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.pending import PendingGradients, zeroes_unseen
 from lightning_3d.pipeline.engine import PipelineEngine, check_loss, loss_of
 from lightning_3d.pipeline.microbatches import detached_from_inference
@@ -217,6 +217,7 @@ class ThreeDStrategy(ParallelStrategy):
         _init_dist_connection(
             self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
         )
+        warn_of_slow_groups(shape, self.num_processes)
         self._mesh = build_mesh(shape, zero_stage=self.config.zero.stage, device_type=self.root_device.type)
 
     def set_world_ranks(self) -> None:

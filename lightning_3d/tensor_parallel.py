@@ -23,15 +23,24 @@ from lightning_3d.tensor import (
     Verification,
     apply_block,
     block_signature,
+    check_roles,
     plan_block,
     replicated_plan,
+    roles_by_hand,
     verify_block,
 )
 
 
-def plan_blocks(plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace) -> Plan:
-    """Give every block its sharding. Blocks that are alike are planned once."""
+def plan_blocks(
+    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace, config: TensorConfig
+) -> Plan:
+    """Give every block its sharding. Blocks that are alike are planned once.
+
+    Raises:
+        PlanError: a rule of ``config.plan`` names nothing or can't be followed.
+    """
     excluded = _shared(plan, module)
+    by_hand = roles_by_hand(config.plan, module, blocks)
     found: dict[Hashable, BlockTensorPlan] = {}
     sharded = []
     for block_plan in plan.blocks:
@@ -41,10 +50,12 @@ def plan_blocks(plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], 
             sharded.append(replace(block_plan, tensor=replicated_plan(block, size=plan.shape.tp, reason=reason)))
             continue
         args, kwargs = trace.block_inputs[block_plan.fqn]
-        key = (_kind_of(block, excluded), repr((args, kwargs)))
+        roles = by_hand.get(block_plan.fqn, {})
+        key = (_kind_of(block, excluded), tuple(roles.items()), repr((args, kwargs)))
         if key not in found:
             args, kwargs = _examples((args, kwargs))
-            found[key] = plan_block(block, args, kwargs, size=plan.shape.tp, excluded=excluded)
+            found[key] = plan_block(block, args, kwargs, size=plan.shape.tp, excluded=excluded, by_hand=roles)
+        check_roles(found[key], roles, block_plan.fqn)
         sharded.append(replace(block_plan, tensor=found[key]))
     return replace(plan, blocks=tuple(sharded))
 

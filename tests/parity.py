@@ -69,6 +69,7 @@ class Layout:
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
     stages_per_rank: int | Literal["auto"] = "auto"
     partition: str | tuple[str, ...] = "parameters"
+    tensor_plan: tuple[tuple[str, str], ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -89,6 +90,7 @@ class Layout:
                 "schedule": self.schedule,
                 "stages_per_rank": self.stages_per_rank,
             },
+            tensor={"plan": self.tensor_plan},
             save_distributed_checkpoint=False,
         )
 

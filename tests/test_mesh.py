@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, Literal
@@ -14,7 +15,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # groups of a
 
 from lightning_3d.config import ThreeDConfig
 from lightning_3d.errors import ConfigError
-from lightning_3d.mesh import AxisName, Mesh, MeshCoordinate, MeshShape, build_mesh, resolve_mesh_shape
+from lightning_3d.mesh import (
+    AxisName,
+    Mesh,
+    MeshCoordinate,
+    MeshShape,
+    build_mesh,
+    resolve_mesh_shape,
+    warn_of_slow_groups,
+)
 from tests.workers import WorkerPools
 
 CUBE = MeshShape(pp=2, dp=2, cp=1, tp=2)
@@ -137,3 +146,13 @@ def test_collectives_stay_on_their_axis(workers: WorkerPools, zero_stage: int) -
     assert [rank["dp"] for rank in sums] == [0b0011, 0b0011, 0b1100, 0b1100]
     assert [rank["tp"] for rank in sums] == [0b0001, 0b0010, 0b0100, 0b1000]
     assert [rank["replica"] for rank in sums] == [0b0101, 0b1010, 0b0101, 0b1010]
+
+
+def test_tensor_parallel_groups_across_nodes_warn() -> None:
+    for tp, ranks_per_node in ((4, 2), (8, 4), (2, 3)):
+        with pytest.warns(UserWarning, match=f"tensor_parallel_size={tp} with {ranks_per_node} processes per node"):
+            warn_of_slow_groups(MeshShape(pp=1, dp=3, cp=1, tp=tp), ranks_per_node)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_slow_groups(MeshShape(pp=1, dp=4, cp=1, tp=4), 8)
+        warn_of_slow_groups(MeshShape(pp=1, dp=1, cp=1, tp=4), 4)

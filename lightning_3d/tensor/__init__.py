@@ -5,6 +5,7 @@
 """
 
 from lightning_3d.tensor.apply import apply_block
+from lightning_3d.tensor.by_hand import check_roles, roles_by_hand
 from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan, replicated_plan
 from lightning_3d.tensor.search import plan_block
 from lightning_3d.tensor.verify import Verification, block_signature, verify_block
@@ -15,7 +16,9 @@ __all__ = [
     "WeightPlan",
     "apply_block",
     "block_signature",
+    "check_roles",
     "plan_block",
     "replicated_plan",
+    "roles_by_hand",
     "verify_block",
 ]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ from lightning_3d.tensor.calls import (
     tensors_in,
 )
 from lightning_3d.tensor.ledger import Communication, Ledger
-from lightning_3d.tensor.plan import WeightPlan
+from lightning_3d.tensor.plan import Role, WeightPlan
 from lightning_3d.tensor.preserve import preserved
 from lightning_3d.tensor.rules import NoRule, ShardingRules
 from lightning_3d.tensor.weights import Weights, named_parameters
@@ -79,7 +80,13 @@ class Followed:
 
 
 def follow_block(
-    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, size: int, replicated: Mapping[str, str]
+    block: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    size: int,
+    replicated: Mapping[str, str],
+    by_hand: Mapping[str, Role] = MappingProxyType({}),
 ) -> Followed:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
 
@@ -89,6 +96,7 @@ def follow_block(
         kwargs: Keyword arguments of its forward.
         size: Length of the tp axis.
         replicated: FQN -> reason, for weights that must not be sharded.
+        by_hand: FQN -> column or row, for weights whose role is given.
 
     Raises:
         PlanError: a call changes a sharded tensor in place and has no sharded form.
@@ -100,7 +108,7 @@ def follow_block(
         device = _device([*tree_leaves((args, dict(kwargs))), *parameters.values()])
         fakes = {id(parameter): _fake(parameter, device) for parameter in parameters.values()}
         _stand_in(block, fakes, device)
-        weights = Weights({fqn: fakes[id(p)] for fqn, p in parameters.items()}, replicated, ledger)
+        weights = Weights({fqn: fakes[id(p)] for fqn, p in parameters.items()}, replicated, by_hand, ledger)
         fake_args, fake_kwargs = tree_map(
             lambda leaf: _fake(leaf, device) if isinstance(leaf, Tensor) else leaf, (tuple(args), dict(kwargs))
         )

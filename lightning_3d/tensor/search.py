@@ -11,13 +11,14 @@ https://arxiv.org/abs/1909.08053). Then each sharding that communicates too much
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from lightning_3d.tensor.follow import Followed, follow_block
 from lightning_3d.tensor.ledger import Communication
-from lightning_3d.tensor.plan import BlockTensorPlan, replicated_plan
+from lightning_3d.tensor.plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.weights import named_parameters
 
 
@@ -28,6 +29,7 @@ def plan_block(
     *,
     size: int,
     excluded: Collection[nn.Parameter] = frozenset(),
+    by_hand: Mapping[str, Role] = MappingProxyType({}),
 ) -> BlockTensorPlan:
     """Decide for every parameter of a block whether and how it is sharded over `size` tensor-parallel ranks.
 
@@ -39,6 +41,7 @@ def plan_block(
         kwargs: Example keyword arguments.
         size: Length of the tp axis.
         excluded: Parameters that code outside the block uses, too; they stay replicated.
+        by_hand: Name of a parameter -> role, where the user has decided.
 
     Returns:
         A plan; it replicates the whole block, with the reason, if nothing can be sharded or followed.
@@ -50,9 +53,10 @@ def plan_block(
         for fqn, parameter in named_parameters(block).items()
         if any(parameter is other for other in excluded)
     }
+    replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
     try:
-        best = follow_block(block, args, kwargs, size=size, replicated=replicated)
-        best = _improve(block, args, kwargs, size, replicated, best)
+        best = follow_block(block, args, kwargs, size=size, replicated=replicated, by_hand=by_hand)
+        best = _improve(block, args, kwargs, size, replicated, by_hand, best)
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
@@ -66,15 +70,16 @@ def _improve(
     kwargs: Mapping[str, Any],
     size: int,
     replicated: dict[str, str],
+    by_hand: Mapping[str, Role],
     best: Followed,
 ) -> Followed:
     """Replicate one doubtful group of weights after the other, where that lowers the communicated bytes."""
-    tried: set[frozenset[str]] = set()
-    while doubt := next((d for d in _doubtful(best, size) if d.sources not in tried), None):
-        tried.add(doubt.sources)
+    tried: set[frozenset[str]] = {frozenset()}
+    while doubt := next((d for d in _doubtful(best, size) if d.sources.difference(by_hand) not in tried), None):
+        tried.add(doubt.sources.difference(by_hand))
         reason = f"its output would need an {doubt.kind} of {doubt.num_bytes} bytes at {doubt.call}"
-        candidate = replicated | {fqn: reason for fqn in doubt.sources}
-        trial = follow_block(block, args, kwargs, size=size, replicated=candidate)
+        candidate = replicated | {fqn: reason for fqn in doubt.sources.difference(by_hand)}
+        trial = follow_block(block, args, kwargs, size=size, replicated=candidate, by_hand=by_hand)
         if trial.communicated_bytes < best.communicated_bytes:
             best, replicated = trial, candidate
     return best

@@ -53,11 +53,19 @@ class Weights:
     Args:
         fakes: Fake parameter by name; tied names have the same tensor.
         replicated: FQN -> reason, for weights that must not be sharded.
+        by_hand: FQN -> column or row, for weights whose role is given.
         ledger: Gets the placements of sharded weights.
     """
 
-    def __init__(self, fakes: Mapping[str, Tensor], replicated: Mapping[str, str], ledger: Ledger) -> None:
+    def __init__(
+        self,
+        fakes: Mapping[str, Tensor],
+        replicated: Mapping[str, str],
+        by_hand: Mapping[str, Role],
+        ledger: Ledger,
+    ) -> None:
         self._fakes = fakes
+        self._by_hand = {id(fakes[fqn]): role for fqn, role in by_hand.items()}
         self._ledger = ledger
         self._weights: dict[int, _Weight] = {}
         for fqn, fake in fakes.items():
@@ -114,8 +122,9 @@ class Weights:
     def _choose(self, weight: _Weight, call: Projection) -> None:
         size = self._ledger.size
         features_dim = call.features_dim if call.weight is weight.fake else 1 - call.features_dim
-        if self._ledger.entry(call.input) is None:
-            features = weight.fake.shape[features_dim]
+        features, contracted = weight.fake.shape[features_dim], weight.fake.shape[1 - features_dim]
+        role = self._by_hand.get(id(weight.fake))
+        if role == "column" or (role is None and self._ledger.entry(call.input) is None):
             if features % size:
                 weight.replicate(f"{features} output features are not divisible by {size}")
                 return
@@ -124,7 +133,9 @@ class Weights:
             if bias is not None and bias.fake.shape == (features,):
                 bias.role, bias.shard_dim = "column", 0
                 self._ledger.put(bias.fake, Shard(0), frozenset())
-        elif self._ledger.dim(call.input) == call.input.dim() - 1:
+        elif role == "row" and contracted % size:
+            weight.replicate(f"{contracted} input features are not divisible by {size}")
+        elif role == "row" or self._ledger.dim(call.input) == call.input.dim() - 1:
             weight.role, weight.shard_dim = "row", 1 - features_dim
             self._replicate_bias(call, "added after the all-reduce of a row weight")
         else:

@@ -1,0 +1,105 @@
+"""Rules by hand, ``tensor.plan``: they override what planning finds, are refused where wrong, and train right."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.tensor import check_roles, plan_block, roles_by_hand
+from tests.models import Block, TinyGPT
+from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from tests.test_tensor_plan import tokens
+from tests.workers import WorkerError, WorkerPools
+
+
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    return {f"blocks.{i}": block for i, block in enumerate(model.blocks)}  # type: ignore[arg-type]
+
+
+def test_patterns_name_parameters_and_modules_and_the_last_rule_holds() -> None:
+    model = TinyGPT()
+    rules = [("blocks.*.mlp", "replicate"), ("blocks.1.mlp.0", "column"), ("*.attention.out.weight", "row")]
+    roles = roles_by_hand(rules, model, _blocks(model))
+    assert roles["blocks.0"] == {
+        "mlp.0.weight": "replicate",
+        "mlp.0.bias": "replicate",
+        "mlp.2.weight": "replicate",
+        "mlp.2.bias": "replicate",
+        "attention.out.weight": "row",
+    }
+    assert roles["blocks.1"]["mlp.0.weight"] == "column"
+    assert roles["blocks.1"]["mlp.2.weight"] == "replicate"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (
+            "blocks.*.atention",
+            r"'blocks.\*.atention' names no parameter and no module. The nearest name is 'blocks.0.att",
+        ),
+        ("positions", "names positions.weight, which lies outside of blocks"),
+    ],
+)
+def test_rule_without_a_match_is_refused(pattern: str, message: str) -> None:
+    model = TinyGPT()
+    with pytest.raises(PlanError, match=message):
+        roles_by_hand([(pattern, "row")], model, _blocks(model))
+
+
+def test_roles_are_followed() -> None:
+    block = Block(32, 4)
+    by_hand = {"mlp.0.weight": "replicate", "attention.out.weight": "replicate"}
+    plan = plan_block(block, (tokens(),), {}, size=2, by_hand=by_hand)  # type: ignore[arg-type]
+    assert plan.weight("mlp.0.weight").reason == "by tensor.plan"
+    assert plan.weight("attention.out.weight").role == "replicate"
+    row_alone = plan_block(block, (tokens(),), {}, size=2, by_hand={"mlp.0.weight": "row", "mlp.2.weight": "column"})
+    assert (row_alone.weight("mlp.0.weight").role, row_alone.weight("mlp.0.weight").shard_dim) == ("row", 1)
+    assert (row_alone.weight("mlp.2.weight").role, row_alone.weight("mlp.2.bias").role) == ("column", "column")
+    check_roles(row_alone, {"mlp.0.weight": "row", "mlp.2.weight": "column"}, "blocks.0")
+
+
+def test_role_that_a_weight_can_not_have_is_refused() -> None:
+    block = Block(32, 4)
+    roles = {"mlp.0.weight": "column"}
+    plan = plan_block(block, (tokens(),), {}, size=3, by_hand=roles)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"'column' of blocks.0.mlp.0.weight \[128, 32\].* 128 output features are not"):
+        check_roles(plan, roles, "blocks.0")  # type: ignore[arg-type]
+    roles = {"mlp.0.weight": "row"}
+    plan = plan_block(block, (tokens(),), {}, size=3, by_hand=roles)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="32 input features are not divisible by 3"):
+        check_roles(plan, roles, "blocks.0")  # type: ignore[arg-type]
+
+
+RULES = (
+    ("blocks.*.mlp.0", "row"),  # not what planning finds
+    ("blocks.*.mlp.2", "column"),
+    ("blocks.1", "replicate"),
+    ("blocks.2.attention.out", "replicate"),
+)
+
+
+def test_layout_by_hand_equals_one_process(workers: WorkerPools) -> None:
+    job = Job()
+    result = run_layout(workers, job, Layout(tp=2, tensor_plan=RULES))
+    reference = run_reference(job)
+    assert_parity(reference, result, tolerance=1e-5)
+    for held in result.held:
+        for fqn, number in (("blocks.0.mlp.0.weight", 2), ("blocks.1.mlp.0.weight", 1), ("blocks.2.mlp.2.bias", 2)):
+            assert held.parameters[fqn] == reference.parameters[fqn] // number
+
+
+def test_unmatched_rule_ends_all_ranks_alike(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError) as caught:
+        run_layout(workers, Job(), Layout(tp=2, tensor_plan=(("blocks.*.q_proj", "column"),)))
+    assert set(caught.value.failures) == {0, 1}
+    for failure in caught.value.failures.values():
+        assert "PlanError: tensor.plan: 'blocks.*.q_proj' names no parameter and no module." in failure
+
+
+def test_unknown_style_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tensor.plan gives 'a' the style 'colwise': use 'column', 'row'"):
+        Layout(tensor_plan=(("a", "colwise"),)).strategy()
+    with pytest.raises(ConfigError, match="use pairs of an FQN pattern and a style"):
+        Layout(tensor_plan=(("a",),)).strategy()  # type: ignore[arg-type]
