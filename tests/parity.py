@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, Subset
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.plan import Plan
 from tests.models import TinyGPT, loader, reference_loader, tokens
 from tests.workers import DEFAULT_TIMEOUT, WorkerPools
 
@@ -142,6 +143,8 @@ class LayoutRun:
     weights: dict[str, Tensor]
     """The `state_dict` of the plain `.ckpt` that `trainer.save_checkpoint` wrote."""
 
+    plan: Plan
+
 
 class _Recorder(L.Callback):
     """Collects the losses and gradient norms while training, and at its end what this rank holds."""
@@ -254,15 +257,16 @@ def run_layout(workers: WorkerPools, job: Job, layout: Layout, *, timeout: float
     """Train the job on `layout.world_size` ranks of the pool; seconds of `timeout` as in `WorkerPool.run`."""
     ranks = workers(layout.world_size).run(_train_rank, job, layout, timeout=timeout)
     return LayoutRun(
-        numbers=[numbers for numbers, _, _ in ranks],
-        held=[rank_held for _, rank_held, _ in ranks],
+        numbers=[numbers for numbers, _, _, _ in ranks],
+        held=[rank_held for _, rank_held, _, _ in ranks],
         weights=ranks[0][2],
+        plan=ranks[0][3],
     )
 
 
-def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tensor]]:
-    recorder = _Recorder(_norm_of_strategy)
-    trainer = _trainer(job, layout.strategy(), layout.world_size, recorder)
+def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tensor], Plan]:
+    recorder, strategy = _Recorder(_norm_of_strategy), layout.strategy()
+    trainer = _trainer(job, strategy, layout.world_size, recorder)
     train, val = _splits(job)
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
     trainer.fit(
@@ -273,7 +277,7 @@ def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tens
     path = Path("final.ckpt")
     trainer.save_checkpoint(path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True) if trainer.global_rank == 0 else {}
-    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {})
+    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {}), strategy.plan
 
 
 def assert_parity(reference: ReferenceRun, result: LayoutRun, tolerance: float = 1e-5) -> None:
