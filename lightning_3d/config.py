@@ -109,6 +109,11 @@ class TensorConfig:
     ``?`` as in a shell) and a style: ``"column"``, ``"row"``, ``"replicate"`` or ``"vocabulary"``. Of several rules
     that name a weight the last one holds. Without tensor parallel there is nothing to plan."""
 
+    sequence_parallel: bool = False
+    """Let norms, dropout and residuals between a block's sharded weights work on slices of the sequence, which takes
+    1 / tensor_parallel_size of the memory for their activations (Korthikanti et al. 2022). For blocks whose first
+    argument is (B, T, D) and whose T the size divides."""
+
     verify: bool = True
     """Compare every distinct planned block with its dense self before training, and drop the plans that differ."""
 

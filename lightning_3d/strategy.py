@@ -30,6 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_3d.checkpoint import (
@@ -61,6 +62,7 @@ from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.requirements import check_optimizers, refuse_unsupported
 from lightning_3d.rng import StepRandomness, join_replica
+from lightning_3d.tensor.vocabulary_logits import plain
 from lightning_3d.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.zero import Zero
 
@@ -335,6 +337,7 @@ class ThreeDStrategy(ParallelStrategy):
                 parts.zero.set_accumulating(self._accumulating)
                 with parts.randomness.replica(self._num_steps):
                     output = parts.zero.root(lambda: self._module.training_step(batch, *rest))
+                output = tree_map(plain, output)
                 if self._module.automatic_optimization:
                     check_loss(output)
                 return output
@@ -369,7 +372,7 @@ class ThreeDStrategy(ParallelStrategy):
             if parts.engine is not None:
                 return parts.engine.run(name, batch, rest, number=self._num_steps, backward=False)
             with parts.randomness.replica(self._num_steps):
-                return parts.zero.root(lambda: getattr(self._module, name)(batch, *rest))
+                return tree_map(plain, parts.zero.root(lambda: getattr(self._module, name)(batch, *rest)))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

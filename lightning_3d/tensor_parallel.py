@@ -13,10 +13,12 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from lightning_3d.config import TensorConfig
+from lightning_3d.logits import find_logits
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.ghost import TensorMeta
 from lightning_3d.pipeline.trace import Trace
-from lightning_3d.plan import Plan
+from lightning_3d.pipeline.trees import as_called, is_opaque
+from lightning_3d.plan import BlockPlan, Plan
 from lightning_3d.state import named_state
 from lightning_3d.tensor import (
     BlockTensorPlan,
@@ -29,6 +31,8 @@ from lightning_3d.tensor import (
     roles_by_hand,
     verify_block,
 )
+from lightning_3d.tensor.plan import Role
+from lightning_3d.tensor.vocabulary import VocabularyUse, WeightUse, find_vocabulary, with_vocabulary
 
 
 def plan_blocks(
@@ -41,23 +45,100 @@ def plan_blocks(
     """
     excluded = _shared(plan, module)
     by_hand = roles_by_hand(config.plan, module, blocks)
+    vocabulary = _find_vocabulary(plan, module, blocks, trace, by_hand)
     found: dict[Hashable, BlockTensorPlan] = {}
     sharded = []
     for block_plan in plan.blocks:
         block = blocks[block_plan.fqn]
         if block_plan.fqn not in trace.block_inputs:
             reason = f"{block_plan.fqn} was not called in the traced step"
-            sharded.append(replace(block_plan, tensor=replicated_plan(block, size=plan.shape.tp, reason=reason)))
+            rest = replicated_plan(block, size=plan.shape.tp, reason=reason)
+            sharded.append(replace(block_plan, tensor=with_vocabulary(rest, vocabulary[block_plan.fqn])))
             continue
         args, kwargs = trace.block_inputs[block_plan.fqn]
         roles = by_hand.get(block_plan.fqn, {})
-        key = (_kind_of(block, excluded), tuple(roles.items()), repr((args, kwargs)))
+        use = vocabulary[block_plan.fqn]
+        key = (_kind_of(block, excluded), tuple(roles.items()), _described((use, args, kwargs)))
         if key not in found:
             args, kwargs = _examples((args, kwargs))
-            found[key] = plan_block(block, args, kwargs, size=plan.shape.tp, excluded=excluded, by_hand=roles)
+            rest = plan_block(
+                block,
+                args,
+                kwargs,
+                size=plan.shape.tp,
+                excluded=[*excluded, *(block.get_parameter(fqn) for fqn in use.fqns)],
+                by_hand={fqn: role for fqn, role in roles.items() if role != "vocabulary"},
+                sequence_parallel=config.sequence_parallel and not use.fqns,
+            )
+            found[key] = with_vocabulary(rest, use)
         check_roles(found[key], roles, block_plan.fqn)
         sharded.append(replace(block_plan, tensor=found[key]))
     return replace(plan, blocks=tuple(sharded))
+
+
+def _find_vocabulary(
+    plan: Plan,
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace,
+    by_hand: Mapping[str, Mapping[str, Role]],
+) -> Mapping[str, VocabularyUse]:
+    """What each called block can shard over the vocabulary; of tied weights only those that all their blocks can."""
+    logits = find_logits(trace)
+    by_glue = _parameters(module, plan.used_by_glue)
+    found: dict[str, VocabularyUse] = {}
+    known: dict[Hashable, VocabularyUse] = {}
+    for fqn, inputs in trace.block_inputs.items():
+        roles = by_hand.get(fqn, {})
+        key = (_kind_of(blocks[fqn], by_glue), tuple(roles.items()), repr(inputs), logits.get(fqn))
+        if key not in known:
+            args, kwargs = _examples(inputs)
+            known[key] = find_vocabulary(
+                blocks[fqn],
+                args,
+                kwargs,
+                size=plan.shape.tp,
+                logits=logits.get(fqn),
+                excluded=by_glue,
+                by_hand=roles,
+            )
+        found[fqn] = known[key]
+    found.update({fqn: _idle(fqn, blocks[fqn], plan) for fqn in blocks if fqn not in found})
+    return _agreed(found, plan, module, blocks, trace)
+
+
+def _agreed(
+    found: Mapping[str, VocabularyUse],
+    plan: Plan,
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace,
+) -> Mapping[str, VocabularyUse]:
+    """Without tied weights that a block has found no such use for, or that no called block uses."""
+    slots = {_slot(blocks[block], fqn) for block, use in found.items() for fqn in use.fqns}
+    called = {plan.ties.get(f"{block}.{fqn}") for block in trace.block_inputs for fqn in found[block].fqns}
+    apart = {root for fqn, root in plan.ties.items() if _slot(module, fqn) not in slots or root not in called}
+    for block, use in found.items():  # a head's weight goes with its bias
+        for bias, weight in use.biases.items():
+            if plan.ties.get(f"{block}.{bias}") in apart and f"{block}.{weight}" in plan.ties:
+                apart.add(plan.ties[f"{block}.{weight}"])
+    return {
+        block: use.without({fqn for fqn in use.fqns if plan.ties.get(f"{block}.{fqn}") in apart})
+        for block, use in found.items()
+    }
+
+
+def _idle(fqn: str, block: nn.Module, plan: Plan) -> VocabularyUse:
+    """Of a block that is not called: it takes part in what other blocks do to tied weights."""
+    unused = WeightUse(num_lookups=0, lookup_bytes=0, num_heads=0, logits_bytes=0)
+    names = [name for name, _ in block.named_parameters(remove_duplicate=False) if f"{fqn}.{name}" in plan.ties]
+    return VocabularyUse(weights=dict.fromkeys(names, unused))
+
+
+def _slot(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    """Where a parameter hangs, whatever the names of its module."""
+    owner, _, name = fqn.rpartition(".")
+    return module.get_submodule(owner), name
 
 
 def prove_blocks(
@@ -73,7 +154,7 @@ def prove_blocks(
     failed: dict[str, str] = {}
     for block_plan in plan.blocks_on(mesh.pp_rank):
         block = blocks[block_plan.fqn]
-        if block_plan.tensor is None or not block_plan.tensor.is_sharded:
+        if block_plan.tensor is None or not block_plan.tensor.is_sharded or block_plan.fqn not in trace.block_inputs:
             continue
         key = block_signature(block, block_plan.tensor)
         if key not in proofs:
@@ -91,7 +172,7 @@ def prove_blocks(
             failed[block_plan.fqn] = str(proofs[key])
     everyone: list[dict[str, str]] = [{}] * mesh.shape.world_size
     dist.all_gather_object(everyone, failed)
-    failed = {fqn: why for part in everyone for fqn, why in part.items()}
+    failed = _with_partners({fqn: why for part in everyone for fqn, why in part.items()}, plan)
     if failed and dist.get_rank() == 0:
         listed = "; ".join(f"{fqn}: {why}" for fqn, why in failed.items())
         warnings.warn(
@@ -110,16 +191,44 @@ def prove_blocks(
 
 def apply_blocks(plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], mesh: Mesh) -> None:
     """Shard the blocks of this rank's stage."""
-    excluded = _shared(plan, module)
+    excluded, tied = _shared(plan, module), set(_parameters(module, plan.ties))
+    made: dict[nn.Parameter, nn.Parameter] = {}
     for block_plan in plan.blocks_on(mesh.pp_rank):
         if block_plan.tensor is not None and block_plan.tensor.is_sharded:
-            apply_block(blocks[block_plan.fqn], block_plan.tensor, mesh.axis("tp"), excluded=excluded)
+            block = blocks[block_plan.fqn]
+            apply_block(block, block_plan.tensor, mesh.axis("tp"), excluded=excluded, made=made)
+            made = {parameter: new for parameter, new in made.items() if parameter in tied}
+    for fqn, tensor, owner in list(named_state(module)):  # also where blocks of other stages share it
+        if isinstance(tensor, nn.Parameter) and tensor in made:
+            setattr(owner, fqn.rpartition(".")[2], made[tensor])
+
+
+def _with_partners(failed: Mapping[str, str], plan: Plan) -> dict[str, str]:
+    """These blocks and all that share weights with them that are sharded over the vocabulary."""
+    names = {block.fqn: {plan.ties.get(fqn, fqn) for fqn in _over_vocabulary(block)} for block in plan.blocks}
+    every = dict(failed)
+    while partners := [
+        (fqn, other) for fqn in names for other in every if fqn not in every and names[fqn] & names[other]
+    ]:
+        every.update((fqn, f"shares a weight with {other}") for fqn, other in partners)
+    return every
+
+
+def _over_vocabulary(block: BlockPlan) -> set[str]:
+    """FQNs of what is sharded over the vocabulary."""
+    weights = () if block.tensor is None else block.tensor.weights
+    return {f"{block.fqn}.{weight.fqn}" for weight in weights if weight.role == "vocabulary"}
 
 
 def _shared(plan: Plan, module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that code outside their block uses too; they stay plain."""
+    """Parameters that code outside their block uses too; they stay plain, but for those sharded over the vocabulary."""
+    sharded = {plan.ties.get(fqn, fqn) for block in plan.blocks for fqn in _over_vocabulary(block)}
     shared = plan.ties.keys() | plan.used_by_glue
-    return [tensor for fqn, tensor, _ in named_state(module) if fqn in shared and isinstance(tensor, nn.Parameter)]
+    return _parameters(module, {fqn for fqn in shared if plan.ties.get(fqn, fqn) not in sharded})
+
+
+def _parameters(module: nn.Module, fqns: Collection[str]) -> list[nn.Parameter]:
+    return [tensor for fqn, tensor, _ in named_state(module) if fqn in fqns and isinstance(tensor, nn.Parameter)]
 
 
 def _kind_of(block: nn.Module, excluded: Collection[nn.Parameter]) -> Hashable:
@@ -131,10 +240,15 @@ def _kind_of(block: nn.Module, excluded: Collection[nn.Parameter]) -> Hashable:
     return type(block), repr(block), parameters
 
 
+def _described(inputs: Any) -> str:
+    """Equal for calls that planning can't tell apart."""
+    return repr(tree_map(lambda leaf: type(leaf) if is_opaque(leaf) else leaf, inputs))
+
+
 def _examples(inputs: Any) -> Any:
     def example(leaf: Any) -> Any:
         if not isinstance(leaf, TensorMeta):
             return leaf
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
-    return tree_map(example, inputs)
+    return tree_map(example, as_called(inputs))

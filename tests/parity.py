@@ -71,6 +71,7 @@ class Layout:
     stages_per_rank: int | Literal["auto"] = "auto"
     partition: str | tuple[str, ...] = "parameters"
     tensor_plan: tuple[tuple[str, str], ...] = ()
+    sequence_parallel: bool = False
 
     @property
     def world_size(self) -> int:
@@ -91,7 +92,7 @@ class Layout:
                 "schedule": self.schedule,
                 "stages_per_rank": self.stages_per_rank,
             },
-            tensor={"plan": self.tensor_plan},
+            tensor={"plan": self.tensor_plan, "sequence_parallel": self.sequence_parallel},
             save_distributed_checkpoint=False,
         )
 

@@ -94,7 +94,7 @@ def assert_held_as_planned(reference: ReferenceRun, result: LayoutRun, layout: L
 
 
 def _is_tensor_parallel(fqn: str) -> bool:
-    """What Megatron's plan shards in TinyGPT: column weights with their biases, row weights without."""
+    """What Megatron's plan shards in TinyGPT: column weights with their biases, row weights without, the vocabulary."""
     column = ("attention.q.", "attention.k.", "attention.v.", "mlp.0.")
     row = ("attention.out.weight", "mlp.2.weight")
-    return any(part in fqn for part in (*column, *row))
+    return any(part in fqn for part in (*column, *row, "tokens.weight", "head.weight"))

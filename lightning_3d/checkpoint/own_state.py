@@ -15,11 +15,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.feature_order import (
+    in_grouped_order,
+    in_original_order,
+    state_in_grouped_order,
+    state_in_original_order,
+)
 from lightning_3d.errors import CheckpointError
+from lightning_3d.tensor.parts import marked
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` without what is absent; tensors are aliases of the parameters, DTensors stay DTensors."""
+    """`module.state_dict()` without what is absent; tensors are aliases of the parameters, DTensors stay DTensors.
+
+    Only of weights that tensor parallel keeps in grouped order these are copies, in their original order; a collective
+    of the ranks that hold them.
+    """
     state = module.state_dict()
     present = {fqn: not value.is_meta for fqn, value in state.items() if isinstance(value, Tensor)}
     for fqn in state.keys() - present.keys():
@@ -27,7 +38,7 @@ def model_state(module: nn.Module) -> dict[str, Any]:
         owner = fqn.removesuffix(fqn.rpartition(".")[2])
         tensors = [is_present for other, is_present in present.items() if other.startswith(owner)]
         present[fqn] = any(tensors) or not tensors
-    return {fqn: value for fqn, value in state.items() if present[fqn]}
+    return in_original_order({fqn: value for fqn, value in state.items() if present[fqn]}, marked(module))
 
 
 def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
@@ -53,15 +64,15 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer
                     "only optimizers whose states are tensors and plain values can be saved"
                 )
     groups = [{**group, "params": [fqns[i] for i in group["params"]]} for group in packed["param_groups"]]
-    return {"state": state, "param_groups": groups}
+    return {"state": state_in_original_order(state, marked(module)), "param_groups": groups}
 
 
 def restore_model(module: nn.Module, state: dict[str, Any]) -> None:
     """Give `module` the values in `state`, made by `model_state` and filled since; absent FQNs stay as they are.
 
-    The tensors alias the parameters, so this moves no data; it runs the module's hooks and sets extra state.
+    Most tensors alias the parameters, so this moves no other data; it runs the module's hooks and sets extra state.
     """
-    module.load_state_dict(state, strict=False)
+    module.load_state_dict(in_grouped_order(state, marked(module)), strict=False)
 
 
 def restore_optimizer(module: nn.Module, optimizer: Optimizer | LightningOptimizer, state: dict[str, Any]) -> None:
@@ -72,9 +83,10 @@ def restore_optimizer(module: nn.Module, optimizer: Optimizer | LightningOptimiz
     index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
     current = unwrapped(optimizer).state_dict()["param_groups"]
     saved = state["param_groups"]
+    own = state_in_grouped_order(state["state"], marked(module))
     unwrapped(optimizer).load_state_dict(
         {
-            "state": {index[fqn]: values for fqn, values in state["state"].items()},
+            "state": {index[fqn]: values for fqn, values in own.items()},
             "param_groups": [{**s, "params": c["params"]} for s, c in zip(saved, current, strict=True)],
         }
     )

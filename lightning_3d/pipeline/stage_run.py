@@ -29,6 +29,7 @@ from lightning_3d.pipeline.interception import Call, Router, StepMode, set_finis
 from lightning_3d.pipeline.stages import StageFlow
 from lightning_3d.pipeline.trace import Event
 from lightning_3d.pipeline.trees import flatten_call
+from lightning_3d.tensor.vocabulary_logits import plain
 
 
 class StageExit(BaseException):
@@ -89,13 +90,13 @@ class StageRun(StepMode):
                 output = step()
             if self._flow.trace.stopped_by is None and self._position != len(self._flow.trace.events):
                 raise self._changed("the step ended")
-            return tree_map(self._value, output)
+            return tree_map(lambda leaf: plain(self._value(leaf)), output)
         try:
             with self:
                 self._leave_if_done()
                 step()
         except StageExit:
-            return tuple(self._made[i].contiguous() for i in self._to_send)
+            return tuple(plain(self._made[i]).contiguous() for i in self._to_send)
         raise self._changed("the step ended")
 
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

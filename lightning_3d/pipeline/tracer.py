@@ -44,7 +44,7 @@ from lightning_3d.pipeline.fake_run import RandomRun, run_with_state, running_st
 from lightning_3d.pipeline.ghost import Ghost, TensorMeta
 from lightning_3d.pipeline.interception import Call, Router, StepMode
 from lightning_3d.pipeline.trace import Event, Result, Trace
-from lightning_3d.pipeline.trees import copied, holds_tensors, is_opaque, register_dataclasses
+from lightning_3d.pipeline.trees import as_called, copied, holds_tensors, is_opaque, register_dataclasses
 from lightning_3d.state import named_state
 
 
@@ -207,7 +207,7 @@ class _Tracer(StepMode):
         _check_arguments(leaves, fqn)
         if fqn not in self.block_inputs:
             metas = [TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.block_inputs[fqn] = tree_unflatten(metas, spec)
+            self.block_inputs[fqn] = as_called(tree_unflatten(metas, spec))
         side: list[SideOutputs] = []
 
         def run(*arguments: Any) -> Any:

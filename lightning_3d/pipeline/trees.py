@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_3d.errors import TraceError
 
@@ -84,6 +84,11 @@ def set_content(container: Container, content: Container) -> None:
 def is_opaque(value: Any) -> bool:
     """Whether it is an object that may hold tensors where pytrees don't find them, as key-value caches do."""
     return bool(getattr(value, "__dict__", None)) and not isinstance(value, (Tensor, nn.Module, type, FunctionType))
+
+
+def as_called(tree: Any) -> Any:
+    """Arguments for one run of a block, which may change the opaque objects among them."""
+    return tree_map(lambda leaf: copied(leaf) if is_opaque(leaf) else leaf, tree)
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:

@@ -8,26 +8,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor import crossing
-from lightning_3d.tensor.plan import BlockTensorPlan
+from lightning_3d.tensor.custom_functions import custom_functions_seen
+from lightning_3d.tensor.grouped import GroupedTensor
+from lightning_3d.tensor.grouped_calls import whole
+from lightning_3d.tensor.parts import Parts, mark
+from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, sequence_input
 from lightning_3d.tensor.sharded_calls import ShardedCalls
+from lightning_3d.tensor.vocabulary import VocabularyCalls
 
-Slot = tuple[nn.Module, str]
-"""Where a parameter hangs: the module that owns it, and its name there."""
+Slot = tuple[nn.Module, str, Parts | None]
+"""Where a parameter hangs: the module that owns it, its name there, and its parts if it is sharded part by part."""
 
 
 def apply_block(
-    block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, *, excluded: Collection[nn.Parameter] = frozenset()
+    block: nn.Module,
+    plan: BlockTensorPlan,
+    mesh: DeviceMesh,
+    *,
+    excluded: Collection[nn.Parameter] = frozenset(),
+    made: dict[nn.Parameter, nn.Parameter] | None = None,
 ) -> None:
     """Shard or replicate every parameter of a block as planned and make its forward run on them.
 
@@ -39,25 +50,31 @@ def apply_block(
         plan: Made for this block and this mesh's size.
         mesh: The one-dimensional tp axis.
         excluded: Parameters that are left as they are, as others use them, too.
+        made: Parameter -> the new one in its place; this block takes what is there and adds its own.
 
     Raises:
         PlanError: the plan is for another size or another block, or shards an excluded parameter.
     """
     _check(block, plan, mesh, excluded)
-    made: dict[int, nn.Parameter] = {}
-    replicated: dict[tuple[int, str], Slot] = {}  # a module that hangs in two places has one slot
+    made = {} if made is None else made
+    vocabulary: list[tuple[nn.Module, str]] = []
+    slots: dict[tuple[int, str], Slot] = {}  # a module that hangs in two places has one slot
     for fqn, parameter in list(block.named_parameters(remove_duplicate=False)):
         if any(parameter is other for other in excluded):
             continue
-        placement = plan.weight(fqn).placement
-        if id(parameter) not in made:
-            made[id(parameter)] = _distribute(parameter, placement, mesh)
+        weight = plan.weight(fqn)
+        if parameter not in made:
+            made[parameter] = _distribute(parameter, weight, mesh)
         owner_name, _, name = fqn.rpartition(".")
         owner = block.get_submodule(owner_name)
-        setattr(owner, name, made[id(parameter)])
-        if placement.is_replicate():
-            replicated[id(owner), name] = (owner, name)
-    block.forward = _sharded_forward(block.forward, mesh, list(replicated.values()))
+        setattr(owner, name, made[parameter])
+        if weight.role == "vocabulary":
+            vocabulary.append((owner, name))
+        if weight.parts is not None:
+            mark(owner, name, weight.parts)
+        if weight.shard_dim is None or weight.parts is not None:
+            slots[id(owner), name] = (owner, name, weight.parts)
+    block.forward = _sharded_forward(block.forward, plan, mesh, list(slots.values()), vocabulary)
 
 
 def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]) -> None:
@@ -75,20 +92,36 @@ def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: 
             raise PlanError(f"{weight.fqn} is excluded from tensor parallel, but the plan shards it: plan without it")
 
 
-def _distribute(parameter: nn.Parameter, placement: Placement, mesh: DeviceMesh) -> nn.Parameter:
+def _distribute(parameter: nn.Parameter, weight: WeightPlan, mesh: DeviceMesh) -> nn.Parameter:
     local = parameter.detach()
-    if isinstance(placement, Shard):
+    if weight.shard_dim is not None:
+        full = local if weight.parts is None else weight.parts.grouped(local)
         # A copy, so that the storage of the full value is freed.
-        chunk = local.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+        chunk = full.chunk(mesh.size(), weight.shard_dim)[mesh.get_local_rank()]
         local = chunk.clone(memory_format=torch.contiguous_format)
-    tensor = DTensor.from_local(local, mesh, [placement], run_check=False)
+    stride = parameter.stride() if weight.shard_dim is None else torch.empty(parameter.shape, device="meta").stride()
+    placements, shape = [weight.placement], parameter.shape  # shards need not be equal
+    tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
-def _sharded_forward(forward: Callable[..., Any], mesh: DeviceMesh, replicated: Sequence[Slot]) -> Callable[..., Any]:
+def _sharded_forward(
+    forward: Callable[..., Any],
+    plan: BlockTensorPlan,
+    mesh: DeviceMesh,
+    slots: Sequence[Slot],
+    vocabulary: Sequence[tuple[nn.Module, str]],
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        with _plain_parameters(replicated), ShardedCalls(mesh):
+        sequence = sequence_input(args, mesh.size()) if plan.is_sequence_parallel else None
+        if sequence is not None:
+            args = (crossing.slice_sequence(sequence, mesh, SEQUENCE_DIM), *args[1:])
+        calls = ShardedCalls(mesh, None if sequence is None else sequence.shape)
+        vocabulary_calls = (
+            VocabularyCalls(mesh, vocabulary, gathers_logits=plan.gathers_logits) if vocabulary else nullcontext()
+        )
+        with _local_parameters(slots), calls, vocabulary_calls, custom_functions_seen(calls.on_custom_function):
             output = forward(*args, **kwargs)
         return tree_map(_plain, output)
 
@@ -96,16 +129,20 @@ def _sharded_forward(forward: Callable[..., Any], mesh: DeviceMesh, replicated: 
 
 
 @contextmanager
-def _plain_parameters(slots: Sequence[Slot]) -> Iterator[None]:
-    """Let the block's code find replicated parameters as plain tensors, which also suits custom autograd functions."""
+def _local_parameters(slots: Sequence[Slot]) -> Iterator[None]:
+    """Let the block's code find replicated parameters as plain tensors, which also suits custom autograd functions.
+
+    Those that are sharded part by part it finds as what they are.
+    """
     found: list[tuple[dict[str, Any], str, DTensor]] = []
     local: dict[int, Tensor] = {}
     try:
-        for owner, name in slots:
+        for owner, name, parts in slots:
             parameters: dict[str, Any] = owner._parameters
             parameter = parameters[name]
             if id(parameter) not in local:
-                local[id(parameter)] = parameter.to_local(grad_placements=[Replicate()])
+                own = crossing.local_shard(parameter)
+                local[id(parameter)] = own if parts is None else GroupedTensor(own, parameter.device_mesh, parts)
             found.append((parameters, name, parameter))
             parameters[name] = local[id(parameter)]
         yield
@@ -115,4 +152,4 @@ def _plain_parameters(slots: Sequence[Slot]) -> Iterator[None]:
 
 
 def _plain(leaf: Any) -> Any:
-    return crossing.gather(leaf) if isinstance(leaf, DTensor) else leaf
+    return whole(leaf) if isinstance(leaf, Tensor) else leaf

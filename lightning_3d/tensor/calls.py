@@ -61,6 +61,8 @@ _PROJECTIONS: Mapping[Function, Callable[..., Projection | None]] = {
     Tensor.__matmul__: _matmul,
 }
 
+_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+
 _BATCHED_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 
 
@@ -71,6 +73,17 @@ def as_projection(function: Function, args: Sequence[Any], kwargs: Mapping[str, 
     if projection is None or not isinstance(projection.weight, Tensor) or projection.weight.dim() != 2:
         return None
     return projection
+
+
+def without_empty(function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of ``torch.cat`` without tensors of shape (0,), which it ignores whatever the shapes of the others.
+
+    Key-value caches begin as such; on shards torch knows no such exception.
+    """
+    if function not in _CONCATENATIONS or not args or not isinstance(args[0], list | tuple):
+        return args
+    kept = [tensor for tensor in args[0] if tensor.shape != (0,)]
+    return (kept or args[0], *args[1:])
 
 
 def is_batched_matmul(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -9,6 +9,8 @@ that: where ranks contribute different parts of a gradient, its backward sums th
     shard               take one's shard     all-gather
     replicate           nothing              all-reduce or all-gather, as the gradient needs
     gather              all-gather           take one's shard
+    gather_sequence     all-gather           reduce-scatter
+    scatter_rows        reduce-scatter       all-gather
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.tensor.sharded_activation import ShardedActivation
 
 
 class _EnterColumns(torch.autograd.Function):
@@ -65,6 +70,35 @@ class _Gather(torch.autograd.Function):
         return full if ctx.dim is None else full.redistribute(placements=[Shard(ctx.dim)])
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        return (
+            DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+            .redistribute(placements=[Replicate()])
+            .to_local()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        partial = DTensor.from_local(gradient.contiguous(), ctx.mesh, [Partial()], run_check=False)
+        return partial.redistribute(placements=[Shard(ctx.dim)]).to_local(), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+        ctx.mesh, ctx.dim = mesh, dim
+        tensor = DTensor.from_local(partial.contiguous(), mesh, [Partial()], run_check=False)
+        return tensor.redistribute(placements=[Shard(dim)]).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        sharded = DTensor.from_local(gradient.contiguous(), ctx.mesh, [Shard(ctx.dim)], run_check=False)
+        return sharded.redistribute(placements=[Replicate()]).to_local(), None, None
+
+
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
     return cast(Tensor, function.apply(*args))
 
@@ -79,6 +113,21 @@ def reduce_rows(partial: Tensor, mesh: DeviceMesh) -> Tensor:
     return _apply(_ReduceRows, partial, mesh.get_group())
 
 
+def slice_sequence(tensor: Tensor, mesh: DeviceMesh, dim: int) -> ShardedActivation:
+    """The own slice of a plain activation; a copy, so that nothing keeps the rest of it."""
+    return as_sharded(shard(tensor, mesh, dim).clone(), mesh, dim)
+
+
+def gather_sequence(local: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    """The whole sequence as the input of column weights, from its slices; call it once per activation."""
+    return _apply(_GatherSequence, local, mesh, dim)
+
+
+def scatter_rows(partial: Tensor, mesh: DeviceMesh, dim: int) -> ShardedActivation:
+    """The sum over tp of what a row weight gave on each rank, cut along the sequence."""
+    return as_sharded(_apply(_ScatterRows, partial, mesh, dim), mesh, dim)
+
+
 def replicate(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A plain tensor as an operand beside sharded ones; 0-d CPU tensors move to the mesh's device."""
     return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
@@ -86,22 +135,35 @@ def replicate(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
     """Take the own part of a plain tensor along `dim`, which the size of tp divides."""
+    if not tensor.requires_grad:
+        return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
     return replicate(tensor, mesh).redistribute(placements=[Shard(dim)]).to_local(grad_placements=[Shard(dim)])
 
 
-def gather(tensor: DTensor) -> Tensor:
-    """A sharded or partial tensor as a plain one."""
-    return _apply(_Gather, tensor)
+def gather(tensor: Tensor) -> Tensor:
+    """A sharded or partial tensor as a plain one; a plain one stays what it is."""
+    if isinstance(tensor, ShardedActivation):
+        tensor = as_dtensor(tensor)
+    return _apply(_Gather, tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def as_sharded(local: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+def as_sharded(local: Tensor, mesh: DeviceMesh, dim: int) -> ShardedActivation:
     """Equal shards along `dim` as one tensor."""
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+    return ShardedActivation(local, mesh, dim)
 
 
-def local_shard(tensor: DTensor) -> Tensor:
-    """Take the own part of a tensor; its gradient is the own part of the tensor's gradient."""
-    return tensor.to_local(grad_placements=tensor.placements)
+def as_dtensor(activation: ShardedActivation) -> DTensor:
+    """The same for a call that DTensor runs."""
+    placements = [Shard(activation.shard_dim)]
+    return DTensor.from_local(activation.own_shard(), activation.mesh, placements, run_check=False)
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Take the own part of a sharded tensor; its gradient is the own part of the tensor's gradient."""
+    if isinstance(tensor, ShardedActivation):
+        return tensor.own_shard()
+    assert isinstance(tensor, DTensor)
+    return own_shard(tensor)
 
 
 def placement_of(tensor: DTensor) -> Placement:
@@ -111,6 +173,8 @@ def placement_of(tensor: DTensor) -> Placement:
 
 def shard_dim(tensor: object, mesh: DeviceMesh) -> int | None:
     """The dim that a tensor is evenly sharded on; None for a plain tensor or any other placement."""
+    if isinstance(tensor, ShardedActivation):
+        return tensor.shard_dim
     if not isinstance(tensor, DTensor):
         return None
     placement = placement_of(tensor)

@@ -16,7 +16,7 @@ DTensor will do. Weights are decided on the way (`weights`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import PlanError
+from lightning_3d.pipeline.trees import as_called
 from lightning_3d.tensor.calls import (
     Attention,
     Function,
@@ -46,15 +47,47 @@ from lightning_3d.tensor.calls import (
     is_random,
     mask_dim,
     tensors_in,
+    without_empty,
+)
+from lightning_3d.tensor.contraction import Contraction, as_contraction
+from lightning_3d.tensor.fakes import device_of, fake, stand_in
+from lightning_3d.tensor.grouped import (
+    Cuts,
+    Keeps,
+    Opens,
+    Reads,
+    Reshapes,
+    as_grouped_call,
+    as_merge,
+    cut_pieces,
+    num_parts_of,
+    viewed_shape,
 )
 from lightning_3d.tensor.ledger import Communication, Ledger
+from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
+from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.plan import Role, WeightPlan
 from lightning_3d.tensor.preserve import preserved
 from lightning_3d.tensor.rules import NoRule, ShardingRules
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along, sequence_input
 from lightning_3d.tensor.weights import Weights, named_parameters
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """A call that separates features of column weights."""
+
+    sources: frozenset[str]
+    """The weights' FQNs."""
+
+    features: int
+    """The end of the features in question."""
+
+    edges: frozenset[int]
+    """Where features are separated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +103,23 @@ class Followed:
     num_column_inputs: int
     """Distinct replicated activations that enter column weights: each is one all-reduce in the backward."""
 
+    is_sequence_parallel: bool
+    """Whether the input was cut along its sequence."""
+
     output_bytes: Mapping[str, int]
     """FQN of a column or row weight -> bytes of the full outputs of its uses."""
+
+    weight_cuts: Mapping[str, Collection[int]]
+    """FQN -> where the block cuts the weight itself along its first dim."""
+
+    cuts: tuple[Cut, ...]
+    """Where it cuts features of column weights."""
+
+    view_cuts: tuple[Cut, ...]
+    """Where it views them as several parts, heads among them."""
+
+    uneven_heads: frozenset[str]
+    """FQNs of column weights whose features it views as a number of heads that the ranks do not divide."""
 
     @property
     def communicated_bytes(self) -> int:
@@ -87,6 +135,8 @@ def follow_block(
     size: int,
     replicated: Mapping[str, str],
     by_hand: Mapping[str, Role] = MappingProxyType({}),
+    part_sizes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    sequence_parallel: bool = False,
 ) -> Followed:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
 
@@ -97,6 +147,8 @@ def follow_block(
         size: Length of the tp axis.
         replicated: FQN -> reason, for weights that must not be sharded.
         by_hand: FQN -> column or row, for weights whose role is given.
+        part_sizes: FQN -> sizes of the parts of its output features, for weights that are sharded part by part.
+        sequence_parallel: Whether to cut the input along its sequence.
 
     Raises:
         PlanError: a call changes a sharded tensor in place and has no sharded form.
@@ -105,14 +157,19 @@ def follow_block(
     parameters = named_parameters(block)
     rules, ledger = ShardingRules(size), Ledger(size)
     with preserved(block), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        device = _device([*tree_leaves((args, dict(kwargs))), *parameters.values()])
-        fakes = {id(parameter): _fake(parameter, device) for parameter in parameters.values()}
-        _stand_in(block, fakes, device)
-        weights = Weights({fqn: fakes[id(p)] for fqn, p in parameters.items()}, replicated, by_hand, ledger)
+        device = device_of([*tree_leaves((args, dict(kwargs))), *parameters.values()])
+        fakes = {id(parameter): fake(parameter, device) for parameter in parameters.values()}
+        stand_in(block, fakes, device)
+        named_fakes = {fqn: fakes[id(p)] for fqn, p in parameters.items()}
+        weights = Weights(named_fakes, replicated, by_hand, part_sizes, ledger)
         fake_args, fake_kwargs = tree_map(
-            lambda leaf: _fake(leaf, device) if isinstance(leaf, Tensor) else leaf, (tuple(args), dict(kwargs))
+            lambda leaf: fake(leaf, device) if isinstance(leaf, Tensor) else leaf,
+            as_called((tuple(args), dict(kwargs))),
         )
-        follower = _FollowCalls(weights, rules, ledger)
+        sequence = sequence_input(fake_args, size) if sequence_parallel else None
+        if sequence is not None:
+            ledger.put(sequence, Shard(SEQUENCE_DIM), frozenset())
+        follower = _FollowCalls(weights, rules, ledger, None if sequence is None else sequence.shape)
         with _FollowOps(follower), follower:
             output = block.forward(*fake_args, **fake_kwargs)
         for tensor in {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}.values():
@@ -120,39 +177,27 @@ def follow_block(
     return Followed(
         weights=weights.plans(),
         communications=tuple(ledger.communications),
-        num_column_inputs=len(follower.column_inputs),
+        num_column_inputs=sum(not is_sliced for _, is_sliced in follower.column_inputs.values()),
+        is_sequence_parallel=sequence is not None,
         output_bytes=follower.output_bytes,
+        weight_cuts=weights.cuts,
+        cuts=tuple(follower.cuts),
+        view_cuts=tuple(follower.view_cuts),
+        uneven_heads=frozenset(follower.uneven_heads),
     )
-
-
-def _device(leaves: Sequence[object]) -> torch.device:
-    """One device for all fakes: the one that the arguments, else the parameters, really are on."""
-    devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type != "meta")
-    return next(devices, torch.device("cpu"))
-
-
-def _fake(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
-
-
-def _stand_in(block: nn.Module, fakes: Mapping[int, Tensor], device: torch.device) -> None:
-    """Hang fake parameters and buffers where the block's code finds the real ones."""
-    for module in block.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = fakes[id(parameter)]  # type: ignore[assignment]  # not a Parameter
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = _fake(buffer, device)
 
 
 class _FollowCalls(TorchFunctionMode):
     """Sees the calls that the block makes, and through `_FollowOps` the aten ops that they consist of."""
 
-    def __init__(self, weights: Weights, rules: ShardingRules, ledger: Ledger) -> None:
+    def __init__(self, weights: Weights, rules: ShardingRules, ledger: Ledger, sequence: torch.Size | None) -> None:
         super().__init__()
-        self.column_inputs: dict[tuple[int, int], Tensor] = {}
+        self._sequence = sequence
+        self.column_inputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
         self.output_bytes: dict[str, int] = {}
+        self.cuts: list[Cut] = []
+        self.view_cuts: list[Cut] = []
+        self.uneven_heads: set[str] = set()
         self._weights = weights
         self._rules = rules
         self._ledger = ledger
@@ -160,10 +205,17 @@ class _FollowCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        self._name = function_name(func)
+        if is_multi_head_attention(func, args, kwargs):
+            with self:
+                return multi_head_attention(*args, **kwargs)
+        self._name, args = function_name(func), without_empty(func, args)
         projection = as_projection(func, args, kwargs)
-        if projection is not None and self._weights.decide(projection):
+        if projection is not None and self._weights.decide(projection) and self._is_along(projection):
             return self._project(func, args, kwargs, projection)
+        contraction = as_contraction(func, args, kwargs, self._weights.is_weight)
+        if contraction is not None and self._weights.decide_contraction(contraction):
+            return self._contract(func, args, kwargs, contraction)
+        self._weights.cut(func, args, kwargs)
         tensors = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
         output = self._run(func, args, kwargs, tensors)
         self._weights.settle(func, self._name, tensors, output)
@@ -173,6 +225,12 @@ class _FollowCalls(TorchFunctionMode):
         ledger = self._ledger
         if not any(ledger.entry(tensor) for tensor in tensors):
             return func(*args, **kwargs)
+        if any(ledger.parts(tensor) for tensor in tensors):
+            return self._call_on_parts(func, args, kwargs, tensors)
+        if args and isinstance(args[0], Tensor) and (dim := ledger.dim(args[0])) is not None:
+            self._note_cuts(func, args, kwargs, dim)
+            if (merge := as_merge(func, args, kwargs, dim, num_ranks=ledger.size)) is not None:
+                return self._put_parts(func, args, kwargs, [merge.parts], [0])
         if (attention := as_attention(func, args, kwargs)) is not None:
             return self._attend(func, args, kwargs, attention, tensors)
         if (dropout := as_dropout(func, args, kwargs)) is not None and ledger.dim(dropout.input) is not None:
@@ -182,6 +240,67 @@ class _FollowCalls(TorchFunctionMode):
             if dim is not None:
                 return self._locally(func, args, kwargs, dim, tensors)
         return self._generic(func, args, kwargs, tensors)
+
+    def _call_on_parts(self, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor]) -> Any:
+        """A call with a tensor in grouped order."""
+        match as_grouped_call(func, args, kwargs, self._ledger.parts, self._is_plain):
+            case None:
+                return self._whole(func, args, kwargs, tensors, destination(func, args, kwargs))
+            case Reads():
+                return func(*args, **kwargs)
+            case Opens() as call:
+                with self._ledger.closed():
+                    opened = args[0].reshape(call.shape)
+                self._ledger.put(opened, Shard(call.dim), self._ledger.sources(tensors))
+                return self._generic(Tensor.reshape, (opened, call.result), {}, [opened])
+            case Cuts() as call:
+                return self._put_parts(func, args, kwargs, call.pieces, call.starts)
+            case Reshapes() | Keeps() as call:
+                return self._put_parts(func, args, kwargs, [call.parts], [0])
+
+    def _is_along(self, call: Projection) -> bool:
+        """Whether the parts of the weight, if it has any, are its output features."""
+        parts = self._ledger.parts(call.weight)
+        return parts is None or parts.dim == call.features_dim
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        return self._ledger.entry(tensor) is None
+
+    def _put_parts(
+        self, func: Function, args: Args, kwargs: Kwargs, parts: Sequence[Parts], starts: Sequence[int]
+    ) -> Any:
+        """A call that every rank makes on its own parts; each result has its parts."""
+        ledger = self._ledger
+        entries = [entry for tensor in tensors_in((args, kwargs)) if (entry := ledger.entry(tensor)) is not None]
+        sources = frozenset[str]().union(*(entry.sources for entry in entries))
+        with ledger.closed():
+            output = func(*args, **kwargs)
+        for result, its_parts, start in zip(tensors_in(output), parts, starts, strict=True):
+            ledger.put_parts(result, its_parts, sources, entries[0].start + start)
+        return output
+
+    def _note_cuts(self, func: Function, args: Args, kwargs: Kwargs, dim: int) -> None:
+        """Note where a call separates the features of column weights."""
+        ledger, tensor = self._ledger, args[0]
+        entry = ledger.entry(tensor)
+        assert entry is not None
+        if dim != tensor.dim() - 1:
+            return
+        pieces = cut_pieces(func, args, kwargs, dim)
+        edges = {edge for piece in pieces for edge in piece} if pieces is not None else set()
+        notes = self.cuts
+        if pieces is None and (shape := viewed_shape(func, args, kwargs)) is not None:
+            if (
+                len(shape) > tensor.dim()
+                and shape[: tensor.dim() - 1] == tensor.shape[:-1]
+                and shape[dim] % ledger.size
+            ):
+                self.uneven_heads |= entry.sources
+            num_parts, notes = num_parts_of(tuple(tensor.shape), shape), self.view_cuts
+            edges = set(range(0, tensor.shape[-1], tensor.shape[-1] // num_parts))
+        if len(edges) > 1:
+            absolute = frozenset(entry.start + edge for edge in edges)
+            notes.append(Cut(sources=entry.sources, features=entry.start + tensor.shape[-1], edges=absolute))
 
     def _generic(self, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor]) -> Any:
         """A call as DTensor runs it; on full tensors if it can't."""
@@ -236,13 +355,41 @@ class _FollowCalls(TorchFunctionMode):
             output = func(*args, **kwargs)
         self._weights.settle(func, self._name, [] if call.bias is None else [call.bias], output)
         self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
-        if ledger.dim(call.weight) == call.features_dim:
-            ledger.gather(call.input, self._name)
-            self.column_inputs[id(call.input), call.input._version] = call.input
-            ledger.put(output, Shard(output.dim() - 1), frozenset({fqn}))
+        parts = ledger.parts(call.weight)
+        if parts is not None or ledger.dim(call.weight) == call.features_dim:
+            is_sliced = is_along(call.input, self._sequence) and ledger.dim(call.input) == SEQUENCE_DIM
+            read = (id(call.input), call.input._version)
+            if not is_sliced or read not in self.column_inputs:
+                ledger.gather(call.input, self._name)
+            self.column_inputs[read] = (call.input, is_sliced)
+            sizes = (output.shape[-1],) if parts is None else parts.sizes
+            made = Parts(dim=output.dim() - 1, sizes=sizes, num_ranks=ledger.size)
+            ledger.put_parts(output, made, frozenset({fqn}), ledger.start(call.weight))
         else:
             if ledger.dim(call.input) != call.input.dim() - 1:
                 ledger.gather(call.input, self._name)
+            sources, is_sliced = ledger.sources([call.input]), is_along(output, self._sequence)
+            target = Shard(SEQUENCE_DIM) if is_sliced else Replicate()
+            ledger.move(output, Partial(), target, sources, self._name, row=fqn)
+            ledger.put(output, target, frozenset())
+        return output
+
+    def _contract(self, func: Function, args: Args, kwargs: Kwargs, call: Contraction) -> Any:
+        """As `_project`, for a contraction with a sharded weight."""
+        ledger, fqn, dim = self._ledger, self._weights.fqn_of(call.weight), self._ledger.dim(call.weight)
+        assert dim is not None
+        letter = call.of_weight[dim]
+        if letter in call.features:
+            ledger.gather(call.input, self._name)
+            self.column_inputs[id(call.input), call.input._version] = (call.input, False)
+        elif ledger.dim(call.input) != call.of_input.index(letter):
+            ledger.gather(call.input, self._name)
+        with ledger.closed():
+            output = func(*args, **kwargs)
+        self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
+        if letter in call.features:
+            ledger.put(output, Shard(call.of_output.index(letter)), frozenset({fqn}))
+        else:
             ledger.move(output, Partial(), Replicate(), ledger.sources([call.input]), self._name, row=fqn)
         return output
 

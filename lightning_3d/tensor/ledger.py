@@ -10,6 +10,8 @@ from typing import Literal
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from lightning_3d.tensor.parts import Parts
+
 Kind = Literal["all-reduce", "all-gather", "all-to-all", "reduce-scatter"]
 
 
@@ -40,6 +42,12 @@ class Sharding:
 
     sources: frozenset[str]
     """FQNs of the column weights that it comes from."""
+
+    parts: Parts | None = None
+    """What the sharded dim consists of, if it is in grouped order."""
+
+    start: int = 0
+    """The output feature of the weight with which the sharded dim begins."""
 
 
 class Ledger:
@@ -76,11 +84,15 @@ class Ledger:
         return Replicate() if entry is None else entry.placement
 
     def dim(self, tensor: Tensor) -> int | None:
-        """The dim that a tensor is evenly sharded on; None for any other placement."""
+        """The dim that a tensor is evenly sharded on, in its original order; None for any other placement."""
         placement = self.placement(tensor)
-        if not isinstance(placement, Shard) or tensor.shape[placement.dim] % self.size:
+        if not isinstance(placement, Shard) or tensor.shape[placement.dim] % self.size or self.parts(tensor):
             return None
         return placement.dim
+
+    def parts(self, tensor: Tensor) -> Parts | None:
+        """The parts of a tensor in grouped order; None for any other."""
+        return None if (entry := self.entry(tensor)) is None else entry.parts
 
     def sources(self, tensors: Sequence[Tensor]) -> frozenset[str]:
         """The column weights that any of the tensors comes from."""
@@ -94,6 +106,16 @@ class Ledger:
             self._entries.pop(id(tensor), None)
         else:
             self._entries[id(tensor)] = Sharding(placement, sources)
+
+    def start(self, tensor: Tensor) -> int:
+        """The output feature of its weight with which the sharded dim of a tensor begins."""
+        return 0 if (entry := self.entry(tensor)) is None else entry.start
+
+    def put_parts(self, tensor: Tensor, parts: Parts, sources: frozenset[str], start: int = 0) -> None:
+        """Enter a result whose sharded dim consists of parts; of a single part it is in its original order."""
+        self.put(tensor, Shard(parts.dim), sources)
+        kept = parts if len(parts.sizes) > 1 else None
+        self._entries[id(tensor)] = Sharding(Shard(parts.dim), sources, kept, start)
 
     def gather(self, tensor: Tensor, call: str) -> None:
         """Count what makes a tensor whole for a call; its entry stays."""

@@ -12,8 +12,11 @@ from typing import Literal
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-Role = Literal["column", "row", "replicate"]
-"""column: the output features are sharded; row: the contracted features are; replicate: every rank holds all of it."""
+from lightning_3d.tensor.parts import Parts
+
+Role = Literal["column", "row", "replicate", "vocabulary"]
+"""column: the output features are sharded; row: the contracted features are; replicate: every rank holds all of it;
+vocabulary: the rows of an embedding table or of an output head are sharded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +32,10 @@ class WeightPlan:
     role: Role
 
     shard_dim: int | None = None
-    """The dim that is cut into equal shards; None for ``replicate``."""
+    """The dim that is cut into shards, equal ones but for ``vocabulary``; None for ``replicate``."""
+
+    parts: Parts | None = None
+    """What `shard_dim` consists of, where each rank holds a slice of every part; None if that is one slice."""
 
     reason: str | None = None
     """Why the parameter stays replicated; None for a sharded one."""
@@ -65,6 +71,12 @@ class BlockTensorPlan:
 
     num_other_collectives_forward: int = 0
     """All-gathers, all-to-alls and reduce-scatters."""
+
+    is_sequence_parallel: bool = False
+    """Whether what lies between the sharded weights works on slices of the sequence (`sequence`)."""
+
+    gathers_logits: bool = False
+    """Whether logits on shards are gathered at once, beside what the loss computes on shards."""
 
     communicated_bytes: int = 0
     """Bytes that one rank sends in one forward with the example's shapes (ring algorithms)."""

@@ -2,7 +2,8 @@
 
 The first run shards all that it can (`follow`): a column weight for each replicated activation, a row weight for each
 sharded one, which for an ordinary transformer block is Megatron's plan (Shoeybi et al. 2019,
-https://arxiv.org/abs/1909.08053). Then each sharding that communicates too much is tried without it:
+https://arxiv.org/abs/1909.08053). Fused weights are then sharded part by part (`grouped`). Last, each sharding that
+communicates too much is tried without it:
 
 * an activation that is gathered, unless it is small beside the outputs that it comes from;
 * a column-row pair whose all-reduce sends more than gathering the outputs of both weights would (narrow waists, LoRA).
@@ -10,13 +11,15 @@ https://arxiv.org/abs/1909.08053). Then each sharding that communicates too much
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
-from lightning_3d.tensor.follow import Followed, follow_block
+from lightning_3d.tensor.follow import Cut, Followed, follow_block
 from lightning_3d.tensor.ledger import Communication
 from lightning_3d.tensor.plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.weights import named_parameters
@@ -30,6 +33,7 @@ def plan_block(
     size: int,
     excluded: Collection[nn.Parameter] = frozenset(),
     by_hand: Mapping[str, Role] = MappingProxyType({}),
+    sequence_parallel: bool = False,
 ) -> BlockTensorPlan:
     """Decide for every parameter of a block whether and how it is sharded over `size` tensor-parallel ranks.
 
@@ -42,6 +46,7 @@ def plan_block(
         size: Length of the tp axis.
         excluded: Parameters that code outside the block uses, too; they stay replicated.
         by_hand: Name of a parameter -> role, where the user has decided.
+        sequence_parallel: Whether to cut the input along its sequence, where that is possible.
 
     Returns:
         A plan; it replicates the whole block, with the reason, if nothing can be sharded or followed.
@@ -55,8 +60,13 @@ def plan_block(
     }
     replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
     try:
-        best = follow_block(block, args, kwargs, size=size, replicated=replicated, by_hand=by_hand)
-        best = _improve(block, args, kwargs, size, replicated, by_hand, best)
+        follow = partial(
+            follow_block, block, args, kwargs, size=size, by_hand=by_hand, sequence_parallel=sequence_parallel
+        )
+        parameters = named_parameters(block)
+        best = _improve(
+            lambda kept: _group(partial(follow, replicated=kept), parameters, size), size, replicated, by_hand
+        )
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
@@ -64,24 +74,79 @@ def plan_block(
     return _plan(block, best, size)
 
 
+def _group(follow: Callable[..., Followed], parameters: Mapping[str, nn.Parameter], size: int) -> Followed:
+    """Shard fused weights part by part, where that lowers the communicated bytes.
+
+    Weights that the block cuts itself (``weight.chunk(3)``) come first, as they are else not sharded at all.
+    """
+    part_sizes: dict[str, tuple[int, ...]] = {}
+    best = follow(part_sizes=part_sizes)
+    cut = {fqn: _sizes(parameters[fqn].shape[0], edges, size) for fqn, edges in best.weight_cuts.items()}
+    if known := {fqn: sizes for fqn, sizes in cut.items() if sizes is not None}:
+        part_sizes, best = known, follow(part_sizes=known)
+    tried: set[object] = set()
+    while candidate := next((c for c in _groupings(best, part_sizes, size) if _frozen(c) not in tried), None):
+        tried.add(_frozen(candidate))
+        trial = follow(part_sizes=part_sizes | candidate)
+        if trial.communicated_bytes < best.communicated_bytes:
+            part_sizes, best = part_sizes | candidate, trial
+    return best
+
+
+def _groupings(
+    followed: Followed, part_sizes: Mapping[str, tuple[int, ...]], size: int
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    """Parts of the weights whose outputs are gathered: where the block cuts them, then where it views them in parts."""
+    gathered = [c.sources for c in followed.communications if c.row is None and c.kind != "all-reduce"]
+    for cuts in (_joined(followed.cuts), followed.view_cuts):
+        for cut in cuts:
+            if not any(cut.sources & sources for sources in gathered):
+                continue
+            candidate = {}
+            for fqn in cut.sources:
+                edges = {0, *accumulate(part_sizes.get(fqn, ())), *cut.edges}
+                if (sizes := _sizes(max(cut.features, *edges), edges, size)) is not None:
+                    candidate[fqn] = sizes
+            if candidate.keys() == cut.sources:
+                yield candidate
+
+
+def _joined(cuts: Sequence[Cut]) -> Sequence[Cut]:
+    """Cuts of the same features in several calls, as by slices, in one."""
+    edges: dict[tuple[frozenset[str], int], frozenset[int]] = {}
+    for cut in cuts:
+        edges[cut.sources, cut.features] = edges.get((cut.sources, cut.features), frozenset()) | cut.edges
+    return [Cut(sources=sources, features=features, edges=e) for (sources, features), e in edges.items()]
+
+
+def _sizes(features: int, edges: Collection[int], size: int) -> tuple[int, ...] | None:
+    """The sizes of the parts between edges; None if a part does not divide, or if there is only one."""
+    sizes = tuple(stop - start for start, stop in pairwise(sorted({0, features, *edges})))
+    return sizes if len(sizes) > 1 and not any(length % size for length in sizes) else None
+
+
+def _frozen(candidate: Mapping[str, tuple[int, ...]]) -> object:
+    return frozenset(candidate.items())
+
+
 def _improve(
-    block: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    size: int,
-    replicated: dict[str, str],
-    by_hand: Mapping[str, Role],
-    best: Followed,
+    follow: Callable[[dict[str, str]], Followed], size: int, replicated: dict[str, str], by_hand: Mapping[str, Role]
 ) -> Followed:
     """Replicate one doubtful group of weights after the other, where that lowers the communicated bytes."""
+    best = follow(replicated)
+    if fewer := best.uneven_heads.difference(by_hand):  # as Megatron does with few key and value heads
+        candidate = replicated | dict.fromkeys(fewer, f"its heads are not divisible by {size}")
+        trial = follow(candidate)
+        if trial.communicated_bytes < best.communicated_bytes:
+            best, replicated = trial, candidate
     tried: set[frozenset[str]] = {frozenset()}
     while doubt := next((d for d in _doubtful(best, size) if d.sources.difference(by_hand) not in tried), None):
         tried.add(doubt.sources.difference(by_hand))
         reason = f"its output would need an {doubt.kind} of {doubt.num_bytes} bytes at {doubt.call}"
         candidate = replicated | {fqn: reason for fqn in doubt.sources.difference(by_hand)}
-        trial = follow_block(block, args, kwargs, size=size, replicated=candidate, by_hand=by_hand)
+        trial = follow(candidate)
         if trial.communicated_bytes < best.communicated_bytes:
-            best, replicated = trial, candidate
+            best, replicated, tried = trial, candidate, {frozenset()}  # what did not pay before may pay now
     return best
 
 
@@ -89,7 +154,7 @@ def _doubtful(followed: Followed, size: int) -> Iterator[Communication]:
     """The communications that may cost more than the sharding is worth; those that give up least come first."""
 
     def outputs_of(communication: Communication) -> int:
-        return sum(followed.output_bytes[fqn] for fqn in communication.sources)
+        return sum(followed.output_bytes.get(fqn, 0) for fqn in communication.sources)
 
     for communication in sorted(followed.communications, key=outputs_of):
         outputs = outputs_of(communication)
@@ -116,6 +181,7 @@ def _plan(block: nn.Module, followed: Followed, size: int) -> BlockTensorPlan:
         size=size,
         weights=followed.weights,
         num_all_reduces_forward=all_reduces,
+        is_sequence_parallel=followed.is_sequence_parallel,
         num_all_reduces_backward=followed.num_column_inputs,
         num_other_collectives_forward=len(followed.communications) - all_reduces,
         communicated_bytes=followed.communicated_bytes,

@@ -1,18 +1,20 @@
 """Running a block's calls on shards: the mode that turns "replicated is plain" (see the note in `follow`) into fact.
 
-Calls on plain tensors pass through. A call with a DTensor among its arguments runs
+Calls on plain tensors pass through. A call with a sharded tensor among its arguments runs
 
-* locally, if it is a projection, attention, a batched matmul or dropout (`calls`): no DTensor dispatch, and exactly the
-  collectives of the plan;
+* locally, if it is a projection, attention, a batched matmul or dropout (`calls`): exactly the collectives of the plan;
+* locally, too, if DTensor would run it without communication (`local_form`);
 * by DTensor otherwise, with its plain operands replicated;
 * on gathered tensors, if DTensor has no rule for it.
 
-Results that are replicated or partially reduced become plain at once, so a DTensor in user code is always sharded.
+What user code sees of a sharded tensor is a `ShardedActivation`, or a DTensor if its shards are uneven. Results that
+are replicated or partially reduced become plain at once.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,9 +42,44 @@ from lightning_3d.tensor.calls import (
     is_random,
     map_tensors,
     mask_dim,
+    without_empty,
 )
+from lightning_3d.tensor.contraction import Contraction, as_contraction
 from lightning_3d.tensor.crossing import placement_of, shard_dim
+from lightning_3d.tensor.gathered import GatheredSequence
+from lightning_3d.tensor.grouped import GroupedTensor, as_merge
+from lightning_3d.tensor.grouped_calls import call_on_parts, cut_parts, reshaped, whole
+from lightning_3d.tensor.local_form import LocalForm, Operand, call_locally, local_form, signature
+from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
 from lightning_3d.tensor.randomness import dropout_shard, seeded_for_rank
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along
+from lightning_3d.tensor.sharded_activation import ShardedActivation
+
+_SHARDED = (DTensor, ShardedActivation, GroupedTensor)
+
+# Calls that read what a handle itself knows; descriptors have `__get__`.
+_READS = frozenset(
+    {
+        Tensor.shape.__get__,  # type: ignore[attr-defined]
+        Tensor.dtype.__get__,  # type: ignore[attr-defined]
+        Tensor.device.__get__,
+        Tensor.ndim.__get__,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+        Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+        Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        torch.is_floating_point,
+        Tensor.is_complex,
+        torch.is_complex,
+        Tensor.__len__,
+    }
+)
+
+_OF_AUTOGRAD = frozenset({"backward", "register_hook", "retain_grad", "__set__"})
+"""Calls that change a tensor's place in the graph."""
 
 
 class ShardedCalls(TorchFunctionMode):
@@ -50,26 +87,46 @@ class ShardedCalls(TorchFunctionMode):
 
     Args:
         mesh: The tp axis.
+        sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, sequence: torch.Size | None = None) -> None:
         super().__init__()
-        self._mesh = mesh
+        self._mesh, self._sequence = mesh, sequence
         # Plain activations that column weights read: id -> (activation, its version, what they read).
         self._column_inputs: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._sequences: dict[int, tuple[Tensor, int, GatheredSequence]] = {}
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not (_has_dtensor(args) or (kwargs and _has_dtensor(kwargs.values()))):
+        if not (_has_sharded(args) or (kwargs and _has_sharded(kwargs.values()))):
             return func(*args, **kwargs)
+        if func in _READS:
+            return func(*args, **kwargs)
+        if is_multi_head_attention(func, args, kwargs):
+            with self:
+                return multi_head_attention(*args, **kwargs)
+        args = without_empty(func, args)
         projection = as_projection(func, args, kwargs)
-        if projection is not None and shard_dim(projection.weight, self._mesh) is not None:
+        if projection is not None and isinstance(weight := projection.weight, GroupedTensor):
+            if weight.parts.dim == projection.features_dim:
+                return self._project_on_parts(projection, weight)
+        elif projection is not None and shard_dim(projection.weight, self._mesh) is not None:
             return self._project(projection)
+        contraction = as_contraction(func, args, kwargs, self._is_sharded_parameter)
+        if contraction is not None and contraction.separates(shard_dim(contraction.weight, self._mesh)):
+            return self._contract(contraction)
         args, kwargs = map_tensors(_plain_if_replicated, (args, kwargs))
-        if not (_has_dtensor(args) or _has_dtensor(kwargs.values())):
+        if not (_has_sharded(args) or _has_sharded(kwargs.values())):
             return func(*args, **kwargs)
+        if _has_sharded(args, GroupedTensor) or _has_sharded(kwargs.values(), GroupedTensor):
+            return call_on_parts(func, args, kwargs, self._mesh, self._generic)
+        if args and (dim := shard_dim(args[0], self._mesh)):
+            merge = as_merge(func, args, kwargs, dim, num_ranks=self._mesh.size())
+            if merge is not None:
+                return reshaped(_local(args[0]), self._mesh, merge)
         if (attention := as_attention(func, args, kwargs)) is not None:
             return self._attend(attention)
         if (dropout := as_dropout(func, args, kwargs)) is not None and shard_dim(dropout.input, self._mesh) is not None:
@@ -83,41 +140,152 @@ class ShardedCalls(TorchFunctionMode):
 
     def _generic(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = destination(func, args, kwargs)
-        if not is_random(func) and (changed is None or isinstance(changed, DTensor)):
-            try:
-                output = func(*map_tensors(self._operand, args), **map_tensors(self._operand, kwargs))
-            except torch.OutOfMemoryError:
-                raise
-            except (NotImplementedError, RuntimeError) as error:
-                # No sharded form. It depends on placements and shapes alone, so all ranks get here alike; a mistake of
-                # the block itself is raised again below, in terms of full tensors.
-                if isinstance(changed, DTensor):
-                    raise PlanError(f"{function_name(func)} changes a sharded tensor in place: {error}") from error
-            else:
-                return map_tensors(_plain_unless_sharded, output)
-        elif isinstance(changed, DTensor):
-            raise PlanError(f"{function_name(func)} draws random numbers into a sharded tensor in place")
-        return func(*map_tensors(_whole, args), **map_tensors(_whole, kwargs))
+        if is_random(func) or (changed is not None and not isinstance(changed, _SHARDED)):
+            if isinstance(changed, _SHARDED):
+                raise PlanError(f"{function_name(func)} draws random numbers into a sharded tensor in place")
+            return func(*map_tensors(whole, args), **map_tensors(whole, kwargs))
+        form = self._local_form(func, args, kwargs)
+        return (
+            self._by_dtensor(func, args, kwargs, changed) if form is None else self._locally(form, func, args, kwargs)
+        )
+
+    def on_custom_function(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a custom autograd function, whose own calls DTensor sees."""
+        if not (_has_sharded(args) or _has_sharded(kwargs.values())):
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            if _has_sharded(args, GroupedTensor) or _has_sharded(kwargs.values(), GroupedTensor):
+                return function(*map_tensors(whole, args), **map_tensors(whole, kwargs))
+            return self._by_dtensor(function, args, kwargs, None)
+
+    def _by_dtensor(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any], changed: Tensor | None) -> Any:
+        name = function_name(func)
+        if isinstance(changed, ShardedActivation) or (name in _OF_AUTOGRAD and isinstance(args[0], ShardedActivation)):
+            raise PlanError(
+                f"{name} changes a sharded tensor in place, and not every rank can do that on its own shard"
+            )
+        try:
+            output = func(*map_tensors(self._operand, args), **map_tensors(self._operand, kwargs))
+        except torch.OutOfMemoryError:
+            raise
+        except (NotImplementedError, RuntimeError) as error:
+            # No sharded form. It depends on placements and shapes alone, so all ranks get here alike; a mistake of
+            # the block itself is raised again below, in terms of full tensors.
+            if changed is not None:
+                raise PlanError(f"{name} changes a sharded tensor in place: {error}") from error
+            return func(*map_tensors(whole, args), **map_tensors(whole, kwargs))
+        return map_tensors(self._result, output)
 
     def _operand(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, ShardedActivation):
+            return crossing.as_dtensor(tensor)
         return tensor if isinstance(tensor, DTensor) else crossing.replicate(tensor, self._mesh)
 
+    def _result(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if placement_of(tensor).is_replicate() or placement_of(tensor).is_partial():
+            return crossing.gather(tensor)
+        dim = shard_dim(tensor, self._mesh)
+        return tensor if dim is None else crossing.as_sharded(crossing.local_shard(tensor), self._mesh, dim)
+
     # ---------------------------------------------------------------------------------------------------- local calls
+
+    def _local_form(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LocalForm | None:
+        try:
+            return local_form(
+                func, signature(args, self._signature), signature(kwargs, self._signature), self._mesh.size()
+            )
+        except TypeError:  # an argument that can't be hashed
+            return None
+
+    def _signature(self, tensor: Tensor) -> Operand:
+        return Operand(tensor.shape, tensor.dtype, tensor.device, shard_dim(tensor, self._mesh))
+
+    def _locally(self, form: LocalForm, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        cuts, dims = iter(form.cuts), iter(form.dims)
+        handles: dict[int, ShardedActivation] = {}
+
+        def own(tensor: Tensor) -> Tensor:
+            cut = next(cuts)
+            if isinstance(tensor, ShardedActivation):
+                local = tensor.own_shard()
+                handles[id(local)] = tensor
+                return local
+            if isinstance(tensor, DTensor):
+                return crossing.local_shard(tensor)
+            return self._column_input(tensor) if cut is None else self._slice(tensor, cut)
+
+        def result(local: Tensor) -> Tensor:
+            dim = next(dims)
+            return handles[id(local)] if id(local) in handles else crossing.as_sharded(local, self._mesh, dim)
+
+        output = call_locally(func, map_tensors(own, args), map_tensors(own, kwargs), form.local_shape)
+        for handle in handles.values():
+            handle.follow_local()
+        return map_tensors(result, output)
 
     def _project(self, call: Projection) -> Tensor:
         """``input @ weight + bias`` with a sharded weight: column gives a sharded result, row a plain one."""
         weight, bias = call.weight, call.bias
-        assert isinstance(weight, DTensor)
         matrix = crossing.local_shard(weight) if call.features_dim == 0 else crossing.local_shard(weight).t()
         if shard_dim(weight, self._mesh) == call.features_dim:
             part = None if bias is None else self._column_bias(bias)
-            output = F.linear(self._column_input(_whole(call.input)), matrix, part)
+            output = self._column(call.input, matrix, part)
             return crossing.as_sharded(output, self._mesh, output.dim() - 1)
-        output = crossing.reduce_rows(F.linear(self._row_input(call.input), matrix), self._mesh)
-        return output if bias is None else output + _whole(bias)
+        partial = F.linear(self._row_input(call.input), matrix)
+        if is_along(partial, self._sequence):
+            sliced = crossing.scatter_rows(partial, self._mesh, SEQUENCE_DIM)
+            if bias is None:
+                return sliced
+            return crossing.as_sharded(sliced.local + self._column_input(whole(bias)), self._mesh, SEQUENCE_DIM)
+        output = crossing.reduce_rows(partial, self._mesh)
+        return output if bias is None else output + whole(bias)
+
+    def _is_sharded_parameter(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, DTensor) and shard_dim(tensor, self._mesh) is not None
+
+    def _contract(self, call: Contraction) -> Tensor:
+        """As `_project`, for a contraction with a sharded weight."""
+        dim, weight = shard_dim(call.weight, self._mesh), crossing.local_shard(call.weight)
+        assert dim is not None
+        letter = call.of_weight[dim]
+        if letter in call.features:
+            output = call.run(self._column_input(whole(call.input)), weight)
+            return crossing.as_sharded(output, self._mesh, call.of_output.index(letter))
+        along = call.of_input.index(letter)
+        is_local = shard_dim(call.input, self._mesh) == along
+        own = _local(call.input) if is_local else crossing.shard(whole(call.input), self._mesh, along)
+        return crossing.reduce_rows(call.run(own, weight), self._mesh)
+
+    def _project_on_parts(self, call: Projection, weight: GroupedTensor) -> Tensor:
+        """A column weight in grouped order; so is the result."""
+        matrix = weight.local if call.features_dim == 0 else weight.local.t()
+        bias = call.bias.local if isinstance(call.bias, GroupedTensor) else None
+        if call.bias is not None and bias is None:
+            bias = cut_parts(whole(call.bias), replace(weight.parts, dim=call.bias.dim() - 1), self._mesh)
+        output = self._column(call.input, matrix, bias)
+        return GroupedTensor(output, self._mesh, replace(weight.parts, dim=output.dim() - 1))
+
+    def _column(self, input: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_along(input, self._sequence) or shard_dim(input, self._mesh) != SEQUENCE_DIM:
+            return F.linear(self._column_input(whole(input)), matrix, bias)
+        gathered = self._gathered(input)
+        with gathered.not_saved():
+            return F.linear(gathered.whole, matrix, bias)
+
+    def _gathered(self, input: Tensor) -> GatheredSequence:
+        """The same for all column weights that read `input`."""
+        known = self._sequences.get(id(input))
+        if known is None or known[1] != input._version:
+            known = (input, input._version, GatheredSequence(_local(input), self._mesh))
+            self._sequences[id(input)] = known
+        return known[2]
 
     def _column_input(self, tensor: Tensor) -> Tensor:
         """The same for all column weights that read `tensor`, so that their gradients are summed before one reduce."""
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
         known = self._column_inputs.get(id(tensor))
         if known is not None and known[1] == tensor._version:
             return known[2]
@@ -128,13 +296,13 @@ class ShardedCalls(TorchFunctionMode):
     def _column_bias(self, bias: Tensor) -> Tensor:
         if shard_dim(bias, self._mesh) == bias.dim() - 1:
             return _local(bias)
-        return crossing.shard(_whole(bias), self._mesh, bias.dim() - 1)
+        return crossing.shard(whole(bias), self._mesh, bias.dim() - 1)
 
     def _row_input(self, tensor: Tensor) -> Tensor:
         last = tensor.dim() - 1
         if shard_dim(tensor, self._mesh) == last:
             return _local(tensor)
-        return crossing.shard(_whole(tensor), self._mesh, last)
+        return crossing.shard(whole(tensor), self._mesh, last)
 
     def _attend(self, call: Attention) -> Any:
         """Attention on local heads (or local batch), as torch has no rule for all of its kernels (2.13: CPU flash)."""
@@ -143,14 +311,14 @@ class ShardedCalls(TorchFunctionMode):
         is_clear = all(dim is not None or not isinstance(t, DTensor) for dim, t in zip(dims, operands, strict=True))
         dim = attention_dim(call, *dims, size=self._mesh.size()) if is_clear else None
         if dim is None:
-            query, key, value = (_whole(tensor) for tensor in operands)
-            return self._attention(call, query, key, value, None if call.mask is None else _whole(call.mask))
+            query, key, value = (whole(tensor) for tensor in operands)
+            return self._attention(call, query, key, value, None if call.mask is None else whole(call.mask))
         query, key, value = (self._part(tensor, dim, call.query.shape[dim]) for tensor in operands)
         mask = call.mask
         if mask is not None:
             along = mask_dim(call, dim)
             if along is None:
-                mask = _whole(mask)
+                mask = whole(mask)
             else:
                 mask = _local(mask) if shard_dim(mask, self._mesh) == along else self._slice(mask, along)
         with self._own_randomness(query.device) if call.dropout_p else nullcontext():
@@ -158,13 +326,19 @@ class ShardedCalls(TorchFunctionMode):
         return crossing.as_sharded(output, self._mesh, dim)
 
     def _part(self, tensor: Tensor, dim: int, num_heads: int) -> Tensor:
-        """Take the own heads; replicated keys and values are repeated for their query heads first."""
-        if isinstance(tensor, DTensor):
+        """Take the own heads; of replicated keys and values those that the own query heads need."""
+        if isinstance(tensor, _SHARDED):
             return _local(tensor)
-        return self._slice(tensor.repeat_interleave(num_heads // tensor.shape[dim], dim), dim)
+        entered = self._column_input(tensor)  # the gradients of heads that ranks share are summed
+        per_head, num_own = num_heads // tensor.shape[dim], num_heads // self._mesh.size()
+        first = self._mesh.get_local_rank() * num_own
+        if num_own % per_head and per_head % num_own:  # the own query heads need unequal numbers of keys
+            heads = torch.arange(first, first + num_own, device=tensor.device) // per_head
+            return entered.index_select(dim, heads)
+        return entered.narrow(dim, first // per_head, max(num_own // per_head, 1))
 
     def _slice(self, tensor: Tensor, dim: int) -> Tensor:
-        return crossing.shard(_whole(tensor), self._mesh, dim)
+        return crossing.shard(whole(tensor), self._mesh, dim)
 
     @staticmethod
     def _attention(call: Attention, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -191,33 +365,22 @@ class ShardedCalls(TorchFunctionMode):
         return seeded_for_rank(device, self._mesh.get_local_rank())
 
 
-def _has_dtensor(values: Any) -> bool:
-    """Whether arguments hold a DTensor, at most one list deep as torch functions take them."""
+def _has_sharded(values: Any, kinds: type[Tensor] | tuple[type[Tensor], ...] = _SHARDED) -> bool:
+    """Whether arguments hold a sharded tensor, at most one list deep as torch functions take them."""
     for value in values:
-        if isinstance(value, DTensor):
+        if isinstance(value, kinds):
             return True
-        if isinstance(value, list | tuple) and any(isinstance(item, DTensor) for item in value):
+        if isinstance(value, list | tuple) and any(isinstance(item, kinds) for item in value):
             return True
     return False
 
 
 def _local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
     return crossing.local_shard(tensor)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return crossing.gather(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _plain_if_replicated(tensor: Tensor) -> Tensor:
     """Parameters that reach a call past their module, as those of recurrent layers do."""
     if isinstance(tensor, DTensor) and placement_of(tensor).is_replicate():
         return crossing.local_shard(tensor)
-    return tensor
-
-
-def _plain_unless_sharded(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor) and (placement_of(tensor).is_replicate() or placement_of(tensor).is_partial()):
-        return crossing.gather(tensor)
     return tensor

@@ -32,9 +32,10 @@ def tensor_table(blocks: Iterable[tuple[str, str, BlockTensorPlan]]) -> Table:
 def _collectives(plan: BlockTensorPlan) -> str:
     if plan.reason is not None:
         return f"replicated: {plan.reason}"
+    sequence = ", sequence parallel" if plan.is_sequence_parallel else ""
     others = f", {plan.num_other_collectives_forward} others" if plan.num_other_collectives_forward else ""
     return (
-        f"{plan.num_all_reduces_forward} + {plan.num_all_reduces_backward} all-reduces{others},"
+        f"{plan.num_all_reduces_forward} + {plan.num_all_reduces_backward} all-reduces{others}{sequence},"
         f" {plan.communicated_bytes / 2**10:,.0f} KiB"
     )
 

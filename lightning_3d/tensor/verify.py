@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_3d.pipeline.interception import own_forward
+from lightning_3d.pipeline.trees import as_called
 from lightning_3d.tensor import crossing
 from lightning_3d.tensor.apply import apply_block
+from lightning_3d.tensor.parts import marked
 from lightning_3d.tensor.plan import BlockTensorPlan
 from lightning_3d.tensor.preserve import preserved
 
@@ -79,8 +82,9 @@ def verify_block(
     """Compare a copy of the block, sharded as planned, with the dense block: outputs and all gradients.
 
     Every rank of the tp group must call it. Both run in evaluation mode (no dropout) on the same random floating-point
-    inputs; other inputs keep their values; without values booleans are random and integers zero. Random state and block
-    are left as they were, and no gradient stays behind. Memory: one more copy of this block, and its activations.
+    inputs; other inputs keep their values; without values booleans and the ids of an embedding table are random, other
+    integers zero. Random state and block are left as they were, and no gradient stays behind. Memory: one more copy of
+    this block, and its activations.
 
     Args:
         block: Dense, with full parameters that are equal on all ranks of the tp group and on the mesh's device.
@@ -95,7 +99,7 @@ def verify_block(
     epsilons = [torch.finfo(p.dtype).eps for p in block.parameters() if p.is_floating_point()]
     limit = max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5 if tolerance is None else tolerance
     device = next((parameter.device for parameter in block.parameters()), torch.device(mesh.device_type))
-    inputs = _random_inputs((tuple(args), dict(kwargs)), device)
+    inputs = _random_inputs((tuple(args), dict(kwargs)), device, _num_ids(block))
     devices = [device] if device.type != "cpu" else []
     error = None
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), preserved(block):
@@ -120,7 +124,14 @@ def verify_block(
     )
 
 
-def _random_inputs(example: Any, device: torch.device) -> Any:
+def _num_ids(block: nn.Module) -> int:
+    """What integers may be below: the rows of a block that is a plain table; elsewhere they may index anything."""
+    if not isinstance(block, nn.Embedding) or getattr(own_forward(block), "__func__", None) is not nn.Embedding.forward:
+        return 1
+    return block.num_embeddings
+
+
+def _random_inputs(example: Any, device: torch.device, num_ids: int) -> Any:
     """Concrete inputs like the example; tensors that appear twice stay one tensor."""
     generator = torch.Generator().manual_seed(_SEED)
     made: dict[int, Tensor] = {}
@@ -129,13 +140,13 @@ def _random_inputs(example: Any, device: torch.device) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
-            made[id(leaf)] = _random_input(leaf, generator, device)
+            made[id(leaf)] = _random_input(leaf, generator, device, num_ids)
         return made[id(leaf)]
 
     return tree_map(make, example)
 
 
-def _random_input(example: Tensor, generator: torch.Generator, device: torch.device) -> Tensor:
+def _random_input(example: Tensor, generator: torch.Generator, device: torch.device, num_ids: int) -> Tensor:
     if example.is_floating_point():
         values = torch.randn(example.shape, generator=generator).to(device, example.dtype)
         return values.requires_grad_()
@@ -143,7 +154,7 @@ def _random_input(example: Tensor, generator: torch.Generator, device: torch.dev
     if example.dtype == torch.bool and not has_values:
         return torch.rand(example.shape, generator=generator).lt(0.5).to(device)
     if not has_values:
-        return torch.zeros(example.shape, dtype=example.dtype, device=device)
+        return torch.randint(num_ids, example.shape, generator=generator, dtype=example.dtype).to(device)
     return example.detach().to(device)
 
 
@@ -158,7 +169,7 @@ def _sharded_copy(
 
 def _run(block: nn.Module, parameters: Mapping[str, nn.Parameter], inputs: Any) -> _Results:
     """Forward and backward of a random linear function of the outputs, without leaving gradients behind."""
-    args, kwargs = inputs
+    args, kwargs = as_called(inputs)
     differentiable = [leaf for leaf in _tensors(inputs) if leaf.requires_grad]
     trained = {fqn: parameter for fqn, parameter in parameters.items() if parameter.requires_grad}
     with torch.enable_grad():
@@ -173,10 +184,14 @@ def _run(block: nn.Module, parameters: Mapping[str, nn.Parameter], inputs: Any) 
         if isinstance(loss, Tensor):
             gradients = list(torch.autograd.grad(loss, [*differentiable, *trained.values()], allow_unused=True))
     full = [_full(gradient) for gradient in gradients]
+    named = dict(zip(trained, full[len(differentiable) :], strict=True))
+    for fqn, parts in marked(block).items():
+        if (gradient := named.get(fqn)) is not None:
+            named[fqn] = parts.ungrouped(gradient)
     return _Results(
         outputs=[output.detach() for output in outputs],
         input_gradients=full[: len(differentiable)],
-        parameter_gradients=dict(zip(trained, full[len(differentiable) :], strict=True)),
+        parameter_gradients=named,
     )
 
 

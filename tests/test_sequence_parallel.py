@@ -1,0 +1,183 @@
+"""Sequence-parallel regions: the numbers of one process, the planned collectives, and activations cut by the size."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.tensor import apply_block, plan_block, verify_block
+from tests.models import Block, TinyGPT
+from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from tests.test_tensor_apply import Collectives
+from tests.workers import WorkerPools
+
+SHAPE = (2, 8, 32)  # (B, T, D)
+
+
+class DropoutBlock(Block):
+    """Drops in the residuals, which are sequence-parallel."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.attention(self.norm1(x)), 0.5, self.training)
+        output: Tensor = x + F.dropout(self.mlp(self.norm2(x)), 0.5, self.training)
+        return output
+
+
+class FlatBlock(nn.Module):
+    """Projects (B T, D), where no sequence is left, and adds a plain table of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.positions = nn.Parameter(torch.randn(8, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(x + self.positions).reshape(-1, 32)
+        output: Tensor = x + self.down(F.gelu(self.up(hidden))).view(x.shape)
+        return output
+
+
+def _saved_bytes(block: nn.Module, inputs: Tensor) -> int:
+    """Bytes of all storages that the forward keeps for the backward, except parameters'."""
+    own = {_local(parameter).untyped_storage().data_ptr() for parameter in block.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = _local(tensor).untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = block(inputs)
+    total = sum(kept.values())
+    output.sum().backward()
+    return total
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _run_block(size: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    mesh, block, inputs = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), Block(32, 4), torch.randn(SHAPE)
+    plan = plan_block(block, (inputs,), {}, size=size, sequence_parallel=True)
+    proof = verify_block(block, plan, (inputs,), {}, mesh)
+    sharded = copy.deepcopy(block)
+    apply_block(sharded, plan, mesh)
+    leaf = inputs.clone().requires_grad_()
+    with Collectives() as forward:
+        output = sharded(leaf)
+    with Collectives() as backward:
+        output.sum().backward()
+    return {
+        "plan": plan,
+        "proof": proof,
+        "forward": dict(forward.counts),
+        "backward": dict(backward.counts),
+        "dense": _saved_bytes(block, inputs.clone().requires_grad_()),
+        "sliced": _saved_bytes(sharded, inputs.clone().requires_grad_()),
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_block_communicates_as_planned_and_keeps_its_part_of_the_activations(workers: WorkerPools, size: int) -> None:
+    for rank in workers(size).run(_run_block, size):
+        plan = rank["plan"]
+        assert rank["proof"].passed
+        assert plan.is_sequence_parallel
+        assert plan.num_all_reduces_forward == plan.num_all_reduces_backward == 0
+        # Two regions, each entered by an all-gather and left by a reduce-scatter, and the block's output.
+        assert rank["forward"] == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 2}
+        assert plan.num_other_collectives_forward == 5
+        # Two more all-gathers for what was not kept; all-reduces of norms' and row biases' gradients.
+        assert rank["backward"] == {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 2, "allreduce_": 6}
+        assert rank["sliced"] <= rank["dense"] * (1 / size + 0.03)
+
+
+def _masks_differ() -> tuple[bool, float]:
+    torch.manual_seed(0)
+    mesh, block = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), DropoutBlock()
+    inputs = torch.zeros(SHAPE)
+    nn.init.zeros_(block.attention.out.weight)
+    nn.init.ones_(block.attention.out.bias)
+    nn.init.zeros_(block.mlp[2].weight)
+    nn.init.zeros_(block.mlp[2].bias)
+    apply_block(block, plan_block(block, (inputs,), {}, size=2, sequence_parallel=True), mesh)
+    first, second = block(inputs).chunk(2, dim=1)
+    return not torch.equal(first, second), float((first == 0).float().mean())
+
+
+def test_dropout_differs_between_slices(workers: WorkerPools) -> None:
+    for differ, share in workers(2).run(_masks_differ):
+        assert differ
+        assert 0.3 < share < 0.7
+
+
+def _prove_flat() -> tuple[str, bool]:
+    torch.manual_seed(0)
+    mesh, block, inputs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), FlatBlock(), torch.randn(SHAPE)
+    plan = plan_block(block, (inputs,), {}, size=2, sequence_parallel=True)
+    return str(verify_block(block, plan, (inputs,), {}, mesh)), plan.weight("down.weight").role == "row"
+
+
+def test_what_leaves_the_sequence_is_gathered(workers: WorkerPools) -> None:
+    for proof, is_row in workers(2).run(_prove_flat):
+        assert proof.startswith("proved")
+        assert is_row
+
+
+def _recomputed() -> float:
+    torch.manual_seed(0)
+    mesh, block, inputs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), DropoutBlock(), torch.randn(SHAPE)
+    apply_block(block, plan_block(block, (inputs,), {}, size=2, sequence_parallel=True), mesh)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(1)
+        leaf = inputs.clone().requires_grad_()
+        output = checkpoint(block, leaf, use_reentrant=False) if recompute else block(leaf)
+        output.square().sum().backward()
+        gradients.append(leaf.grad)
+    return float((gradients[0] - gradients[1]).abs().max())
+
+
+def test_recomputation_sees_the_same(workers: WorkerPools) -> None:
+    assert workers(2).run(_recomputed) == [0.0, 0.0]
+
+
+def test_input_that_can_not_be_cut_is_left_whole() -> None:
+    block = Block(32, 4)
+    plan = plan_block(block, (torch.randn(2, 7, 32),), {}, size=2, sequence_parallel=True)
+    assert not plan.is_sequence_parallel
+    assert plan.num_all_reduces_forward == plan.num_all_reduces_backward == 2
+
+
+LAYOUTS = [
+    Layout(tp=2, sequence_parallel=True),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(pp=2, tp=2, num_microbatches=2, sequence_parallel=True),
+    Layout(dp=2, tp=2, zero=3, sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_layout_equals_one_process(workers: WorkerPools, layout: Layout) -> None:
+    job = Job(gradient_clip_val=0.3)
+    result = run_layout(workers, job, layout)
+    assert_parity(run_reference(job), result, tolerance=1e-5)
+    blocks = [block.tensor for block in result.plan.blocks if block.kind == Block.__name__]
+    assert len(blocks) == len(TinyGPT().blocks)
+    assert all(plan is not None and plan.is_sequence_parallel for plan in blocks)

@@ -1,0 +1,242 @@
+"""Any architecture with tensor parallel: the numbers of one process, Megatron's collectives, and really sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests import architectures as a
+from tests.parity import Job, Layout, LayoutRun, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.workers import WorkerPools
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Of every block of one class."""
+
+    forward: int = 2
+    """All-reduces in the forward."""
+    backward: int = 2
+    others: int = 0
+    """Other collectives in the forward."""
+    share: float = 0.94
+    """Least share of parameters that is sharded; the rest are norms and biases of row weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """An architecture, and what planning finds for its classes of blocks."""
+
+    job: Job
+    blocks: Mapping[str, Expected]
+    """By class of the block, or by a part of its FQN."""
+    held: float = 0.65
+    """Greatest share of the single process's parameters that a rank of two holds."""
+    sizes: tuple[int, ...] = (2,)
+
+
+def _job(model: Any, data: Any) -> Job:
+    return Job(model=model, data=data, global_batch_size=4, num_val_batches=1)
+
+
+def _hf(config: str, model_class: str, data: Any = a.text, **settings: Any) -> Job:
+    return _job(partial(a.hugging_face, config, model_class, **settings), data)
+
+
+TEXT: dict[str, Any] = {
+    "vocab_size": a.VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
+ONE_KEY = {**GROUPED, "num_key_value_heads": 1}
+SEQ2SEQ = {
+    "vocab_size": a.VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+IMAGE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": a.NUM_CLASSES,
+}
+CLM, MLM, IMAGES, S2S = (
+    "AutoModelForCausalLM",
+    "AutoModelForMaskedLM",
+    "AutoModelForImageClassification",
+    "AutoModelForSeq2SeqLM",
+)
+OPTIMUM = Expected()
+CROSS = Expected(forward=3, backward=4)
+"""Self-attention, cross-attention (its keys and values read another input) and MLP."""
+PARALLEL = Expected(forward=2, backward=1)
+"""Attention and MLP read the same norm."""
+ATTENTION = Expected(forward=1, backward=1, share=0.1)
+"""Experts that are picked by index are left whole."""
+MLP = Expected(forward=1, backward=1, share=0.65)
+"""A block that also returns its attention weights, which would have to be gathered, keeps its attention whole."""
+
+TABLE = {
+    "llama": Row(job=_hf("LlamaConfig", CLM, **GROUPED), blocks={"LlamaDecoderLayer": OPTIMUM}),
+    "llama-tied": Row(
+        job=_hf("LlamaConfig", CLM, **{**GROUPED, "num_key_value_heads": 4}, tie_word_embeddings=True),
+        blocks={"LlamaDecoderLayer": OPTIMUM},
+        sizes=(2, 4),
+    ),
+    "llama-one-kv-head": Row(
+        job=_hf("LlamaConfig", CLM, **ONE_KEY), blocks={"LlamaDecoderLayer": Expected(share=0.84)}, sizes=(2, 4)
+    ),
+    "mistral": Row(job=_hf("MistralConfig", CLM, **GROUPED, sliding_window=4), blocks={"MistralDecoderLayer": OPTIMUM}),
+    "qwen2": Row(
+        job=_hf("Qwen2Config", CLM, **{**TEXT, "num_key_value_heads": 2}), blocks={"Qwen2DecoderLayer": OPTIMUM}
+    ),
+    "qwen3": Row(job=_hf("Qwen3Config", CLM, **GROUPED), blocks={"Qwen3DecoderLayer": OPTIMUM}),
+    "gemma": Row(job=_hf("GemmaConfig", CLM, **GROUPED), blocks={"GemmaDecoderLayer": OPTIMUM}),
+    "phi": Row(job=_hf("PhiConfig", CLM, **TEXT), blocks={"PhiDecoderLayer": PARALLEL}),
+    "phi3": Row(job=_hf("Phi3Config", CLM, **TEXT), blocks={"Phi3DecoderLayer": OPTIMUM}),
+    "opt": Row(
+        job=_hf("OPTConfig", CLM, **{**TEXT, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+        blocks={"OPTDecoderLayer": OPTIMUM},
+    ),
+    "bloom": Row(
+        job=_hf("BloomConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+        blocks={"BloomBlock": MLP},
+        held=0.8,
+        sizes=(2, 4),
+    ),
+    "gpt2": Row(
+        job=_hf("GPT2Config", CLM, vocab_size=a.VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=64),
+        blocks={"GPT2Block": OPTIMUM},
+        sizes=(2, 4),
+    ),
+    "gpt-neox": Row(job=_hf("GPTNeoXConfig", CLM, **TEXT), blocks={"GPTNeoXLayer": OPTIMUM}, sizes=(2, 4)),
+    "falcon": Row(job=_hf("FalconConfig", CLM, **TEXT, multi_query=False), blocks={"FalconDecoderLayer": PARALLEL}),
+    "mixtral": Row(
+        job=_hf("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="batched_mm"),
+        blocks={"MixtralDecoderLayer": ATTENTION},
+        held=0.92,
+    ),
+    "bert": Row(job=_hf("BertConfig", MLM, a.masked_text, **TEXT), blocks={"BertLayer": OPTIMUM}, sizes=(2, 4)),
+    "roberta": Row(job=_hf("RobertaConfig", MLM, **TEXT), blocks={"RobertaLayer": OPTIMUM}),
+    "electra": Row(job=_hf("ElectraConfig", MLM, **TEXT, embedding_size=16), blocks={"ElectraLayer": OPTIMUM}),
+    "distilbert": Row(
+        job=_hf(
+            "DistilBertConfig",
+            "AutoModelForSequenceClassification",
+            a.labelled_text,
+            vocab_size=a.VOCABULARY,
+            dim=32,
+            n_layers=2,
+            n_heads=4,
+            hidden_dim=64,
+            max_position_embeddings=32,
+            num_labels=a.NUM_CLASSES,
+        ),
+        blocks={"TransformerBlock": OPTIMUM},
+    ),
+    "t5": Row(
+        job=_hf(
+            "T5Config",
+            S2S,
+            vocab_size=a.VOCABULARY,
+            d_model=32,
+            d_kv=8,
+            d_ff=64,
+            num_layers=2,
+            num_heads=4,
+            decoder_start_token_id=0,
+        ),
+        blocks={"encoder.block.": OPTIMUM, "decoder.block.": CROSS},
+    ),
+    "bart": Row(
+        job=_hf("BartConfig", S2S, **SEQ2SEQ, forced_eos_token_id=2),
+        blocks={"BartEncoderLayer": OPTIMUM, "BartDecoderLayer": CROSS},
+    ),
+    "marian": Row(
+        job=_hf("MarianConfig", S2S, **SEQ2SEQ), blocks={"MarianEncoderLayer": OPTIMUM, "MarianDecoderLayer": CROSS}
+    ),
+    "vit": Row(job=_hf("ViTConfig", IMAGES, a.images, **IMAGE), blocks={"ViTLayer": OPTIMUM}, sizes=(2, 4)),
+    "deit": Row(job=_hf("DeiTConfig", "DeiTForImageClassification", a.images, **IMAGE), blocks={"DeiTLayer": OPTIMUM}),
+    "clip": Row(
+        job=_hf(
+            "CLIPConfig",
+            "AutoModel",
+            a.images_with_text,
+            arguments={"return_loss": True},
+            text_config={**TEXT, "projection_dim": 8, "eos_token_id": 2, "bos_token_id": 1},
+            vision_config={**IMAGE, "projection_dim": 8},
+            projection_dim=8,
+        ),
+        blocks={"CLIPEncoderLayer": OPTIMUM},
+    ),
+    "nn-transformer": Row(
+        job=_job(a.EncoderDecoder, a.sequences),
+        blocks={"TransformerEncoderLayer": OPTIMUM, "TransformerDecoderLayer": CROSS},
+    ),
+}
+CASES = [(name, size) for name, row in TABLE.items() for size in row.sizes]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, ReferenceRun]:
+    """The runs of one process by name, filled as they are needed."""
+    return {}
+
+
+@pytest.mark.parametrize(("name", "size"), CASES, ids=[f"{name}-{size}" for name, size in CASES])
+def test_architecture_equals_one_process(
+    workers: WorkerPools, references: dict[str, ReferenceRun], name: str, size: int
+) -> None:
+    row = TABLE[name]
+    if name not in references:
+        references[name] = run_reference(row.job)
+    result = run_layout(workers, row.job, Layout(tp=size))
+    assert_parity(references[name], result, tolerance=1e-5)
+    assert_planned(row, result)
+    assert_held(references[name], result, row.held if size == 2 else row.held - 0.15)
+
+
+def assert_planned(row: Row, result: LayoutRun) -> None:
+    """The collectives of every block, and the share of its parameters that is sharded."""
+    expectations = [(name, block) for name in row.blocks for block in result.plan.blocks]
+    matching = [(name, block) for name, block in expectations if name == block.kind or name in block.fqn]
+    assert {name for name, _ in matching} == row.blocks.keys()
+    for name, block in matching:
+        expected, plan = row.blocks[name], block.tensor
+        assert plan is not None
+        assert plan.is_sharded, f"{block.fqn}: {plan}"
+        counts = (plan.num_all_reduces_forward, plan.num_all_reduces_backward, plan.num_other_collectives_forward)
+        assert counts == (expected.forward, expected.backward, expected.others), f"{block.fqn}: {plan}"
+        assert plan.sharded_share >= expected.share, f"{block.fqn}: {plan}"
+
+
+def assert_held(reference: ReferenceRun, result: LayoutRun, most: float) -> None:
+    """No rank holds more parameters than that share of the single process's, and AdamW's state is twice as many."""
+    total = sum(reference.parameters.values())
+    for held in result.held:
+        num_parameters = sum(held.parameters.values())
+        assert num_parameters <= most * total, f"{num_parameters} of {total} are {num_parameters / total:.3f}"
+        trained = sum(number for fqn, number in held.parameters.items() if fqn in held.optimizer_state)
+        assert sum(held.optimizer_state.values()) == 2 * trained
