@@ -51,8 +51,9 @@ GRACE = 3.0
 DUMP_TIMEOUT = 10.0
 """Seconds that a busy machine may take until the stacks of unfinished ranks are written."""
 
-RUNS_PER_POOL = 25
-"""Runs after which fresh processes take over."""
+RUNS_PER_POOL = 8
+"""Runs after which fresh processes take over: every gloo group polls a hundred times a second, also between runs, and
+a new pool takes half a second."""
 
 TAIL = 3000
 """Characters of a failed rank's output that the error shows."""
@@ -138,7 +139,6 @@ def _work(seat: _Seat, connection: Connection) -> None:
     log = os.open(seat.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     os.environ.update(_torchrun_environment(seat))
     torch.set_num_threads(1)
@@ -156,6 +156,8 @@ def _work(seat: _Seat, connection: Connection) -> None:
 
 
 def _answer(request: bytes) -> _Success | _Failure:
+    faulthandler.unregister(signal.SIGUSR1)  # a Trainer of an earlier run has put the default handler back
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     environment, directory = dict(os.environ), os.getcwd()
     rank = rank_zero_only.rank  # type: ignore[attr-defined]
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # what the process of the tests seeded is no seed of this run
