@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,10 +35,8 @@ from lightning_3d.pipeline.trees import as_called
 from lightning_3d.tensor.calls import (
     Attention,
     Function,
-    Projection,
     as_attention,
     as_dropout,
-    as_projection,
     attention_dim,
     batched_matmul_dim,
     destination,
@@ -49,8 +47,8 @@ from lightning_3d.tensor.calls import (
     tensors_in,
     without_empty,
 )
-from lightning_3d.tensor.contraction import Contraction, as_contraction
 from lightning_3d.tensor.fakes import device_of, fake, stand_in
+from lightning_3d.tensor.followed_uses import FollowedUses
 from lightning_3d.tensor.grouped import (
     Cuts,
     Keeps,
@@ -69,7 +67,7 @@ from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.plan import Role, WeightPlan
 from lightning_3d.tensor.preserve import preserved
 from lightning_3d.tensor.rules import NoRule, ShardingRules
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along, sequence_input
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, sequence_input
 from lightning_3d.tensor.weights import Weights, named_parameters
 
 Args = tuple[Any, ...]
@@ -177,9 +175,9 @@ def follow_block(
     return Followed(
         weights=weights.plans(),
         communications=tuple(ledger.communications),
-        num_column_inputs=sum(not is_sliced for _, is_sliced in follower.column_inputs.values()),
+        num_column_inputs=follower.uses.num_column_inputs,
         is_sequence_parallel=sequence is not None,
-        output_bytes=follower.output_bytes,
+        output_bytes=follower.uses.output_bytes,
         weight_cuts=weights.cuts,
         cuts=tuple(follower.cuts),
         view_cuts=tuple(follower.view_cuts),
@@ -192,9 +190,7 @@ class _FollowCalls(TorchFunctionMode):
 
     def __init__(self, weights: Weights, rules: ShardingRules, ledger: Ledger, sequence: torch.Size | None) -> None:
         super().__init__()
-        self._sequence = sequence
-        self.column_inputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
-        self.output_bytes: dict[str, int] = {}
+        self.uses = FollowedUses(weights, ledger, sequence)
         self.cuts: list[Cut] = []
         self.view_cuts: list[Cut] = []
         self.uneven_heads: set[str] = set()
@@ -209,12 +205,8 @@ class _FollowCalls(TorchFunctionMode):
             with self:
                 return multi_head_attention(*args, **kwargs)
         self._name, args = function_name(func), without_empty(func, args)
-        projection = as_projection(func, args, kwargs)
-        if projection is not None and self._weights.decide(projection) and self._is_along(projection):
-            return self._project(func, args, kwargs, projection)
-        contraction = as_contraction(func, args, kwargs, self._weights.is_weight)
-        if contraction is not None and self._weights.decide_contraction(contraction):
-            return self._contract(func, args, kwargs, contraction)
+        if (output := self.uses.follow(func, self._name, args, kwargs)) is not None:
+            return output
         self._weights.cut(func, args, kwargs)
         tensors = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
         output = self._run(func, args, kwargs, tensors)
@@ -257,11 +249,6 @@ class _FollowCalls(TorchFunctionMode):
                 return self._put_parts(func, args, kwargs, call.pieces, call.starts)
             case Reshapes() | Keeps() as call:
                 return self._put_parts(func, args, kwargs, [call.parts], [0])
-
-    def _is_along(self, call: Projection) -> bool:
-        """Whether the parts of the weight, if it has any, are its output features."""
-        parts = self._ledger.parts(call.weight)
-        return parts is None or parts.dim == call.features_dim
 
     def _is_plain(self, tensor: Tensor) -> bool:
         return self._ledger.entry(tensor) is None
@@ -347,51 +334,6 @@ class _FollowCalls(TorchFunctionMode):
         if call.mask is not None and ledger.dim(call.mask) != mask_dim(call, dim):
             ledger.gather(call.mask, self._name)
         return self._locally(func, args, kwargs, dim, tensors)
-
-    def _project(self, func: Function, args: Args, kwargs: Kwargs, call: Projection) -> Any:
-        """``input @ weight + bias`` with a sharded weight."""
-        ledger, fqn = self._ledger, self._weights.fqn_of(call.weight)
-        with ledger.closed():
-            output = func(*args, **kwargs)
-        self._weights.settle(func, self._name, [] if call.bias is None else [call.bias], output)
-        self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
-        parts = ledger.parts(call.weight)
-        if parts is not None or ledger.dim(call.weight) == call.features_dim:
-            is_sliced = is_along(call.input, self._sequence) and ledger.dim(call.input) == SEQUENCE_DIM
-            read = (id(call.input), call.input._version)
-            if not is_sliced or read not in self.column_inputs:
-                ledger.gather(call.input, self._name)
-            self.column_inputs[read] = (call.input, is_sliced)
-            sizes = (output.shape[-1],) if parts is None else parts.sizes
-            made = Parts(dim=output.dim() - 1, sizes=sizes, num_ranks=ledger.size)
-            ledger.put_parts(output, made, frozenset({fqn}), ledger.start(call.weight))
-        else:
-            if ledger.dim(call.input) != call.input.dim() - 1:
-                ledger.gather(call.input, self._name)
-            sources, is_sliced = ledger.sources([call.input]), is_along(output, self._sequence)
-            target = Shard(SEQUENCE_DIM) if is_sliced else Replicate()
-            ledger.move(output, Partial(), target, sources, self._name, row=fqn)
-            ledger.put(output, target, frozenset())
-        return output
-
-    def _contract(self, func: Function, args: Args, kwargs: Kwargs, call: Contraction) -> Any:
-        """As `_project`, for a contraction with a sharded weight."""
-        ledger, fqn, dim = self._ledger, self._weights.fqn_of(call.weight), self._ledger.dim(call.weight)
-        assert dim is not None
-        letter = call.of_weight[dim]
-        if letter in call.features:
-            ledger.gather(call.input, self._name)
-            self.column_inputs[id(call.input), call.input._version] = (call.input, False)
-        elif ledger.dim(call.input) != call.of_input.index(letter):
-            ledger.gather(call.input, self._name)
-        with ledger.closed():
-            output = func(*args, **kwargs)
-        self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
-        if letter in call.features:
-            ledger.put(output, Shard(call.of_output.index(letter)), frozenset({fqn}))
-        else:
-            ledger.move(output, Partial(), Replicate(), ledger.sources([call.input]), self._name, row=fqn)
-        return output
 
     def op(self, op: OpOverload, args: Args, kwargs: Kwargs, run: Callable[[], Any]) -> Any:
         """Follow one aten op below a call."""

@@ -14,7 +14,6 @@ are replicated or partially reduced become plain at once.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +29,8 @@ from lightning_3d.tensor.calls import (
     Attention,
     Dropout,
     Function,
-    Projection,
     as_attention,
     as_dropout,
-    as_projection,
     attention_dim,
     batched_matmul_dim,
     destination,
@@ -44,16 +41,14 @@ from lightning_3d.tensor.calls import (
     mask_dim,
     without_empty,
 )
-from lightning_3d.tensor.contraction import Contraction, as_contraction
-from lightning_3d.tensor.crossing import placement_of, shard_dim
-from lightning_3d.tensor.gathered import GatheredSequence
+from lightning_3d.tensor.crossing import local_shard, placement_of, shard_dim
 from lightning_3d.tensor.grouped import GroupedTensor, as_merge
-from lightning_3d.tensor.grouped_calls import call_on_parts, cut_parts, reshaped, whole
+from lightning_3d.tensor.grouped_calls import call_on_parts, reshaped, whole
 from lightning_3d.tensor.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
 from lightning_3d.tensor.randomness import dropout_shard, seeded_for_rank
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along
 from lightning_3d.tensor.sharded_activation import ShardedActivation
+from lightning_3d.tensor.weight_calls import WeightCalls
 
 _SHARDED = (DTensor, ShardedActivation, GroupedTensor)
 
@@ -92,10 +87,8 @@ class ShardedCalls(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh, sequence: torch.Size | None = None) -> None:
         super().__init__()
-        self._mesh, self._sequence = mesh, sequence
-        # Plain activations that column weights read: id -> (activation, its version, what they read).
-        self._column_inputs: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self._sequences: dict[int, tuple[Tensor, int, GatheredSequence]] = {}
+        self._mesh = mesh
+        self._weights = WeightCalls(mesh, sequence)
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,15 +102,8 @@ class ShardedCalls(TorchFunctionMode):
             with self:
                 return multi_head_attention(*args, **kwargs)
         args = without_empty(func, args)
-        projection = as_projection(func, args, kwargs)
-        if projection is not None and isinstance(weight := projection.weight, GroupedTensor):
-            if weight.parts.dim == projection.features_dim:
-                return self._project_on_parts(projection, weight)
-        elif projection is not None and shard_dim(projection.weight, self._mesh) is not None:
-            return self._project(projection)
-        contraction = as_contraction(func, args, kwargs, self._is_sharded_parameter)
-        if contraction is not None and contraction.separates(shard_dim(contraction.weight, self._mesh)):
-            return self._contract(contraction)
+        if (output := self._weights.answer(func, args, kwargs)) is not None:
+            return output
         args, kwargs = map_tensors(_plain_if_replicated, (args, kwargs))
         if not (_has_sharded(args) or _has_sharded(kwargs.values())):
             return func(*args, **kwargs)
@@ -126,7 +112,7 @@ class ShardedCalls(TorchFunctionMode):
         if args and (dim := shard_dim(args[0], self._mesh)):
             merge = as_merge(func, args, kwargs, dim, num_ranks=self._mesh.size())
             if merge is not None:
-                return reshaped(_local(args[0]), self._mesh, merge)
+                return reshaped(local_shard(args[0]), self._mesh, merge)
         if (attention := as_attention(func, args, kwargs)) is not None:
             return self._attend(attention)
         if (dropout := as_dropout(func, args, kwargs)) is not None and shard_dim(dropout.input, self._mesh) is not None:
@@ -135,7 +121,7 @@ class ShardedCalls(TorchFunctionMode):
             dims = (shard_dim(args[0], self._mesh), shard_dim(args[1], self._mesh))
             dim = batched_matmul_dim(args[0], args[1], *dims)
             if dim is not None:
-                return crossing.as_sharded(torch.matmul(_local(args[0]), _local(args[1])), self._mesh, dim)
+                return crossing.as_sharded(torch.matmul(local_shard(args[0]), local_shard(args[1])), self._mesh, dim)
         return self._generic(func, args, kwargs)
 
     def _generic(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,7 +173,7 @@ class ShardedCalls(TorchFunctionMode):
         if placement_of(tensor).is_replicate() or placement_of(tensor).is_partial():
             return crossing.gather(tensor)
         dim = shard_dim(tensor, self._mesh)
-        return tensor if dim is None else crossing.as_sharded(crossing.local_shard(tensor), self._mesh, dim)
+        return tensor if dim is None else crossing.as_sharded(local_shard(tensor), self._mesh, dim)
 
     # ---------------------------------------------------------------------------------------------------- local calls
 
@@ -213,8 +199,8 @@ class ShardedCalls(TorchFunctionMode):
                 handles[id(local)] = tensor
                 return local
             if isinstance(tensor, DTensor):
-                return crossing.local_shard(tensor)
-            return self._column_input(tensor) if cut is None else self._slice(tensor, cut)
+                return local_shard(tensor)
+            return self._weights.column_input(tensor) if cut is None else self._slice(tensor, cut)
 
         def result(local: Tensor) -> Tensor:
             dim = next(dims)
@@ -224,85 +210,6 @@ class ShardedCalls(TorchFunctionMode):
         for handle in handles.values():
             handle.follow_local()
         return map_tensors(result, output)
-
-    def _project(self, call: Projection) -> Tensor:
-        """``input @ weight + bias`` with a sharded weight: column gives a sharded result, row a plain one."""
-        weight, bias = call.weight, call.bias
-        matrix = crossing.local_shard(weight) if call.features_dim == 0 else crossing.local_shard(weight).t()
-        if shard_dim(weight, self._mesh) == call.features_dim:
-            part = None if bias is None else self._column_bias(bias)
-            output = self._column(call.input, matrix, part)
-            return crossing.as_sharded(output, self._mesh, output.dim() - 1)
-        partial = F.linear(self._row_input(call.input), matrix)
-        if is_along(partial, self._sequence):
-            sliced = crossing.scatter_rows(partial, self._mesh, SEQUENCE_DIM)
-            if bias is None:
-                return sliced
-            return crossing.as_sharded(sliced.local + self._column_input(whole(bias)), self._mesh, SEQUENCE_DIM)
-        output = crossing.reduce_rows(partial, self._mesh)
-        return output if bias is None else output + whole(bias)
-
-    def _is_sharded_parameter(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, DTensor) and shard_dim(tensor, self._mesh) is not None
-
-    def _contract(self, call: Contraction) -> Tensor:
-        """As `_project`, for a contraction with a sharded weight."""
-        dim, weight = shard_dim(call.weight, self._mesh), crossing.local_shard(call.weight)
-        assert dim is not None
-        letter = call.of_weight[dim]
-        if letter in call.features:
-            output = call.run(self._column_input(whole(call.input)), weight)
-            return crossing.as_sharded(output, self._mesh, call.of_output.index(letter))
-        along = call.of_input.index(letter)
-        is_local = shard_dim(call.input, self._mesh) == along
-        own = _local(call.input) if is_local else crossing.shard(whole(call.input), self._mesh, along)
-        return crossing.reduce_rows(call.run(own, weight), self._mesh)
-
-    def _project_on_parts(self, call: Projection, weight: GroupedTensor) -> Tensor:
-        """A column weight in grouped order; so is the result."""
-        matrix = weight.local if call.features_dim == 0 else weight.local.t()
-        bias = call.bias.local if isinstance(call.bias, GroupedTensor) else None
-        if call.bias is not None and bias is None:
-            bias = cut_parts(whole(call.bias), replace(weight.parts, dim=call.bias.dim() - 1), self._mesh)
-        output = self._column(call.input, matrix, bias)
-        return GroupedTensor(output, self._mesh, replace(weight.parts, dim=output.dim() - 1))
-
-    def _column(self, input: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        if not is_along(input, self._sequence) or shard_dim(input, self._mesh) != SEQUENCE_DIM:
-            return F.linear(self._column_input(whole(input)), matrix, bias)
-        gathered = self._gathered(input)
-        with gathered.not_saved():
-            return F.linear(gathered.whole, matrix, bias)
-
-    def _gathered(self, input: Tensor) -> GatheredSequence:
-        """The same for all column weights that read `input`."""
-        known = self._sequences.get(id(input))
-        if known is None or known[1] != input._version:
-            known = (input, input._version, GatheredSequence(_local(input), self._mesh))
-            self._sequences[id(input)] = known
-        return known[2]
-
-    def _column_input(self, tensor: Tensor) -> Tensor:
-        """The same for all column weights that read `tensor`, so that their gradients are summed before one reduce."""
-        if not tensor.requires_grad or not torch.is_grad_enabled():
-            return tensor
-        known = self._column_inputs.get(id(tensor))
-        if known is not None and known[1] == tensor._version:
-            return known[2]
-        entered = crossing.enter_columns(tensor, self._mesh)
-        self._column_inputs[id(tensor)] = (tensor, tensor._version, entered)
-        return entered
-
-    def _column_bias(self, bias: Tensor) -> Tensor:
-        if shard_dim(bias, self._mesh) == bias.dim() - 1:
-            return _local(bias)
-        return crossing.shard(whole(bias), self._mesh, bias.dim() - 1)
-
-    def _row_input(self, tensor: Tensor) -> Tensor:
-        last = tensor.dim() - 1
-        if shard_dim(tensor, self._mesh) == last:
-            return _local(tensor)
-        return crossing.shard(whole(tensor), self._mesh, last)
 
     def _attend(self, call: Attention) -> Any:
         """Attention on local heads (or local batch), as torch has no rule for all of its kernels (2.13: CPU flash)."""
@@ -320,7 +227,7 @@ class ShardedCalls(TorchFunctionMode):
             if along is None:
                 mask = whole(mask)
             else:
-                mask = _local(mask) if shard_dim(mask, self._mesh) == along else self._slice(mask, along)
+                mask = local_shard(mask) if shard_dim(mask, self._mesh) == along else self._slice(mask, along)
         with self._own_randomness(query.device) if call.dropout_p else nullcontext():
             output = self._attention(call, query, key, value, mask)
         return crossing.as_sharded(output, self._mesh, dim)
@@ -328,8 +235,8 @@ class ShardedCalls(TorchFunctionMode):
     def _part(self, tensor: Tensor, dim: int, num_heads: int) -> Tensor:
         """Take the own heads; of replicated keys and values those that the own query heads need."""
         if isinstance(tensor, _SHARDED):
-            return _local(tensor)
-        entered = self._column_input(tensor)  # the gradients of heads that ranks share are summed
+            return local_shard(tensor)
+        entered = self._weights.column_input(tensor)  # the gradients of heads that ranks share are summed
         per_head, num_own = num_heads // tensor.shape[dim], num_heads // self._mesh.size()
         first = self._mesh.get_local_rank() * num_own
         if num_own % per_head and per_head % num_own:  # the own query heads need unequal numbers of keys
@@ -358,7 +265,7 @@ class ShardedCalls(TorchFunctionMode):
             return call.input
         dim = shard_dim(call.input, self._mesh)
         assert dim is not None
-        kept = dropout_shard(_local(call.input), call.p, self._mesh.get_local_rank())
+        kept = dropout_shard(local_shard(call.input), call.p, self._mesh.get_local_rank())
         return crossing.as_sharded(kept, self._mesh, dim)
 
     def _own_randomness(self, device: torch.device) -> AbstractContextManager[None]:
@@ -375,12 +282,8 @@ def _has_sharded(values: Any, kinds: type[Tensor] | tuple[type[Tensor], ...] = _
     return False
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return crossing.local_shard(tensor)
-
-
 def _plain_if_replicated(tensor: Tensor) -> Tensor:
     """Parameters that reach a call past their module, as those of recurrent layers do."""
     if isinstance(tensor, DTensor) and placement_of(tensor).is_replicate():
-        return crossing.local_shard(tensor)
+        return local_shard(tensor)
     return tensor

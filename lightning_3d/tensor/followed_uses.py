@@ -1,0 +1,101 @@
+"""Uses of sharded weights on fake tensors: what `weight_calls` does on shards, with the ledger's placements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from lightning_3d.tensor.calls import Function, Projection, as_projection
+from lightning_3d.tensor.contraction import Contraction, as_contraction
+from lightning_3d.tensor.ledger import Ledger
+from lightning_3d.tensor.parts import Parts
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along
+from lightning_3d.tensor.weights import Weights
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class FollowedUses:
+    """For one run of one block.
+
+    Args:
+        weights: Decides each weight at its first use.
+        ledger: Gets the placements of results and the communication.
+        sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
+    """
+
+    def __init__(self, weights: Weights, ledger: Ledger, sequence: torch.Size | None) -> None:
+        self.output_bytes: dict[str, int] = {}
+        """FQN of a column or row weight -> bytes of the full outputs of its uses."""
+        self._weights, self._ledger, self._sequence = weights, ledger, sequence
+        # What column weights read, by id and version: the activation, and whether it is a slice of the sequence.
+        self._column_inputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
+
+    @property
+    def num_column_inputs(self) -> int:
+        """Distinct replicated activations that enter column weights."""
+        return sum(not is_sliced for _, is_sliced in self._column_inputs.values())
+
+    def follow(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
+        """The result of a call if it is a use of a weight that is sharded, perhaps just now; else None."""
+        projection = as_projection(func, args, kwargs)
+        if projection is not None and self._weights.decide(projection) and self._is_along(projection):
+            return self._project(func, name, args, kwargs, projection)
+        contraction = as_contraction(func, args, kwargs, self._weights.is_weight)
+        if contraction is not None and self._weights.decide_contraction(contraction):
+            return self._contract(func, name, args, kwargs, contraction)
+        return None
+
+    def _is_along(self, call: Projection) -> bool:
+        """Whether the parts of the weight, if it has any, are its output features."""
+        parts = self._ledger.parts(call.weight)
+        return parts is None or parts.dim == call.features_dim
+
+    def _project(self, func: Function, name: str, args: Args, kwargs: Kwargs, call: Projection) -> Any:
+        """``input @ weight + bias`` with a sharded weight."""
+        ledger, fqn = self._ledger, self._weights.fqn_of(call.weight)
+        with ledger.closed():
+            output = func(*args, **kwargs)
+        self._weights.settle(func, name, [] if call.bias is None else [call.bias], output)
+        self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
+        parts = ledger.parts(call.weight)
+        if parts is not None or ledger.dim(call.weight) == call.features_dim:
+            is_sliced = is_along(call.input, self._sequence) and ledger.dim(call.input) == SEQUENCE_DIM
+            read = (id(call.input), call.input._version)
+            if not is_sliced or read not in self._column_inputs:
+                ledger.gather(call.input, name)
+            self._column_inputs[read] = (call.input, is_sliced)
+            sizes = (output.shape[-1],) if parts is None else parts.sizes
+            made = Parts(dim=output.dim() - 1, sizes=sizes, num_ranks=ledger.size)
+            ledger.put_parts(output, made, frozenset({fqn}), ledger.start(call.weight))
+        else:
+            if ledger.dim(call.input) != call.input.dim() - 1:
+                ledger.gather(call.input, name)
+            sources, is_sliced = ledger.sources([call.input]), is_along(output, self._sequence)
+            target = Shard(SEQUENCE_DIM) if is_sliced else Replicate()
+            ledger.move(output, Partial(), target, sources, name, row=fqn)
+            ledger.put(output, target, frozenset())
+        return output
+
+    def _contract(self, func: Function, name: str, args: Args, kwargs: Kwargs, call: Contraction) -> Any:
+        """As `_project`, for a contraction with a sharded weight."""
+        ledger, fqn, dim = self._ledger, self._weights.fqn_of(call.weight), self._ledger.dim(call.weight)
+        assert dim is not None
+        letter = call.of_weight[dim]
+        if letter in call.features:
+            ledger.gather(call.input, name)
+            self._column_inputs[id(call.input), call.input._version] = (call.input, False)
+        elif ledger.dim(call.input) != call.of_input.index(letter):
+            ledger.gather(call.input, name)
+        with ledger.closed():
+            output = func(*args, **kwargs)
+        self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
+        if letter in call.features:
+            ledger.put(output, Shard(call.of_output.index(letter)), frozenset({fqn}))
+        else:
+            ledger.move(output, Partial(), Replicate(), ledger.sources([call.input]), name, row=fqn)
+        return output

@@ -1,0 +1,139 @@
+"""Uses of sharded weights on shards: projections and contractions with column and row weights.
+
+Every rank computes with its own shard of the weight; a column weight gives a sharded result, a row weight a partial one
+that is reduced at once. Weights in grouped order (`parts`) give results in grouped order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.tensor import crossing
+from lightning_3d.tensor.calls import Function, Projection, as_projection
+from lightning_3d.tensor.contraction import Contraction, as_contraction
+from lightning_3d.tensor.crossing import local_shard, shard_dim
+from lightning_3d.tensor.gathered import GatheredSequence
+from lightning_3d.tensor.grouped import GroupedTensor
+from lightning_3d.tensor.grouped_calls import cut_parts, whole
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along
+
+T = TypeVar("T")
+
+
+class WeightCalls:
+    """For one forward of one block.
+
+    Args:
+        mesh: The tp axis.
+        sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
+    """
+
+    def __init__(self, mesh: DeviceMesh, sequence: torch.Size | None) -> None:
+        self._mesh, self._sequence = mesh, sequence
+        # By what column weights read: plain activations, and slices of the sequence.
+        self._entered: _ByTensor[Tensor] = _ByTensor()
+        self._gathered: _ByTensor[GatheredSequence] = _ByTensor()
+
+    def answer(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """The result of a call if it is a use of a sharded weight, else None."""
+        projection = as_projection(function, args, kwargs)
+        if projection is not None and isinstance(weight := projection.weight, GroupedTensor):
+            if weight.parts.dim == projection.features_dim:
+                return self._project_on_parts(projection, weight)
+        elif projection is not None and shard_dim(projection.weight, self._mesh) is not None:
+            return self._project(projection)
+        contraction = as_contraction(function, args, kwargs, self._is_sharded_parameter)
+        if contraction is not None and contraction.separates(shard_dim(contraction.weight, self._mesh)):
+            return self._contract(contraction)
+        return None
+
+    def _project(self, call: Projection) -> Tensor:
+        """``input @ weight + bias`` with a sharded weight: column gives a sharded result, row a plain one."""
+        weight, bias = call.weight, call.bias
+        matrix = local_shard(weight) if call.features_dim == 0 else local_shard(weight).t()
+        if shard_dim(weight, self._mesh) == call.features_dim:
+            part = None if bias is None else self._column_bias(bias)
+            output = self._column(call.input, matrix, part)
+            return crossing.as_sharded(output, self._mesh, output.dim() - 1)
+        partial = F.linear(self._row_input(call.input), matrix)
+        if is_along(partial, self._sequence):
+            sliced = crossing.scatter_rows(partial, self._mesh, SEQUENCE_DIM)
+            if bias is None:
+                return sliced
+            return crossing.as_sharded(sliced.local + self.column_input(whole(bias)), self._mesh, SEQUENCE_DIM)
+        output = crossing.reduce_rows(partial, self._mesh)
+        return output if bias is None else output + whole(bias)
+
+    def _is_sharded_parameter(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, DTensor) and shard_dim(tensor, self._mesh) is not None
+
+    def _contract(self, call: Contraction) -> Tensor:
+        """As `_project`, for a contraction with a sharded weight."""
+        dim, weight = shard_dim(call.weight, self._mesh), local_shard(call.weight)
+        assert dim is not None
+        letter = call.of_weight[dim]
+        if letter in call.features:
+            output = call.run(self.column_input(whole(call.input)), weight)
+            return crossing.as_sharded(output, self._mesh, call.of_output.index(letter))
+        along = call.of_input.index(letter)
+        is_local = shard_dim(call.input, self._mesh) == along
+        own = local_shard(call.input) if is_local else crossing.shard(whole(call.input), self._mesh, along)
+        return crossing.reduce_rows(call.run(own, weight), self._mesh)
+
+    def _project_on_parts(self, call: Projection, weight: GroupedTensor) -> Tensor:
+        """A column weight in grouped order; so is the result."""
+        matrix = weight.local if call.features_dim == 0 else weight.local.t()
+        bias = call.bias.local if isinstance(call.bias, GroupedTensor) else None
+        if call.bias is not None and bias is None:
+            bias = cut_parts(whole(call.bias), replace(weight.parts, dim=call.bias.dim() - 1), self._mesh)
+        output = self._column(call.input, matrix, bias)
+        return GroupedTensor(output, self._mesh, replace(weight.parts, dim=output.dim() - 1))
+
+    def _column(self, input: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        if not is_along(input, self._sequence) or shard_dim(input, self._mesh) != SEQUENCE_DIM:
+            return F.linear(self.column_input(whole(input)), matrix, bias)
+        local = local_shard(input)
+        gathered = self._gathered.get(input, lambda: GatheredSequence(local, self._mesh))
+        with gathered.not_saved():
+            return F.linear(gathered.whole, matrix, bias)
+
+    def column_input(self, tensor: Tensor) -> Tensor:
+        """The same for all column weights that read `tensor`, so that their gradients are summed before one reduce."""
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor
+        return self._entered.get(tensor, lambda: crossing.enter_columns(tensor, self._mesh))
+
+    def _column_bias(self, bias: Tensor) -> Tensor:
+        if shard_dim(bias, self._mesh) == bias.dim() - 1:
+            return local_shard(bias)
+        return crossing.shard(whole(bias), self._mesh, bias.dim() - 1)
+
+    def _row_input(self, tensor: Tensor) -> Tensor:
+        last = tensor.dim() - 1
+        if shard_dim(tensor, self._mesh) == last:
+            return local_shard(tensor)
+        return crossing.shard(whole(tensor), self._mesh, last)
+
+
+class _ByTensor(Generic[T]):
+    """What was made of tensors, once for each of them until it is changed in place."""
+
+    def __init__(self) -> None:
+        # id -> (the tensor, so that no id is used twice; its version; what was made of it).
+        self._made: dict[int, tuple[Tensor, int, T]] = {}
+
+    def get(self, tensor: Tensor, make: Callable[[], T]) -> T:
+        """What was made of a tensor; made now if it is new or changed."""
+        known = self._made.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            known = (tensor, tensor._version, make())
+            self._made[id(tensor)] = known
+        return known[2]
