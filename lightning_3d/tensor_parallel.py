@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from lightning_3d.agreement import on_rank_zero
 from lightning_3d.config import TensorConfig
 from lightning_3d.logits import find_logits
 from lightning_3d.mesh import Mesh
@@ -90,7 +91,7 @@ def _find_vocabulary(
     known: dict[Hashable, VocabularyUse] = {}
     for fqn, inputs in trace.block_inputs.items():
         roles = by_hand.get(fqn, {})
-        key = (_kind_of(blocks[fqn], by_glue), tuple(roles.items()), repr(inputs), logits.get(fqn))
+        key = (_kind_of(blocks[fqn], by_glue), tuple(roles.items()), _described(inputs), logits.get(fqn))
         if key not in known:
             args, kwargs = _examples(inputs)
             known[key] = find_vocabulary(
@@ -144,24 +145,46 @@ def _slot(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
 def prove_blocks(
     plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace, mesh: Mesh, config: TensorConfig
 ) -> Plan:
-    """Compare every distinct sharded block of this rank's stage with its dense self; every rank calls it.
+    """Compare every distinct sharded block with its dense self, each rank those of its stage; every rank calls it.
 
     Returns:
-        The plan without the shardings that did not prove out, the same on all ranks; each is warned of.
+        The same plan on all ranks, in which blocks that did not prove out have a safer sharding that does (without
+        sequence parallelism), or none; each is warned of.
     """
+    failed = _failures(plan, module, blocks, trace, mesh, config)
+    safer = {b.fqn for b in plan.blocks if b.fqn in failed and b.tensor is not None and b.tensor.is_sequence_parallel}
+    if safer:
+        _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
+        device = torch.device(mesh.device_mesh.device_type)
+        without = replace(config, sequence_parallel=False)
+        plain = on_rank_zero(lambda: plan_blocks(plan, module, blocks, trace, without), device)
+        plan = _with(plan, {b.fqn: b.tensor for b in plain.blocks if b.fqn in safer})
+        failed |= _failures(plan, module, {fqn: blocks[fqn] for fqn in safer}, trace, mesh, config)
+    if failed:
+        failed = _with_partners(failed, plan)
+        _warn("Tensor parallel", failed)
+    left = {fqn: replicated_plan(blocks[fqn], size=plan.shape.tp, reason=why) for fqn, why in failed.items()}
+    return _with(plan, left)
+
+
+def _failures(
+    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace, mesh: Mesh, config: TensorConfig
+) -> dict[str, str]:
+    """FQN -> plan and difference, on all ranks, for those of ``blocks`` that do not prove out."""
     excluded = _shared(plan, module)
     proofs: dict[Hashable, Verification] = {}
     failed: dict[str, str] = {}
     for block_plan in plan.blocks_on(mesh.pp_rank):
-        block = blocks[block_plan.fqn]
-        if block_plan.tensor is None or not block_plan.tensor.is_sharded or block_plan.fqn not in trace.block_inputs:
+        tensor, fqn = block_plan.tensor, block_plan.fqn
+        if fqn not in blocks or tensor is None or not tensor.is_sharded or fqn not in trace.block_inputs:
             continue
-        key = block_signature(block, block_plan.tensor)
+        block = blocks[fqn]
+        key = block_signature(block, tensor)
         if key not in proofs:
-            args, kwargs = _examples(trace.block_inputs[block_plan.fqn])
+            args, kwargs = _examples(trace.block_inputs[fqn])
             proofs[key] = verify_block(
                 block,
-                block_plan.tensor,
+                tensor,
                 args,
                 kwargs,
                 mesh.axis("tp"),
@@ -169,24 +192,22 @@ def prove_blocks(
                 excluded=excluded,
             )
         if not proofs[key].passed:
-            failed[block_plan.fqn] = str(proofs[key])
+            failed[fqn] = f"{proofs[key]} ({tensor.summary})"
     everyone: list[dict[str, str]] = [{}] * mesh.shape.world_size
     dist.all_gather_object(everyone, failed)
-    failed = _with_partners({fqn: why for part in everyone for fqn, why in part.items()}, plan)
-    if failed and dist.get_rank() == 0:
+    return {fqn: why for part in everyone for fqn, why in part.items()}
+
+
+def _warn(what: str, failed: Mapping[str, str]) -> None:
+    if dist.get_rank() == 0:
         listed = "; ".join(f"{fqn}: {why}" for fqn, why in failed.items())
-        warnings.warn(
-            f"Tensor parallel is left out of blocks whose sharding differs from dense: {listed}", stacklevel=2
-        )
-    return replace(
-        plan,
-        blocks=tuple(
-            replace(b, tensor=replicated_plan(blocks[b.fqn], size=plan.shape.tp, reason=failed[b.fqn]))
-            if b.fqn in failed
-            else b
-            for b in plan.blocks
-        ),
-    )
+        warnings.warn(f"{what} is left out of blocks whose sharding differs from dense: {listed}", stacklevel=3)
+
+
+def _with(plan: Plan, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
+    """The plan with other shardings of some blocks, by FQN."""
+    blocks = (replace(block, tensor=tensor.get(block.fqn, block.tensor)) for block in plan.blocks)
+    return replace(plan, blocks=tuple(blocks))
 
 
 def apply_blocks(plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], mesh: Mesh) -> None:

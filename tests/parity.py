@@ -10,6 +10,7 @@ What it does not decide: which parts of the model a rank should hold. `LayoutRun
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ class Layout:
     partition: str | tuple[str, ...] = "parameters"
     tensor_plan: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
+    verify: bool = True
 
     @property
     def world_size(self) -> int:
@@ -92,7 +94,11 @@ class Layout:
                 "schedule": self.schedule,
                 "stages_per_rank": self.stages_per_rank,
             },
-            tensor={"plan": self.tensor_plan, "sequence_parallel": self.sequence_parallel},
+            tensor={
+                "plan": self.tensor_plan,
+                "sequence_parallel": self.sequence_parallel,
+                "verify": self.verify,
+            },
             save_distributed_checkpoint=False,
         )
 
@@ -145,6 +151,9 @@ class LayoutRun:
     """The `state_dict` of the plain `.ckpt` that `trainer.save_checkpoint` wrote."""
 
     plan: Plan
+
+    warnings: list[str]
+    """What was warned of on rank 0."""
 
 
 class _Recorder(L.Callback):
@@ -258,27 +267,31 @@ def run_layout(workers: WorkerPools, job: Job, layout: Layout, *, timeout: float
     """Train the job on `layout.world_size` ranks of the pool; seconds of `timeout` as in `WorkerPool.run`."""
     ranks = workers(layout.world_size).run(_train_rank, job, layout, timeout=timeout)
     return LayoutRun(
-        numbers=[numbers for numbers, _, _, _ in ranks],
-        held=[rank_held for _, rank_held, _, _ in ranks],
+        numbers=[numbers for numbers, *_ in ranks],
+        held=[rank_held for _, rank_held, *_ in ranks],
         weights=ranks[0][2],
         plan=ranks[0][3],
+        warnings=ranks[0][4],
     )
 
 
-def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tensor], Plan]:
+def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str]]:
     recorder, strategy = _Recorder(_norm_of_strategy), layout.strategy()
     trainer = _trainer(job, strategy, layout.world_size, recorder)
     train, val = _splits(job)
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
-    trainer.fit(
-        job.model(),
-        loader(train, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
-        loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
-    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(
+            job.model(),
+            loader(train, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
+            loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
+        )
     path = Path("final.ckpt")
     trainer.save_checkpoint(path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True) if trainer.global_rank == 0 else {}
-    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {}), strategy.plan
+    warned = [str(warning.message) for warning in caught]
+    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {}), strategy.plan, warned
 
 
 def assert_parity(reference: ReferenceRun, result: LayoutRun, tolerance: float = 1e-5) -> None:
