@@ -18,7 +18,7 @@ from lightning_3d.logits import find_logits
 from lightning_3d.mesh import Mesh
 from lightning_3d.pipeline.ghost import TensorMeta
 from lightning_3d.pipeline.trace import Trace
-from lightning_3d.pipeline.trees import as_called, is_opaque
+from lightning_3d.pipeline.trees import is_opaque
 from lightning_3d.plan import BlockPlan, Plan
 from lightning_3d.state import named_state
 from lightning_3d.tensor import (
@@ -272,4 +272,4 @@ def _examples(inputs: Any) -> Any:
             return leaf
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
-    return tree_map(example, as_called(inputs))
+    return tree_map(example, inputs)

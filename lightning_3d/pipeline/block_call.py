@@ -19,9 +19,9 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.errors import TraceError
+from lightning_3d.own_code import is_own
 from lightning_3d.pipeline.trees import Container, argument_containers, holds_tensors, set_content
 
-_OWN_PACKAGES = ("torch", "lightning_3d")
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
@@ -156,9 +156,7 @@ def _note_into(noted: list[Noted], call: HookCall) -> Any:
 def user_hooks(module: nn.Module) -> list[int]:
     """Keys of the forward hooks that neither torch's parallel modules nor this package registered."""
     hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
-    return [
-        key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).split(".")[0] not in _OWN_PACKAGES
-    ]
+    return [key for key, hook in hooks.items() if not is_own(getattr(hook, "__module__", ""))]
 
 
 def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> Any:

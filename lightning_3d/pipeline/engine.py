@@ -102,7 +102,6 @@ class PipelineEngine:
         self._group = mesh.group("pp")
         self._stages = plan.stages_on(mesh.pp_rank)
         self._last_stage = plan.num_stages - 1
-        self._is_source = self._last_stage in self._stages
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
         self.recorder: SpanRecorder | None = None

@@ -1,8 +1,6 @@
 """Calls in glue that torch's function modes do not see: custom autograd functions and activation checkpoints.
 
-Owns a workaround for torch 2.13, in which ``autograd.Function.apply`` and ``torch.utils.checkpoint`` bypass function
-modes: while a step runs, the base class of ``Function`` gets an ``apply`` that asks the step first (``Function.apply``
-itself calls the base class's, so that references to ``MyFunction.apply`` kept by user code are seen too), and the
+Owns a workaround for torch 2.13, in which ``torch.utils.checkpoint`` bypasses function modes: while a step runs, the
 generator behind non-reentrant checkpoints is replaced by one that only says that it is on. A checkpoint around glue
 can't recompute glue, whose tensors may be on another stage; instead each block called inside of it is checkpointed.
 """
@@ -15,7 +13,8 @@ from typing import Any, Protocol
 
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.autograd import function as autograd_function
+
+from lightning_3d.custom_functions import custom_functions_seen
 
 Call = Callable[..., Any]
 
@@ -36,12 +35,10 @@ class HiddenCalls(Protocol):
 @contextmanager
 def hidden_calls_seen(step: HiddenCalls) -> Iterator[None]:
     """Show custom autograd functions and checkpoints in glue to ``step``."""
-    base = autograd_function._SingleLevelFunction
     checkpoints = torch.utils.checkpoint
     original = checkpoints._checkpoint_without_reentrant_generator
 
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        call = super(base, cls).apply  # type: ignore[misc]  # torch._C does not declare it
+    def answer(cls: type[torch.autograd.Function], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not step.is_in_glue():
             return call(*args, **kwargs)
         if cls is checkpoints.CheckpointFunction:
@@ -59,10 +56,9 @@ def hidden_calls_seen(step: HiddenCalls) -> Iterator[None]:
             with step.checkpointed():
                 yield
 
-    base.apply = classmethod(apply)  # type: ignore[attr-defined]
     checkpoints._checkpoint_without_reentrant_generator = generator
     try:
-        yield
+        with custom_functions_seen(answer):
+            yield
     finally:
-        del base.apply  # type: ignore[attr-defined]
         checkpoints._checkpoint_without_reentrant_generator = original

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from lightning_3d.custom_functions import custom_functions_seen
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor import crossing
-from lightning_3d.tensor.custom_functions import custom_functions_seen
 from lightning_3d.tensor.grouped import GroupedTensor
 from lightning_3d.tensor.grouped_calls import whole
 from lightning_3d.tensor.parts import Parts, mark

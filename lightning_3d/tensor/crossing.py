@@ -74,29 +74,32 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
-        return (
-            DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
-            .redistribute(placements=[Replicate()])
-            .to_local()
-        )
+        return _all_gather(local, mesh, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        partial = DTensor.from_local(gradient.contiguous(), ctx.mesh, [Partial()], run_check=False)
-        return partial.redistribute(placements=[Shard(ctx.dim)]).to_local(), None, None
+        return _reduce_scatter(gradient, ctx.mesh, ctx.dim), None, None
 
 
 class _ScatterRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
         ctx.mesh, ctx.dim = mesh, dim
-        tensor = DTensor.from_local(partial.contiguous(), mesh, [Partial()], run_check=False)
-        return tensor.redistribute(placements=[Shard(dim)]).to_local()
+        return _reduce_scatter(partial, mesh, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        sharded = DTensor.from_local(gradient.contiguous(), ctx.mesh, [Shard(ctx.dim)], run_check=False)
-        return sharded.redistribute(placements=[Replicate()]).to_local(), None, None
+        return _all_gather(gradient, ctx.mesh, ctx.dim), None, None
+
+
+def _all_gather(local: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    sharded = DTensor.from_local(local.contiguous(), mesh, [Shard(dim)], run_check=False)
+    return sharded.redistribute(placements=[Replicate()]).to_local()
+
+
+def _reduce_scatter(partial: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+    tensor = DTensor.from_local(partial.contiguous(), mesh, [Partial()], run_check=False)
+    return tensor.redistribute(placements=[Shard(dim)]).to_local()
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:

@@ -24,14 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import PlanError
-from lightning_3d.pipeline.trees import as_called
 from lightning_3d.tensor.calls import (
     Attention,
     Function,
@@ -42,12 +40,13 @@ from lightning_3d.tensor.calls import (
     destination,
     function_name,
     is_batched_matmul,
-    is_random,
     mask_dim,
+    runs_whole,
     tensors_in,
     without_empty,
 )
-from lightning_3d.tensor.fakes import device_of, fake, stand_in
+from lightning_3d.tensor.experts_matmul import without_data
+from lightning_3d.tensor.fakes import on_fakes
 from lightning_3d.tensor.followed_uses import FollowedUses
 from lightning_3d.tensor.grouped import (
     Cuts,
@@ -65,10 +64,10 @@ from lightning_3d.tensor.ledger import Communication, Ledger
 from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.plan import Role, WeightPlan
-from lightning_3d.tensor.preserve import preserved
+from lightning_3d.tensor.representative import RepresentativeValues
 from lightning_3d.tensor.rules import NoRule, ShardingRules
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, sequence_input
-from lightning_3d.tensor.weights import Weights, named_parameters
+from lightning_3d.tensor.weights import Weights
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -152,24 +151,15 @@ def follow_block(
         PlanError: a call changes a sharded tensor in place and has no sharded form.
         Exception: whatever the block raises on fake tensors.
     """
-    parameters = named_parameters(block)
     rules, ledger = ShardingRules(size), Ledger(size)
-    with preserved(block), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-        device = device_of([*tree_leaves((args, dict(kwargs))), *parameters.values()])
-        fakes = {id(parameter): fake(parameter, device) for parameter in parameters.values()}
-        stand_in(block, fakes, device)
-        named_fakes = {fqn: fakes[id(p)] for fqn, p in parameters.items()}
-        weights = Weights(named_fakes, replicated, by_hand, part_sizes, ledger)
-        fake_args, fake_kwargs = tree_map(
-            lambda leaf: fake(leaf, device) if isinstance(leaf, Tensor) else leaf,
-            as_called((tuple(args), dict(kwargs))),
-        )
-        sequence = sequence_input(fake_args, size) if sequence_parallel else None
+    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
+        weights = Weights(fakes.parameters, replicated, by_hand, part_sizes, ledger)
+        sequence = sequence_input(fakes.args, size) if sequence_parallel else None
         if sequence is not None:
             ledger.put(sequence, Shard(SEQUENCE_DIM), frozenset())
         follower = _FollowCalls(weights, rules, ledger, None if sequence is None else sequence.shape)
-        with _FollowOps(follower), follower:
-            output = block.forward(*fake_args, **fake_kwargs)
+        with RepresentativeValues(), _FollowOps(follower), follower:
+            output = block.forward(*fakes.args, **fakes.kwargs)
         for tensor in {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}.values():
             ledger.gather(tensor, "the block's output")
     return Followed(
@@ -210,13 +200,13 @@ class _FollowCalls(TorchFunctionMode):
         self._weights.cut(func, args, kwargs)
         tensors = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
         output = self._run(func, args, kwargs, tensors)
-        self._weights.settle(func, self._name, tensors, output)
+        self._weights.settle(self._name, tensors, output)
         return output
 
     def _run(self, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor]) -> Any:
         ledger = self._ledger
         if not any(ledger.entry(tensor) for tensor in tensors):
-            return func(*args, **kwargs)
+            return without_data(func)(*args, **kwargs)
         if any(ledger.parts(tensor) for tensor in tensors):
             return self._call_on_parts(func, args, kwargs, tensors)
         if args and isinstance(args[0], Tensor) and (dim := ledger.dim(args[0])) is not None:
@@ -292,7 +282,7 @@ class _FollowCalls(TorchFunctionMode):
     def _generic(self, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor]) -> Any:
         """A call as DTensor runs it; on full tensors if it can't."""
         changed = destination(func, args, kwargs)
-        if is_random(func) or (changed is not None and self._ledger.entry(changed) is None):
+        if runs_whole(func) or (changed is not None and self._ledger.entry(changed) is None):
             return self._whole(func, args, kwargs, tensors, changed)
         num_before = len(self._ledger.communications)
         try:
@@ -313,7 +303,7 @@ class _FollowCalls(TorchFunctionMode):
         for tensor in tensors:
             self._ledger.gather(tensor, self._name)
         with self._ledger.closed():
-            return func(*args, **kwargs)
+            return without_data(func)(*args, **kwargs)
 
     def _locally(self, func: Function, args: Args, kwargs: Kwargs, dim: int | None, tensors: Sequence[Tensor]) -> Any:
         """A call that every rank makes on its own shards; its result is sharded on `dim`."""

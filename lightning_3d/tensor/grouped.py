@@ -45,8 +45,7 @@ _METADATA = frozenset(
 class GroupedTensor(Tensor):
     """A handle that shows the full shape in user code. Its data is the rank's own shard, `local`.
 
-    The mode that runs a block on shards answers all calls with it. A call that no mode sees (a custom autograd
-    function) raises.
+    The mode that runs a block on shards answers all calls with it. A call that it does not see raises.
     """
 
     local: Tensor

@@ -96,11 +96,6 @@ class BlockTensorPlan:
         sharded = sum(weight.num_elements for weight in self.weights if weight.shard_dim is not None)
         return sharded / total if total else 0.0
 
-    @property
-    def num_local_elements(self) -> int:
-        """The number of parameter elements that one rank holds; ties count once per name."""
-        return sum(weight.num_elements // (1 if weight.shard_dim is None else self.size) for weight in self.weights)
-
     def weight(self, fqn: str) -> WeightPlan:
         """The decision for one parameter.
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.errors import PlanError
 
 _UNSEEN = (
-    "a sharded activation was used where tensor parallel does not see it: by a custom autograd function, or after the "
-    "block's forward"
+    "a sharded activation was used where tensor parallel does not see it: by code that bypasses torch's function "
+    "modes, or after the block's forward"
 )
 
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import PlanError
+from lightning_3d.own_code import is_own
 from lightning_3d.tensor import crossing
 from lightning_3d.tensor.calls import (
     Attention,
@@ -135,9 +136,11 @@ class ShardedCalls(TorchFunctionMode):
             self._by_dtensor(func, args, kwargs, changed) if form is None else self._locally(form, func, args, kwargs)
         )
 
-    def on_custom_function(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a custom autograd function, whose own calls DTensor sees."""
-        if not (_has_sharded(args) or _has_sharded(kwargs.values())):
+    def on_custom_function(
+        self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answer a custom autograd function, whose own calls DTensor sees; this package's make and read shards."""
+        if is_own(cls.__module__) or not (_has_sharded(args) or _has_sharded(kwargs.values())):
             return function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             if _has_sharded(args, GroupedTensor) or _has_sharded(kwargs.values(), GroupedTensor):

@@ -17,17 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lightning_3d.tensor import crossing
 from lightning_3d.tensor.calls import Function, tensors_in
-from lightning_3d.tensor.fakes import device_of, fake, stand_in
+from lightning_3d.tensor.fakes import on_fakes
 from lightning_3d.tensor.plan import BlockTensorPlan, Role, WeightPlan
-from lightning_3d.tensor.preserve import preserved
 from lightning_3d.tensor.vocabulary_embedding import as_embedding, look_up
 from lightning_3d.tensor.vocabulary_logits import as_logits
 from lightning_3d.tensor.weights import named_parameters
@@ -117,7 +115,7 @@ def find_vocabulary(
     """
     parameters = named_parameters(block)
     try:
-        seen = _uses(block, parameters, args, kwargs, logits)
+        seen = _uses(block, args, kwargs, logits)
     except Exception:  # the block's own code on fake tensors can raise anything; `plan_block` says so
         return VocabularyUse()
 
@@ -144,27 +142,15 @@ def find_vocabulary(
 
 
 def _uses(
-    block: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    logits: Logits | None,
+    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: Logits | None
 ) -> Mapping[str, _Seen]:
     """Run the block; FQN -> uses, tied weights alike."""
-    with preserved(block), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        device = device_of([*tree_leaves((args, dict(kwargs))), *parameters.values()])
-        fakes = {id(parameter): fake(parameter, device) for parameter in parameters.values()}
-        stand_in(block, fakes, device)
-        fake_args, fake_kwargs = tree_map(
-            lambda leaf: fake(leaf, device) if isinstance(leaf, Tensor) else leaf, (tuple(args), dict(kwargs))
-        )
-        by_fqn = {fqn: fakes[id(parameter)] for fqn, parameter in parameters.items()}
-        with _SeeUses(by_fqn, logits) as seen:
-            output = block.forward(*fake_args, **fake_kwargs)
+    with on_fakes(block, args, kwargs) as fakes, torch.no_grad(), _SeeUses(fakes.parameters, logits) as seen:
+        output = block.forward(*fakes.args, **fakes.kwargs)
     returned = {id(leaf) for leaf in tree_leaves(output)}
     for use in seen.uses.values():
         use.num_others += any(id(made) not in returned for made in use.logits)
-    return {fqn: seen.uses[id(tensor)] for fqn, tensor in by_fqn.items()}
+    return {fqn: seen.uses[id(tensor)] for fqn, tensor in fakes.parameters.items()}
 
 
 def with_vocabulary(plan: BlockTensorPlan, use: VocabularyUse) -> BlockTensorPlan:
