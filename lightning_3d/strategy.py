@@ -62,7 +62,7 @@ from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.requirements import check_optimizers, refuse_unsupported
 from lightning_3d.rng import StepRandomness, join_replica
-from lightning_3d.tensor.vocabulary_logits import plain
+from lightning_3d.tensor.sharded_output import plain
 from lightning_3d.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.zero import Zero
 

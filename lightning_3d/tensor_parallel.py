@@ -34,6 +34,7 @@ from lightning_3d.tensor import (
 )
 from lightning_3d.tensor.plan import Role
 from lightning_3d.tensor.vocabulary import VocabularyUse, WeightUse, find_vocabulary, with_vocabulary
+from lightning_3d.unread import unread_outputs
 
 
 def plan_blocks(
@@ -47,6 +48,7 @@ def plan_blocks(
     excluded = _shared(plan, module)
     by_hand = roles_by_hand(config.plan, module, blocks)
     vocabulary = _find_vocabulary(plan, module, blocks, trace, by_hand)
+    unread = unread_outputs(trace)
     found: dict[Hashable, BlockTensorPlan] = {}
     sharded = []
     for block_plan in plan.blocks:
@@ -58,8 +60,8 @@ def plan_blocks(
             continue
         args, kwargs = trace.block_inputs[block_plan.fqn]
         roles = by_hand.get(block_plan.fqn, {})
-        use = vocabulary[block_plan.fqn]
-        key = (_kind_of(block, excluded), tuple(roles.items()), _described((use, args, kwargs)))
+        use, leaves = vocabulary[block_plan.fqn], unread.get(block_plan.fqn, frozenset())
+        key = (_kind_of(block, excluded), tuple(roles.items()), leaves, _described((use, args, kwargs)))
         if key not in found:
             args, kwargs = _examples((args, kwargs))
             rest = plan_block(
@@ -70,6 +72,7 @@ def plan_blocks(
                 excluded=[*excluded, *(block.get_parameter(fqn) for fqn in use.fqns)],
                 by_hand={fqn: role for fqn, role in roles.items() if role != "vocabulary"},
                 sequence_parallel=config.sequence_parallel and not use.fqns,
+                unread=leaves,
             )
             found[key] = with_vocabulary(rest, use)
         check_roles(found[key], roles, block_plan.fqn)

@@ -95,8 +95,6 @@ PARALLEL = Expected(forward=2, backward=1)
 """Attention and MLP read the same norm."""
 ATTENTION = Expected(forward=1, backward=1, share=0.1)
 """Experts that are picked by index are left whole."""
-MLP = Expected(forward=1, backward=1, share=0.65)
-"""A block that also returns its attention weights, which would have to be gathered, keeps its attention whole."""
 
 TABLE = {
     "llama": Row(job=_hf("LlamaConfig", CLM, **GROUPED), blocks={"LlamaDecoderLayer": OPTIMUM}),
@@ -122,8 +120,7 @@ TABLE = {
     ),
     "bloom": Row(
         job=_hf("BloomConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
-        blocks={"BloomBlock": MLP},
-        held=0.8,
+        blocks={"BloomBlock": OPTIMUM},
         sizes=(2, 4),
     ),
     "gpt2": Row(

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from examples.gpt import GPT
 from lightning_3d import ThreeDStrategy
 from lightning_3d.tensor import plan_block, replicated_plan
+from lightning_3d.tensor.sharded_output import ShardedOutput, as_logits, plain
 from lightning_3d.tensor.vocabulary import Logits, find_vocabulary, with_vocabulary
-from lightning_3d.tensor.vocabulary_logits import VocabularyLogits, as_logits, plain
 from lightning_3d.tensor.vocabulary_loss import shard_bounds
 from tests import architectures
 from tests.models import ADAM_EPS, TinyGPT, loader, tokens
@@ -157,7 +157,7 @@ def _other_uses() -> None:
     for use in uses:
         _compare(logits, use, mesh)
     sharded = as_logits(logits[..., slice(*shard_bounds(10, mesh))].contiguous(), mesh, 10)
-    assert isinstance(sharded, VocabularyLogits)
+    assert isinstance(sharded, ShardedOutput)
     assert (sharded.shape, sharded.dtype, sharded.stride()) == (logits.shape, logits.dtype, logits.stride())
     assert sharded.tolist() == logits.tolist()
     assert (sharded.numpy() == logits.numpy()).all()

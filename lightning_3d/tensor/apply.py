@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_3d.custom_functions import custom_functions_seen
 from lightning_3d.errors import PlanError
@@ -25,7 +25,9 @@ from lightning_3d.tensor.grouped_calls import whole
 from lightning_3d.tensor.parts import Parts, mark
 from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, sequence_input
+from lightning_3d.tensor.sharded_activation import ShardedActivation
 from lightning_3d.tensor.sharded_calls import ShardedCalls
+from lightning_3d.tensor.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary import VocabularyCalls
 
 Slot = tuple[nn.Module, str, Parts | None]
@@ -121,9 +123,15 @@ def _sharded_forward(
         vocabulary_calls = (
             VocabularyCalls(mesh, vocabulary, gathers_logits=plan.gathers_logits) if vocabulary else nullcontext()
         )
-        with _local_parameters(slots), calls, vocabulary_calls, custom_functions_seen(calls.on_custom_function):
+        with (
+            calls.statistics,
+            _local_parameters(slots),
+            calls,
+            vocabulary_calls,
+            custom_functions_seen(calls.on_custom_function),
+        ):
             output = forward(*args, **kwargs)
-        return tree_map(_plain, output)
+        return _returned(output, plan.unread)
 
     return sharded
 
@@ -142,13 +150,31 @@ def _local_parameters(slots: Sequence[Slot]) -> Iterator[None]:
             parameter = parameters[name]
             if id(parameter) not in local:
                 own = crossing.local_shard(parameter)
-                local[id(parameter)] = own if parts is None else GroupedTensor(own, parameter.device_mesh, parts)
+                local[id(parameter)] = own if parts is None else _in_parts(own, parameter, parts)
             found.append((parameters, name, parameter))
             parameters[name] = local[id(parameter)]
         yield
     finally:
         for parameters, name, parameter in found:
             parameters[name] = parameter
+
+
+def _in_parts(own: Tensor, parameter: DTensor, parts: Parts) -> GroupedTensor:
+    weight = GroupedTensor(own, parameter.device_mesh, parts)
+    weight.is_weight = True
+    return weight
+
+
+def _returned(output: Any, unread: frozenset[int]) -> Any:
+    """What callers get: plain tensors; what nothing reads is gathered only if something does after all."""
+    if not unread:
+        return tree_map(_plain, output)
+    leaves, spec = tree_flatten(output)
+    returned = [
+        as_unread(leaf) if i in unread and isinstance(leaf, ShardedActivation) else _plain(leaf)
+        for i, leaf in enumerate(leaves)
+    ]
+    return tree_unflatten(returned, spec)
 
 
 def _plain(leaf: Any) -> Any:

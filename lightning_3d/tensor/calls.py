@@ -33,6 +33,11 @@ class Projection:
 
     features_dim: int
 
+    @property
+    def input_dim(self) -> int:
+        """The contracted dim of the input, which is that of the features in the output."""
+        return self.input.dim() - 1
+
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Projection | None:
     return Projection(input=input, weight=weight, bias=bias, features_dim=0)
@@ -103,6 +108,27 @@ def batched_matmul_dim(left: Tensor, right: Tensor, left_dim: int | None, right_
     if left_dim is None or left_dim != right_dim or left.dim() != right.dim() or left_dim >= left.dim() - 2:
         return None
     return left_dim if left.shape[left_dim] == right.shape[left_dim] else None
+
+
+def takes_every_nth(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, *, size: int) -> bool:
+    """Whether a call takes every n-th of its first argument's elements along `dim`, as ``x[..., 1::2]`` does.
+
+    Every rank can do that on its own shard along `dim`, if n divides its length.
+    """
+    if function_name(function) != "__getitem__":
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not all(item is Ellipsis or isinstance(item, slice) for item in index):
+        return False
+    num_dims = args[0].dim()
+    before = index.index(Ellipsis) if Ellipsis in index else len(index)
+    after = len(index) - before - 1
+    slices = {at if at < before else num_dims - after + at - before - 1: i for at, i in enumerate(index) if at != before}
+    taken = slices.pop(dim, slice(None))
+    if taken.stop is not None or any(item != slice(None) for item in slices.values()):
+        return False
+    start, step = taken.start or 0, taken.step or 1
+    return 0 <= start < step and args[0].shape[dim] // size % step == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,9 +285,40 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 
 
-def is_random(function: Function) -> bool:
-    """Whether a call draws random numbers other than `as_dropout`: it then runs on full tensors, alike on all ranks."""
-    return function_name(function) in _RANDOM
+EXPERTS_MATMULS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
+"""Names of products per expert."""
+
+_READS_DATA = frozenset(
+    {
+        "__bool__",
+        "__contains__",
+        "__float__",
+        "__index__",
+        "__int__",
+        "allclose",
+        "argwhere",
+        "bincount",
+        "equal",
+        "item",
+        "masked_select",
+        "nonzero",
+        "numpy",
+        "tolist",
+        "unique",
+        "unique_consecutive",
+    }
+)
+"""What they return, or its shape, depends on data."""
+
+_ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
+
+
+def runs_whole(function: Function) -> bool:
+    """Whether a call runs on full tensors, alike on all ranks.
+
+    It draws random numbers other than `as_dropout`, reads data, or has no rule for shards.
+    """
+    return function_name(function) in _ON_WHOLE
 
 
 def destination(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

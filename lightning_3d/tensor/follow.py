@@ -42,9 +42,11 @@ from lightning_3d.tensor.calls import (
     is_batched_matmul,
     mask_dim,
     runs_whole,
+    takes_every_nth,
     tensors_in,
     without_empty,
 )
+from lightning_3d.tensor.channelwise import ChannelCall, as_channel_call
 from lightning_3d.tensor.experts_matmul import without_data
 from lightning_3d.tensor.fakes import on_fakes
 from lightning_3d.tensor.followed_uses import FollowedUses
@@ -103,6 +105,9 @@ class Followed:
     is_sequence_parallel: bool
     """Whether the input was cut along its sequence."""
 
+    unread: frozenset[int]
+    """Leaves of the output, by position, that are on shards and that nothing reads."""
+
     output_bytes: Mapping[str, int]
     """FQN of a column or row weight -> bytes of the full outputs of its uses."""
 
@@ -134,6 +139,7 @@ def follow_block(
     by_hand: Mapping[str, Role] = MappingProxyType({}),
     part_sizes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     sequence_parallel: bool = False,
+    unread: frozenset[int] = frozenset(),
 ) -> Followed:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
 
@@ -146,6 +152,7 @@ def follow_block(
         by_hand: FQN -> column or row, for weights whose role is given.
         part_sizes: FQN -> sizes of the parts of its output features, for weights that are sharded part by part.
         sequence_parallel: Whether to cut the input along its sequence.
+        unread: Leaves of the output, by position, that nothing reads.
 
     Raises:
         PlanError: a call changes a sharded tensor in place and has no sharded form.
@@ -160,13 +167,18 @@ def follow_block(
         follower = _FollowCalls(weights, rules, ledger, None if sequence is None else sequence.shape)
         with RepresentativeValues(), _FollowOps(follower), follower:
             output = block.forward(*fakes.args, **fakes.kwargs)
-        for tensor in {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}.values():
+        follower.complete_statistics()
+        leaves = tree_leaves(output)
+        unread = frozenset(i for i in unread if isinstance(leaves[i], Tensor) and ledger.dim(leaves[i]) is not None)
+        gathered = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in unread]
+        for tensor in {id(leaf): leaf for leaf in gathered}.values():
             ledger.gather(tensor, "the block's output")
     return Followed(
         weights=weights.plans(),
         communications=tuple(ledger.communications),
         num_column_inputs=follower.uses.num_column_inputs,
         is_sequence_parallel=sequence is not None,
+        unread=unread,
         output_bytes=follower.uses.output_bytes,
         weight_cuts=weights.cuts,
         cuts=tuple(follower.cuts),
@@ -184,6 +196,7 @@ class _FollowCalls(TorchFunctionMode):
         self.cuts: list[Cut] = []
         self.view_cuts: list[Cut] = []
         self.uneven_heads: set[str] = set()
+        self._statistics: dict[int, Tensor] = {}
         self._weights = weights
         self._rules = rules
         self._ledger = ledger
@@ -213,6 +226,10 @@ class _FollowCalls(TorchFunctionMode):
             self._note_cuts(func, args, kwargs, dim)
             if (merge := as_merge(func, args, kwargs, dim, num_ranks=ledger.size)) is not None:
                 return self._put_parts(func, args, kwargs, [merge.parts], [0])
+            if takes_every_nth(func, args, kwargs, dim, size=ledger.size):
+                return self._locally(func, args, kwargs, dim, tensors)
+        if (channels := as_channel_call(func, args, kwargs, ledger.dim, ledger.size)) is not None:
+            return self._call_on_channels(func, args, kwargs, channels, tensors)
         if (attention := as_attention(func, args, kwargs)) is not None:
             return self._attend(func, args, kwargs, attention, tensors)
         if (dropout := as_dropout(func, args, kwargs)) is not None and ledger.dim(dropout.input) is not None:
@@ -261,23 +278,21 @@ class _FollowCalls(TorchFunctionMode):
         ledger, tensor = self._ledger, args[0]
         entry = ledger.entry(tensor)
         assert entry is not None
-        if dim != tensor.dim() - 1:
+        length = tensor.shape[dim]
+        is_whole = entry.start == 0 and self._weights.have_features(entry.sources, length)
+        if dim != tensor.dim() - 1 and not is_whole:
             return
         pieces = cut_pieces(func, args, kwargs, dim)
         edges = {edge for piece in pieces for edge in piece} if pieces is not None else set()
         notes = self.cuts
         if pieces is None and (shape := viewed_shape(func, args, kwargs)) is not None:
-            if (
-                len(shape) > tensor.dim()
-                and shape[: tensor.dim() - 1] == tensor.shape[:-1]
-                and shape[dim] % ledger.size
-            ):
+            if len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and shape[dim] % ledger.size:
                 self.uneven_heads |= entry.sources
-            num_parts, notes = num_parts_of(tuple(tensor.shape), shape), self.view_cuts
-            edges = set(range(0, tensor.shape[-1], tensor.shape[-1] // num_parts))
+            num_parts, notes = num_parts_of(tuple(tensor.shape), shape, dim), self.view_cuts
+            edges = set(range(0, length, length // num_parts))
         if len(edges) > 1:
             absolute = frozenset(entry.start + edge for edge in edges)
-            notes.append(Cut(sources=entry.sources, features=entry.start + tensor.shape[-1], edges=absolute))
+            notes.append(Cut(sources=entry.sources, features=entry.start + length, edges=absolute))
 
     def _generic(self, func: Function, args: Args, kwargs: Kwargs, tensors: Sequence[Tensor]) -> Any:
         """A call as DTensor runs it; on full tensors if it can't."""
@@ -311,8 +326,26 @@ class _FollowCalls(TorchFunctionMode):
         sources = self._ledger.sources(tensors)
         with self._ledger.closed():
             output = func(*args, **kwargs)
-        self._ledger.put(output, Shard(dim), sources)
+        for tensor in tensors_in(output):
+            self._ledger.put(tensor, Shard(dim), sources)
         return output
+
+    def _call_on_channels(
+        self, func: Function, args: Args, kwargs: Kwargs, call: ChannelCall, tensors: Sequence[Tensor]
+    ) -> Any:
+        if call.dim is None:
+            return self._whole(func, args, kwargs, tensors)
+        for vector in call.vectors:
+            self._weights.shard_vector(vector, vector.numel())
+            if self._ledger.dim(vector) != 0:
+                self._ledger.gather(vector, self._name)
+        if call.changes_statistics:
+            self._statistics.update((id(buffer), buffer) for buffer in call.statistics)
+        return self._locally(func, args, kwargs, call.dim, tensors)
+
+    def complete_statistics(self) -> None:
+        """What happens at the end of the block's forward."""
+        self._ledger.complete(list(self._statistics.values()), "running statistics")
 
     def _attend(self, func: Function, args: Args, kwargs: Kwargs, call: Attention, tensors: Sequence[Tensor]) -> Any:
         ledger, operands = self._ledger, (call.query, call.key, call.value)

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from lightning_3d.tensor.calls import Function, Projection, as_projection
+from lightning_3d.tensor.calls import Function, Projection, as_projection, tensors_in
 from lightning_3d.tensor.contraction import Contraction, as_contraction
+from lightning_3d.tensor.convolution import Convolution, as_convolution
+from lightning_3d.tensor.experts_matmul import without_data
 from lightning_3d.tensor.ledger import Ledger
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along
@@ -45,10 +47,13 @@ class FollowedUses:
         projection = as_projection(func, args, kwargs)
         if projection is not None and self._weights.decide(projection) and self._is_along(projection):
             return self._project(func, name, args, kwargs, projection)
+        if (made := self._weights.make_aliases(func, args, kwargs)) is not None:
+            return made
         contraction = as_contraction(func, args, kwargs, self._weights.is_weight)
         if contraction is not None and self._weights.decide_contraction(contraction):
             return self._contract(func, name, args, kwargs, contraction)
-        return None
+        convolution = as_convolution(func, args, kwargs)
+        return None if convolution is None else self._convolve(func, name, convolution)
 
     def _is_along(self, call: Projection) -> bool:
         """Whether the parts of the weight, if it has any, are its output features."""
@@ -60,7 +65,7 @@ class FollowedUses:
         ledger, fqn = self._ledger, self._weights.fqn_of(call.weight)
         with ledger.closed():
             output = func(*args, **kwargs)
-        self._weights.settle(func, name, [] if call.bias is None else [call.bias], output)
+        self._weights.settle(name, [] if call.bias is None else [call.bias], output)
         self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
         parts = ledger.parts(call.weight)
         if parts is not None or ledger.dim(call.weight) == call.features_dim:
@@ -83,7 +88,8 @@ class FollowedUses:
 
     def _contract(self, func: Function, name: str, args: Args, kwargs: Kwargs, call: Contraction) -> Any:
         """As `_project`, for a contraction with a sharded weight."""
-        ledger, fqn, dim = self._ledger, self._weights.fqn_of(call.weight), self._ledger.dim(call.weight)
+        ledger, fqn, parts = self._ledger, self._weights.fqn_of(call.weight), self._ledger.parts(call.weight)
+        dim = ledger.dim(call.weight) if parts is None else parts.dim
         assert dim is not None
         letter = call.of_weight[dim]
         if letter in call.features:
@@ -92,10 +98,42 @@ class FollowedUses:
         elif ledger.dim(call.input) != call.of_input.index(letter):
             ledger.gather(call.input, name)
         with ledger.closed():
-            output = func(*args, **kwargs)
+            output = without_data(func)(*args, **kwargs)
+        self._weights.settle(name, [call.input], output)
         self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
         if letter in call.features:
-            ledger.put(output, Shard(call.of_output.index(letter)), frozenset({fqn}))
+            along = call.of_output.index(letter)
+            sizes = (output.shape[along],) if parts is None else parts.sizes
+            made = Parts(dim=along, sizes=sizes, num_ranks=ledger.size)
+            ledger.put_parts(output, made, frozenset({fqn}), ledger.start(call.weight))
         else:
             ledger.move(output, Partial(), Replicate(), ledger.sources([call.input]), name, row=fqn)
+        return output
+
+    def _convolve(self, func: Function, name: str, call: Convolution) -> Tensor:
+        """A convolution with any weight."""
+        self._weights.decide(call)
+        ledger, fqn, dim = self._ledger, self._weights.fqn_of(call.weight), call.input_dim
+        parts, sources = ledger.parts(call.weight), ledger.sources([call.input])
+        weight_dim = ledger.dim(call.weight) if parts is None else parts.dim
+        form = call.form(weight_dim, has_parts=parts is not None, size=ledger.size)
+        if form in ("column", "whole") or ledger.dim(call.input) != dim:
+            ledger.gather(call.input, name)
+        with ledger.closed():
+            output = call.run(call.input, call.weight, call.bias, call.groups)
+        self._weights.settle(name, tensors_in((call.input, call.bias)), output)
+        self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
+        match form:
+            case "column":
+                self._column_inputs[id(call.input), call.input._version] = (call.input, False)
+                sizes = (output.shape[dim],) if parts is None else parts.sizes
+                made = Parts(dim=dim, sizes=sizes, num_ranks=ledger.size)
+                ledger.put_parts(output, made, frozenset({fqn}), ledger.start(call.weight))
+            case "groups":
+                made = Parts(dim=dim, sizes=(output.shape[dim],), num_ranks=ledger.size)
+                ledger.put_parts(output, made, sources | {fqn}, ledger.start(call.input))
+            case "row":
+                ledger.move(output, Partial(), Replicate(), sources, name, row=fqn)
+            case "whole":
+                ledger.gather(call.weight, name)
         return output

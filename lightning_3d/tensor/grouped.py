@@ -29,6 +29,9 @@ _ELEMENTWISE = frozenset(
     | {"clip", "clone", "contiguous", "to", "float", "half", "bfloat16", "detach", "exp", "masked_fill", "where"}
 )
 
+_IN_PLACE = frozenset({"add_", "sub_", "mul_", "div_", "clamp_", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+"""Elementwise, on the first argument."""
+
 _MAX_VIEWS = 8192
 """Shapes of views that are kept."""
 
@@ -51,6 +54,8 @@ class GroupedTensor(Tensor):
     local: Tensor
     mesh: DeviceMesh
     parts: Parts
+    is_weight: bool = False
+    """Whether it is a weight, or was made of one."""
 
     @staticmethod
     def __new__(cls, local: Tensor, mesh: DeviceMesh, parts: Parts) -> GroupedTensor:
@@ -129,6 +134,9 @@ class Keeps:
 
     parts: Parts
     """Of the result."""
+
+    is_in_place: bool = False
+    """The result is the first argument."""
 
 
 GroupedCall = Reads | Cuts | Reshapes | Opens | Keeps
@@ -212,11 +220,11 @@ def _hashable(value: Any) -> Any:
     return tuple([_hashable(item) for item in value]) if isinstance(value, list | tuple) else value
 
 
-def num_parts_of(old: Sequence[int], new: Sequence[int]) -> int:
-    """How many parts a view makes of the last dim, such as 3 of ``[..., 3 * features] -> [..., 3, features]``."""
-    before = math.prod(old[:-1])
+def num_parts_of(old: Sequence[int], new: Sequence[int], dim: int) -> int:
+    """How many parts a view makes of a dim, such as 3 of ``[..., 3 * features] -> [..., 3, features]``."""
+    before = math.prod(old[:dim])
     lengths = [size for dim, size in enumerate(new) if math.prod(new[:dim]) == before and size > 1]
-    return lengths[0] if lengths and old[-1] % lengths[0] == 0 and lengths[0] < old[-1] else 1
+    return lengths[0] if lengths and old[dim] % lengths[0] == 0 and lengths[0] < old[dim] else 1
 
 
 def as_merge(
@@ -271,6 +279,7 @@ def _kept(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], parts_of: P
     if len(found) != 1:
         return None
     num_dims, length, parts = found.pop()
+    shapes = [tensor.shape for tensor in tensors]
     if any(tensor.dim() > num_dims for tensor in tensors):
         return None
     along = [(tensor, cut_dim_of(tensor, parts, num_dims)) for tensor in tensors]
@@ -278,6 +287,9 @@ def _kept(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], parts_of: P
         return None
     if name in _BATCHED:
         return Keeps(parts=parts) if parts.dim < num_dims - 2 and all(t.dim() == num_dims for t in tensors) else None
+    if name in _IN_PLACE:
+        is_own = parts_of(args[0]) is not None and tuple(args[0].shape) == torch.broadcast_shapes(*shapes)
+        return Keeps(parts=parts, is_in_place=True) if is_own else None
     return Keeps(parts=parts) if name in _ELEMENTWISE else None
 
 

@@ -62,11 +62,12 @@ def call_on_parts(
         case Reshapes() as call:
             return reshaped(args[0].local, mesh, call)
         case Keeps() as call:
-            num_dims = max(tensor.dim() for tensor in tensors_in((args, kwargs)))
+            first, num_dims = args[0], max(tensor.dim() for tensor in tensors_in((args, kwargs)))
             args, kwargs = map_tensors(
                 lambda tensor: _own(tensor, call.parts, num_dims, mesh), (tuple(args), dict(kwargs))
             )
-            return GroupedTensor(function(*args, **kwargs), mesh, call.parts)
+            output = function(*args, **kwargs)
+            return first if call.is_in_place else GroupedTensor(output, mesh, call.parts)
 
 
 def reshaped(local: Tensor, mesh: DeviceMesh, call: Reshapes) -> GroupedTensor:

@@ -122,6 +122,13 @@ class Ledger:
         if (entry := self.entry(tensor)) is not None:
             self.move(tensor, entry.placement, Replicate(), entry.sources, call)
 
+    def complete(self, tensors: Sequence[Tensor], call: str) -> None:
+        """Count what makes replicated tensors whole of which every rank has changed its own part."""
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * (self.size - 1) // self.size
+        if tensors:
+            made = Communication(kind="all-gather", num_bytes=num_bytes, call=call, sources=frozenset())
+            self.communications.append(made)
+
     def reduce(self, tensor: Tensor, call: str) -> None:
         """Make a partially reduced result replicated at once; leaves any other as it is."""
         if self.placement(tensor).is_partial():

@@ -75,6 +75,9 @@ class BlockTensorPlan:
     is_sequence_parallel: bool = False
     """Whether what lies between the sharded weights works on slices of the sequence (`sequence`)."""
 
+    unread: frozenset[int] = frozenset()
+    """Leaves of the block's output, by position, that nothing reads and that stay on shards."""
+
     gathers_logits: bool = False
     """Whether logits on shards are gathered at once, beside what the loss computes on shards."""
 

@@ -34,6 +34,7 @@ def plan_block(
     excluded: Collection[nn.Parameter] = frozenset(),
     by_hand: Mapping[str, Role] = MappingProxyType({}),
     sequence_parallel: bool = False,
+    unread: frozenset[int] = frozenset(),
 ) -> BlockTensorPlan:
     """Decide for every parameter of a block whether and how it is sharded over `size` tensor-parallel ranks.
 
@@ -47,6 +48,7 @@ def plan_block(
         excluded: Parameters that code outside the block uses, too; they stay replicated.
         by_hand: Name of a parameter -> role, where the user has decided.
         sequence_parallel: Whether to cut the input along its sequence, where that is possible.
+        unread: Leaves of its output, by position, that nothing reads.
 
     Returns:
         A plan; it replicates the whole block, with the reason, if nothing can be sharded or followed.
@@ -61,7 +63,14 @@ def plan_block(
     replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
     try:
         follow = partial(
-            follow_block, block, args, kwargs, size=size, by_hand=by_hand, sequence_parallel=sequence_parallel
+            follow_block,
+            block,
+            args,
+            kwargs,
+            size=size,
+            by_hand=by_hand,
+            sequence_parallel=sequence_parallel,
+            unread=unread,
         )
         parameters = named_parameters(block)
         best = _improve(
@@ -182,6 +191,7 @@ def _plan(block: nn.Module, followed: Followed, size: int) -> BlockTensorPlan:
         weights=followed.weights,
         num_all_reduces_forward=all_reduces,
         is_sequence_parallel=followed.is_sequence_parallel,
+        unread=followed.unread,
         num_all_reduces_backward=followed.num_column_inputs,
         num_other_collectives_forward=len(followed.communications) - all_reduces,
         communicated_bytes=followed.communicated_bytes,

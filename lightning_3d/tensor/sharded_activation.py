@@ -36,6 +36,8 @@ class ShardedActivation(Tensor):
     local: Tensor
     mesh: DeviceMesh
     shard_dim: int
+    is_weight: bool = False
+    """Whether it was made of a weight, and is multiplied with as one."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as DTensor has it
 

@@ -37,17 +37,21 @@ from lightning_3d.tensor.calls import (
     destination,
     function_name,
     is_batched_matmul,
-    is_random,
     map_tensors,
     mask_dim,
+    runs_whole,
+    takes_every_nth,
     without_empty,
 )
+from lightning_3d.tensor.channel_calls import call_on_channels
+from lightning_3d.tensor.channelwise import as_channel_call
 from lightning_3d.tensor.crossing import local_shard, placement_of, shard_dim
 from lightning_3d.tensor.grouped import GroupedTensor, as_merge
 from lightning_3d.tensor.grouped_calls import call_on_parts, reshaped, whole
 from lightning_3d.tensor.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
 from lightning_3d.tensor.randomness import dropout_shard, seeded_for_rank
+from lightning_3d.tensor.running_statistics import RunningStatistics
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 from lightning_3d.tensor.weight_calls import WeightCalls
 
@@ -90,6 +94,8 @@ class ShardedCalls(TorchFunctionMode):
         super().__init__()
         self._mesh = mesh
         self._weights = WeightCalls(mesh, sequence)
+        self.statistics = RunningStatistics(mesh)
+        """To be entered with this mode."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -110,10 +116,14 @@ class ShardedCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         if _has_sharded(args, GroupedTensor) or _has_sharded(kwargs.values(), GroupedTensor):
             return call_on_parts(func, args, kwargs, self._mesh, self._generic)
-        if args and (dim := shard_dim(args[0], self._mesh)):
+        if args and (dim := shard_dim(args[0], self._mesh)) is not None:
             merge = as_merge(func, args, kwargs, dim, num_ranks=self._mesh.size())
             if merge is not None:
                 return reshaped(local_shard(args[0]), self._mesh, merge)
+            if takes_every_nth(func, args, kwargs, dim, size=self._mesh.size()):
+                return crossing.as_sharded(func(local_shard(args[0]), args[1]), self._mesh, dim)
+        if (channels := as_channel_call(func, args, kwargs, self._dim, self._mesh.size())) is not None:
+            return call_on_channels(func, channels, self._mesh, self.statistics)
         if (attention := as_attention(func, args, kwargs)) is not None:
             return self._attend(attention)
         if (dropout := as_dropout(func, args, kwargs)) is not None and shard_dim(dropout.input, self._mesh) is not None:
@@ -125,9 +135,12 @@ class ShardedCalls(TorchFunctionMode):
                 return crossing.as_sharded(torch.matmul(local_shard(args[0]), local_shard(args[1])), self._mesh, dim)
         return self._generic(func, args, kwargs)
 
+    def _dim(self, tensor: Tensor) -> int | None:
+        return shard_dim(tensor, self._mesh)
+
     def _generic(self, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = destination(func, args, kwargs)
-        if is_random(func) or (changed is not None and not isinstance(changed, _SHARDED)):
+        if runs_whole(func) or (changed is not None and not isinstance(changed, _SHARDED)):
             if isinstance(changed, _SHARDED):
                 raise PlanError(f"{function_name(func)} draws random numbers into a sharded tensor in place")
             return func(*map_tensors(whole, args), **map_tensors(whole, kwargs))

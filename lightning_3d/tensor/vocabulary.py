@@ -2,7 +2,7 @@
 
 An embedding table and the weight of an output head are cut along their rows, tied or not, into as many rows per rank as
 DTensor gives it, which need not be equal. Looking up ends in an all-reduce (`vocabulary_embedding`); a head's logits
-leave the block on shards (`vocabulary_logits`). The rest of the block is planned and run as if these weights were
+leave the block on shards (`sharded_output`). The rest of the block is planned and run as if these weights were
 replicated, as what comes of them is a full tensor to it.
 """
 
@@ -26,8 +26,8 @@ from lightning_3d.tensor import crossing
 from lightning_3d.tensor.calls import Function, tensors_in
 from lightning_3d.tensor.fakes import on_fakes
 from lightning_3d.tensor.plan import BlockTensorPlan, Role, WeightPlan
+from lightning_3d.tensor.sharded_output import as_logits
 from lightning_3d.tensor.vocabulary_embedding import as_embedding, look_up
-from lightning_3d.tensor.vocabulary_logits import as_logits
 from lightning_3d.tensor.weights import named_parameters
 
 Slot = tuple[nn.Module, str]

@@ -2,7 +2,7 @@
 
 No rank holds all logits: two all-reduces, of a maximum and of three sums per row, take the place of gathering them.
 What the numbers mean is what ``F.cross_entropy`` documents. This is the arithmetic alone; autograd is in
-`vocabulary_logits`.
+`sharded_output`.
 
     loss of a row = -(1 - s) w[t] log p[t]  -  s / C  sum over c of w[c] log p[c]        s: label smoothing, w: weights
 """

@@ -17,13 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor import crossing
-from lightning_3d.tensor.calls import Function, Projection, as_projection
+from lightning_3d.tensor.aliases import alias_dims, only_first_is_sharded
+from lightning_3d.tensor.calls import Function, Projection, as_projection, map_tensors
 from lightning_3d.tensor.contraction import Contraction, as_contraction
+from lightning_3d.tensor.convolution import Convolution, as_convolution
 from lightning_3d.tensor.crossing import local_shard, shard_dim
 from lightning_3d.tensor.gathered import GatheredSequence
 from lightning_3d.tensor.grouped import GroupedTensor
 from lightning_3d.tensor.grouped_calls import cut_parts, whole
+from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along
+from lightning_3d.tensor.sharded_activation import ShardedActivation
 
 T = TypeVar("T")
 
@@ -40,20 +44,27 @@ class WeightCalls:
         self._mesh, self._sequence = mesh, sequence
         # By what column weights read: plain activations, and slices of the sequence.
         self._entered: _ByTensor[Tensor] = _ByTensor()
+        self._own: _ByTensor[Tensor] = _ByTensor()
+        """The own shards of weights that aliases were made of."""
         self._gathered: _ByTensor[GatheredSequence] = _ByTensor()
 
-    def answer(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """The result of a call if it is a use of a sharded weight, else None."""
+    def answer(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a call if it is a use of a sharded weight, or makes aliases of one; else None."""
         projection = as_projection(function, args, kwargs)
         if projection is not None and isinstance(weight := projection.weight, GroupedTensor):
             if weight.parts.dim == projection.features_dim:
                 return self._project_on_parts(projection, weight)
         elif projection is not None and shard_dim(projection.weight, self._mesh) is not None:
             return self._project(projection)
-        contraction = as_contraction(function, args, kwargs, self._is_sharded_parameter)
-        if contraction is not None and contraction.separates(shard_dim(contraction.weight, self._mesh)):
-            return self._contract(contraction)
-        return None
+        if (made := self._aliases(function, args, kwargs)) is not None:
+            return made
+        contraction = as_contraction(function, args, kwargs, self._is_weight)
+        if contraction is not None:
+            dim, has_parts = self._dim(contraction.weight), isinstance(contraction.weight, GroupedTensor)
+            if contraction.separates(dim, has_parts=has_parts):
+                return self._contract(contraction)
+        convolution = as_convolution(function, args, kwargs)
+        return None if convolution is None else self._convolve(convolution)
 
     def _project(self, call: Projection) -> Tensor:
         """``input @ weight + bias`` with a sharded weight: column gives a sharded result, row a plain one."""
@@ -72,28 +83,86 @@ class WeightCalls:
         output = crossing.reduce_rows(partial, self._mesh)
         return output if bias is None else output + whole(bias)
 
-    def _is_sharded_parameter(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, DTensor) and shard_dim(tensor, self._mesh) is not None
+    def _is_weight(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, DTensor):
+            return shard_dim(tensor, self._mesh) is not None
+        return isinstance(tensor, GroupedTensor | ShardedActivation) and tensor.is_weight
+
+    def _dim(self, weight: Tensor) -> int | None:
+        """The sharded dim of a weight, in parts or not."""
+        return weight.parts.dim if isinstance(weight, GroupedTensor) else shard_dim(weight, self._mesh)
+
+    def _aliases(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The results of a call that makes aliases of a sharded weight (`aliases`), else None."""
+        if not args or not isinstance(args[0], Tensor) or not self._is_weight(args[0]):
+            return None
+        weight, dim, made = args[0], self._dim(args[0]), alias_dims(function, args, kwargs)
+        if made is None or dim not in made or not only_first_is_sharded(args, kwargs, _is_sharded):
+            return None
+        parts = replace(weight.parts, dim=made.index(dim)) if isinstance(weight, GroupedTensor) else None
+
+        def alias(own: Tensor) -> Tensor:
+            handle: GroupedTensor | ShardedActivation
+            if parts is None:
+                handle = ShardedActivation(own, self._mesh, made.index(dim))
+            else:
+                handle = GroupedTensor(own, self._mesh, parts)
+            handle.is_weight = True
+            return handle
+
+        return map_tensors(alias, function(self._local(weight), *args[1:], **kwargs))
+
+    def _local(self, weight: Tensor) -> Tensor:
+        """The own shard; once per weight, so that the gradients of its aliases are summed before they are its own."""
+        if isinstance(weight, GroupedTensor):
+            return weight.local
+        return self._own.get(weight, lambda: local_shard(weight))
 
     def _contract(self, call: Contraction) -> Tensor:
         """As `_project`, for a contraction with a sharded weight."""
-        dim, weight = shard_dim(call.weight, self._mesh), local_shard(call.weight)
+        dim = self._dim(call.weight)
+        weight = call.weight.local if isinstance(call.weight, GroupedTensor) else local_shard(call.weight)
         assert dim is not None
         letter = call.of_weight[dim]
         if letter in call.features:
             output = call.run(self.column_input(whole(call.input)), weight)
-            return crossing.as_sharded(output, self._mesh, call.of_output.index(letter))
+            at = call.of_output.index(letter)
+            if isinstance(call.weight, GroupedTensor):
+                return GroupedTensor(output, self._mesh, replace(call.weight.parts, dim=at))
+            return crossing.as_sharded(output, self._mesh, at)
         along = call.of_input.index(letter)
         is_local = shard_dim(call.input, self._mesh) == along
         own = local_shard(call.input) if is_local else crossing.shard(whole(call.input), self._mesh, along)
         return crossing.reduce_rows(call.run(own, weight), self._mesh)
 
+    def _convolve(self, call: Convolution) -> Tensor:
+        """A convolution with any weight."""
+        mesh, dim, weight = self._mesh, call.input_dim, call.weight
+        parts = weight.parts if isinstance(weight, GroupedTensor) else None
+        weight_dim = shard_dim(weight, mesh) if parts is None else parts.dim
+        form = call.form(weight_dim, has_parts=parts is not None, size=mesh.size())
+        if form == "whole":
+            bias = None if call.bias is None else whole(call.bias)
+            return call.run(whole(call.input), whole(weight), bias, call.groups)
+        kernel = weight.local if isinstance(weight, GroupedTensor) else local_shard(weight)
+        if form == "column":
+            bias = None if call.bias is None else self._own_bias(call.bias, parts)
+            output = call.run(self.column_input(whole(call.input)), kernel, bias, 1)
+            if parts is not None:
+                return GroupedTensor(output, mesh, replace(parts, dim=dim))
+            return crossing.as_sharded(output, mesh, dim)
+        is_local = shard_dim(call.input, mesh) == dim
+        own = local_shard(call.input) if is_local else crossing.shard(whole(call.input), mesh, dim)
+        if form == "groups":
+            bias = None if call.bias is None else self._column_bias(call.bias)
+            return crossing.as_sharded(call.run(own, kernel, bias, call.groups // mesh.size()), mesh, dim)
+        bias = None if call.bias is None else whole(call.bias)
+        return call.with_bias(crossing.reduce_rows(call.run(own, kernel, None, 1), mesh), bias)
+
     def _project_on_parts(self, call: Projection, weight: GroupedTensor) -> Tensor:
         """A column weight in grouped order; so is the result."""
         matrix = weight.local if call.features_dim == 0 else weight.local.t()
-        bias = call.bias.local if isinstance(call.bias, GroupedTensor) else None
-        if call.bias is not None and bias is None:
-            bias = cut_parts(whole(call.bias), replace(weight.parts, dim=call.bias.dim() - 1), self._mesh)
+        bias = None if call.bias is None else self._own_bias(call.bias, weight.parts)
         output = self._column(call.input, matrix, bias)
         return GroupedTensor(output, self._mesh, replace(weight.parts, dim=output.dim() - 1))
 
@@ -111,6 +180,14 @@ class WeightCalls:
             return tensor
         return self._entered.get(tensor, lambda: crossing.enter_columns(tensor, self._mesh))
 
+    def _own_bias(self, bias: Tensor, parts: Parts | None) -> Tensor:
+        """What this rank adds to its column features, which may consist of parts."""
+        if parts is None:
+            return self._column_bias(bias)
+        if isinstance(bias, GroupedTensor):
+            return bias.local
+        return cut_parts(whole(bias), replace(parts, dim=bias.dim() - 1), self._mesh)
+
     def _column_bias(self, bias: Tensor) -> Tensor:
         if shard_dim(bias, self._mesh) == bias.dim() - 1:
             return local_shard(bias)
@@ -121,6 +198,10 @@ class WeightCalls:
         if shard_dim(tensor, self._mesh) == last:
             return local_shard(tensor)
         return crossing.shard(whole(tensor), self._mesh, last)
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor | GroupedTensor | ShardedActivation)
 
 
 class _ByTensor(Generic[T]):

@@ -10,21 +10,21 @@ A weight whose first use is no projection stays replicated; a bias goes with its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
+from lightning_3d.tensor.aliases import AliasDims, alias_dims, only_first_is_sharded
 from lightning_3d.tensor.calls import Function, Projection, tensors_in
 from lightning_3d.tensor.contraction import Contraction
+from lightning_3d.tensor.convolution import Convolution
 from lightning_3d.tensor.grouped import cut_pieces
 from lightning_3d.tensor.ledger import Ledger
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.plan import Role, WeightPlan
-
-_TRANSPOSES = frozenset({Tensor.t, Tensor.T.__get__, Tensor.mT.__get__})  # type: ignore[attr-defined]  # descriptors
 
 
 @dataclass(slots=True)
@@ -43,14 +43,21 @@ class _Weight:
 
     reason: str | None = None
 
-    transposed: Tensor | None = None
-    """Its transpose, once the block has taken one."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor is self.fake or tensor is self.transposed
-
     def replicate(self, reason: str) -> None:
         self.role, self.reason = "replicate", reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Alias:
+    """A weight as the block's code has it: itself, or a tensor that was made of it."""
+
+    tensor: Tensor
+    """Kept, so that no id is used twice."""
+
+    weight: _Weight
+
+    dims: AliasDims
+    """By dim of the alias: the weight's dim."""
 
 
 class Weights:
@@ -79,8 +86,10 @@ class Weights:
         self._by_hand = {id(fakes[fqn]): role for fqn, role in by_hand.items()}
         self._ledger = ledger
         self._weights: dict[int, _Weight] = {}
+        self._aliases: dict[int, _Alias] = {}
         for fqn, fake in fakes.items():
             weight = self._weights.setdefault(id(fake), _Weight(fqn, fake))
+            self._aliases[id(fake)] = _Alias(fake, weight, tuple(range(fake.dim())))
             if fqn in replicated:
                 weight.replicate(replicated[fqn])
 
@@ -101,8 +110,35 @@ class Weights:
 
     def fqn_of(self, tensor: Tensor) -> str:
         """The first name of a weight, given itself, its transpose or a part of it."""
-        named = (weight.fqn for weight in self._weights.values() if weight.holds(tensor))
-        return next(named, None) or min(self._ledger.sources([tensor]), default="")
+        alias = self._aliases.get(id(tensor))
+        return min(self._ledger.sources([tensor]), default="") if alias is None else alias.weight.fqn
+
+    def make_aliases(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The results of a call that makes aliases of a weight that is, or may still be, sharded; else None."""
+        source = self._aliases.get(id(args[0])) if args else None
+        if source is None or not self.is_weight(source.tensor):
+            return None
+        made = alias_dims(function, args, kwargs)
+        if made is None or not only_first_is_sharded(args, kwargs, self._is_sharded):
+            return None
+        weight, dims = source.weight, tuple(None if dim is None else source.dims[dim] for dim in made)
+        if weight.shard_dim is not None and weight.shard_dim not in dims:
+            return None
+        with self._ledger.closed():
+            output = function(*args, **kwargs)
+        for tensor in tensors_in(output):
+            alias = self._aliases.setdefault(id(tensor), _Alias(tensor, weight, dims))  # `to` may return the weight
+            if weight.shard_dim is not None:
+                self._enter(alias, weight.shard_dim)
+        return output
+
+    def _is_sharded(self, tensor: Tensor) -> bool:
+        return self._ledger.entry(tensor) is not None
+
+    def have_features(self, fqns: Collection[str], length: int) -> bool:
+        """Whether these sharded weights have so many output features, all of them."""
+        named = [weight for weight in self._weights.values() if weight.fqn in fqns]
+        return all(weight.fake.shape[weight.shard_dim or 0] == length for weight in named)
 
     def cut(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a call that cuts an undecided weight: column, if its parts are known."""
@@ -115,10 +151,12 @@ class Weights:
         if weight.fqn in self._part_sizes:
             self._shard(weight, "column", 0)
 
-    def decide(self, call: Projection) -> bool:
+    def decide(self, call: Projection | Convolution) -> bool:
         """Decide the weight of a projection if this is its first use; returns whether it is sharded."""
         weight = self._undecided(call.weight)
-        if weight is not None:
+        if weight is not None and isinstance(call, Convolution) and call.groups > 1:
+            self._choose_groups(weight, call)
+        elif weight is not None:
             self._choose(weight, call)
         is_sharded = self._ledger.entry(call.weight) is not None
         if not is_sharded:
@@ -126,15 +164,17 @@ class Weights:
         return is_sharded
 
     def is_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter that is, or may still be, sharded."""
-        known = (w for w in self._weights.values() if tensor is w.fake)
-        return any(weight.role is None or weight.shard_dim is not None for weight in known)
+        """Whether a tensor is a parameter, or an alias of one, that is, or may still be, sharded."""
+        alias = self._aliases.get(id(tensor))
+        return alias is not None and (alias.weight.role is None or alias.weight.shard_dim is not None)
 
     def decide_contraction(self, call: Contraction) -> bool:
         """The same as `decide` for a contraction."""
         if (weight := self._undecided(call.weight)) is not None:
             self._choose_letter(weight, call)
-        return call.separates(self._ledger.dim(call.weight))
+        parts = self._ledger.parts(call.weight)
+        dim = self._ledger.dim(call.weight) if parts is None else parts.dim
+        return call.separates(dim, has_parts=parts is not None)
 
     def _choose_letter(self, weight: _Weight, call: Contraction) -> None:
         ledger, role = self._ledger, self._by_hand.get(id(weight.fake))
@@ -150,61 +190,84 @@ class Weights:
 
     def _shard_letter(self, weight: _Weight, role: Role, call: Contraction, letters: Sequence[str]) -> None:
         """Shard the first of these dims that divides."""
-        lengths = [weight.fake.shape[call.of_weight.index(letter)] for letter in letters]
-        for letter, length in zip(letters, lengths, strict=True):
+        dims = [call.of_weight.index(letter) for letter in letters]
+        lengths = [call.weight.shape[dim] for dim in dims]
+        for dim, length in zip(dims, lengths, strict=True):
             if length % self._ledger.size == 0:
-                self._shard(weight, role, call.of_weight.index(letter))
+                self._shard(weight, role, self._aliases[id(call.weight)].dims[dim])
                 return
         weight.replicate(f"none of its {role} features {lengths} is divisible by {self._ledger.size}")
 
-    def settle(self, function: Function, name: str, tensors: Iterable[Tensor], output: object) -> None:
+    def settle(self, name: str, tensors: Iterable[Tensor], output: object) -> None:
         """After a call that is no projection: weights that it made a tensor of, and that were undecided, replicate."""
-        results: Sequence[Tensor] = list(tensors_in(output))
-        for tensor in tensors if results else ():
-            if (weight := self._undecided(tensor)) is None:
-                continue
-            if function in _TRANSPOSES and weight.transposed is None and tensor is weight.fake:
-                weight.transposed = results[0]
-            else:
+        has_results = next(tensors_in(output), None) is not None
+        for tensor in tensors if has_results else ():
+            if (weight := self._undecided(tensor)) is not None:
                 weight.replicate(f"used by {name}")
 
     def _undecided(self, tensor: Tensor) -> _Weight | None:
-        return next((w for w in self._weights.values() if w.role is None and w.holds(tensor)), None)
+        alias = self._aliases.get(id(tensor))
+        return None if alias is None or alias.weight.role is not None else alias.weight
 
-    def _choose(self, weight: _Weight, call: Projection) -> None:
+    def _choose(self, weight: _Weight, call: Projection | Convolution) -> None:
         size = self._ledger.size
-        features_dim = call.features_dim if call.weight is weight.fake else 1 - call.features_dim
-        features, contracted = weight.fake.shape[features_dim], weight.fake.shape[1 - features_dim]
+        dims, features_dim = self._aliases[id(call.weight)].dims, call.features_dim
+        features, contracted = call.weight.shape[features_dim], call.weight.shape[1 - features_dim]
         role = self._by_hand.get(id(weight.fake))
         entry = self._ledger.entry(call.input)
         if role == "column" or (role is None and (entry is None or not entry.sources)):  # whole, or a slice of it
             if features % size:
                 weight.replicate(f"{features} output features are not divisible by {size}")
                 return
-            self._shard(weight, "column", features_dim)
-            bias = None if call.bias is None else self._undecided(call.bias)
-            if bias is not None and bias.fake.shape == (features,):
-                self._shard(bias, "column", 0, like=weight)
+            self._shard(weight, "column", dims[features_dim])
+            if call.bias is not None and weight.shard_dim is not None:
+                self.shard_vector(call.bias, features, like=weight)
         elif role == "row" and contracted % size:
             weight.replicate(f"{contracted} input features are not divisible by {size}")
-        elif role == "row" or self._ledger.dim(call.input) == call.input.dim() - 1:
-            self._shard(weight, "row", 1 - features_dim)
+        elif role == "row" or self._ledger.dim(call.input) == call.input_dim:
+            self._shard(weight, "row", dims[1 - features_dim])
             self._replicate_bias(call, "added after the all-reduce of a row weight")
         else:
             weight.replicate(f"its input is {self._ledger.placement(call.input)}")
 
-    def _shard(self, weight: _Weight, role: Role, dim: int, like: _Weight | None = None) -> None:
-        weight.role, weight.shard_dim = role, dim
-        sizes = self._part_sizes.get((like or weight).fqn) if role == "column" and weight.transposed is None else None
-        if sizes is None:
-            self._ledger.put(weight.fake, Shard(dim), frozenset())
+    def _choose_groups(self, weight: _Weight, call: Convolution) -> None:
+        """A convolution with groups: every rank has the groups of its own channels."""
+        role, size = self._by_hand.get(id(weight.fake)), self._ledger.size
+        if role == "row" or (role is None and self._ledger.dim(call.input) != call.input_dim):
+            weight.replicate("its input channels are not sharded, or their groups would be")
+        elif call.groups % size:
+            weight.replicate(f"{call.groups} groups are not divisible by {size}")
         else:
-            weight.parts = Parts(dim=dim, sizes=sizes, num_ranks=self._ledger.size)
-            self._ledger.put_parts(weight.fake, weight.parts, frozenset({weight.fqn}))
-        if weight.transposed is not None:
-            self._ledger.put(weight.transposed, Shard(1 - dim), frozenset())
+            self._shard(weight, "column", 0)
+            if call.bias is not None:
+                self.shard_vector(call.bias, call.bias.shape[0])
 
-    def _replicate_bias(self, call: Projection, reason: str) -> None:
+    def shard_vector(self, tensor: Tensor, length: int, like: _Weight | None = None) -> None:
+        """Shard what goes with sharded features: a bias, or the weight of a norm over channels."""
+        vector = self._undecided(tensor)
+        if vector is not None and tensor.shape == (length,):
+            self._shard(vector, "column", self._aliases[id(tensor)].dims[0], like)
+
+    def _shard(self, weight: _Weight, role: Role, dim: int | None, like: _Weight | None = None) -> None:
+        aliases = [alias for alias in self._aliases.values() if alias.weight is weight]
+        if dim is None or any(dim not in alias.dims for alias in aliases):
+            weight.replicate("its features are picked by index")
+            return
+        weight.role, weight.shard_dim = role, dim
+        sizes = self._part_sizes.get((like or weight).fqn) if role == "column" else None
+        if sizes is not None:
+            weight.parts = Parts(dim=dim, sizes=sizes, num_ranks=self._ledger.size)
+        for alias in aliases:
+            self._enter(alias, dim)
+
+    def _enter(self, alias: _Alias, shard_dim: int) -> None:
+        dim, parts = alias.dims.index(shard_dim), alias.weight.parts
+        if parts is None:
+            self._ledger.put(alias.tensor, Shard(dim), frozenset())
+        else:
+            self._ledger.put_parts(alias.tensor, replace(parts, dim=dim), frozenset({alias.weight.fqn}))
+
+    def _replicate_bias(self, call: Projection | Convolution, reason: str) -> None:
         if call.bias is not None and (bias := self._undecided(call.bias)) is not None:
             bias.replicate(reason)
 

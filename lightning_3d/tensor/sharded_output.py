@@ -1,6 +1,6 @@
-"""Logits that stay sharded over the vocabulary from the output head into the loss, a full tensor to everything else.
+"""Outputs of blocks that stay sharded over the tp axis: logits on the way into the loss, and what nothing reads.
 
-[Note: logits on shards]
+[Note: outputs on shards]
 A head's column weight gives every tp rank the logits of its own classes. User code gets them as one tensor of the full
 shape that holds this rank's part. What becomes of it:
 
@@ -9,8 +9,9 @@ shape that holds this rank's part. What becomes of it:
     anything else                                                                 gathered, once per tensor, and plain
 
 Gradients take the same ways backwards: on shards from the loss, whole from anything else, and they add up where the
-head made the logits. A call that changes such a tensor in place is refused; planning keeps logits whole for steps that
-do so.
+output was made. A call that changes such a tensor in place is refused; planning keeps logits whole for steps that do
+so. Other outputs, such as attention weights, are left on shards if the traced step does not read them, so that a later
+step which does still sees their values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor import vocabulary_loss
 from lightning_3d.tensor.calls import Function
+from lightning_3d.tensor.sharded_activation import ShardedActivation
 from lightning_3d.tensor.vocabulary_loss import CrossEntropy, Saved, as_cross_entropy, shard_bounds
 
 _aten = torch.ops.aten
@@ -52,40 +54,40 @@ _READ_MEMORY = frozenset(
 """Methods that reach for a tensor's memory without an operator that could be answered."""
 
 
-class VocabularyLogits(Tensor):
+class ShardedOutput(Tensor):
     """Equal on all tp ranks as a full tensor; holds this rank's part.
 
     Args:
         local: This rank's part.
         mesh: The tp axis.
-        sharded_dim: The dim of the classes.
-        num_classes: Of all ranks.
+        sharded_dim: The dim that is cut, of logits that of the classes.
+        length: Of that dim on all ranks.
     """
 
     local: Tensor
     mesh: DeviceMesh
     sharded_dim: int
     _whole: Tensor | None
-    _origin: tuple[VocabularyLogits, Callable[[Tensor], Tensor]] | None
+    _origin: tuple[ShardedOutput, Callable[[Tensor], Tensor]] | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, mesh: DeviceMesh, sharded_dim: int, num_classes: int) -> VocabularyLogits:
+    def __new__(cls, local: Tensor, mesh: DeviceMesh, sharded_dim: int, length: int) -> ShardedOutput:
         shape = list(local.shape)
-        shape[sharded_dim] = num_classes
-        strides = _full_strides(local, sharded_dim, num_classes)
+        shape[sharded_dim] = length
+        strides = _full_strides(local, sharded_dim, length)
         if strides is None:
             local = local.contiguous()
             strides = _contiguous_strides(shape)
-        tensor: VocabularyLogits = Tensor._make_wrapper_subclass(
+        tensor: ShardedOutput = Tensor._make_wrapper_subclass(
             cls, shape, strides=strides, dtype=local.dtype, device=local.device
         )
         tensor.local, tensor.mesh, tensor.sharded_dim = local, mesh, sharded_dim
         tensor._whole, tensor._origin = None, None
         return tensor
 
-    def like(self, local: Tensor, sharded_dim: int) -> VocabularyLogits:
-        """Another part of logits of the same classes."""
-        return VocabularyLogits(local, self.mesh, sharded_dim, self.shape[self.sharded_dim])
+    def like(self, local: Tensor, sharded_dim: int) -> ShardedOutput:
+        """Another part of an output of the same length."""
+        return ShardedOutput(local, self.mesh, sharded_dim, self.shape[self.sharded_dim])
 
     def whole(self) -> Tensor:
         """The full tensor, without autograd; a collective of the tp axis, unless it or its origin has been gathered."""
@@ -93,15 +95,15 @@ class VocabularyLogits(Tensor):
             logits, make = self._origin
             self._whole = make(logits.whole())
         if self._whole is None:
-            num_classes = self.shape[self.sharded_dim]
-            length = -(-num_classes // self.mesh.size())
+            length = self.shape[self.sharded_dim]
+            longest = -(-length // self.mesh.size())
             part = self.local.movedim(self.sharded_dim, 0)
-            padded = part.new_zeros(length, *part.shape[1:])
+            padded = part.new_zeros(longest, *part.shape[1:])
             padded[: part.shape[0]] = part
-            gathered = padded.new_empty(length * self.mesh.size(), *part.shape[1:])
+            gathered = padded.new_empty(longest * self.mesh.size(), *part.shape[1:])
             dist.all_gather_into_tensor(gathered, padded, group=self.mesh.get_group())
             self._whole = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
-            self._whole.copy_(gathered[:num_classes].movedim(0, self.sharded_dim))
+            self._whole.copy_(gathered[:length].movedim(0, self.sharded_dim))
         return self._whole
 
     @property
@@ -109,7 +111,7 @@ class VocabularyLogits(Tensor):
         """Whether `whole` communicates nothing."""
         return self._whole is not None or (self._origin is not None and self._origin[0].is_gathered)
 
-    def comes_from(self, logits: VocabularyLogits, make: Callable[[Tensor], Tensor]) -> None:
+    def comes_from(self, logits: ShardedOutput, make: Callable[[Tensor], Tensor]) -> None:
         """Note that the whole of this is `make` of the whole of `logits`, so that it need not be gathered."""
         self._origin = logits, make
 
@@ -157,15 +159,21 @@ def as_logits(local: Tensor, mesh: DeviceMesh, num_classes: int, *, gather: bool
         num_classes: Of all ranks.
         gather: Whether to gather them now; the loss runs on shards nevertheless.
     """
-    logits: VocabularyLogits = _Enter.apply(local, mesh, num_classes)  # type: ignore[no-untyped-call]  # torch 2.13
+    logits = _enter(local, mesh, local.dim() - 1, num_classes)
     if gather:
         logits.whole()
     return logits
 
 
+def as_unread(activation: ShardedActivation) -> Tensor:
+    """An output that nothing is known to read; whatever reads it gathers it."""
+    dim = activation.shard_dim
+    return _enter(activation.own_shard(), activation.mesh, dim, activation.shape[dim])
+
+
 def plain(leaf: Any) -> Any:
-    """Logits on shards as a plain tensor, a collective of the tp axis; anything else as it is."""
-    return _Plain.apply(leaf) if isinstance(leaf, VocabularyLogits) else leaf  # type: ignore[no-untyped-call]
+    """An output on shards as a plain tensor, a collective of the tp axis; anything else as it is."""
+    return _Plain.apply(leaf) if isinstance(leaf, ShardedOutput) else leaf  # type: ignore[no-untyped-call]
 
 
 # ------------------------------------------------------------------------------------------------------- autograd
@@ -173,21 +181,25 @@ def plain(leaf: Any) -> Any:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, num_classes: int) -> Tensor:
-        ctx.mesh, ctx.num_classes = mesh, num_classes
-        return VocabularyLogits(local.detach(), mesh, local.dim() - 1, num_classes)
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, dim: int, length: int) -> Tensor:
+        ctx.mesh, ctx.dim, ctx.length = mesh, dim, length
+        return ShardedOutput(local.detach(), mesh, dim, length)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if isinstance(gradient, VocabularyLogits) and gradient.sharded_dim == gradient.dim() - 1:
-            return gradient.local, None, None
-        start, stop = shard_bounds(ctx.num_classes, ctx.mesh)
-        return plain(gradient)[..., start:stop].contiguous(), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if isinstance(gradient, ShardedOutput) and gradient.sharded_dim == ctx.dim:
+            return gradient.local, None, None, None
+        start, stop = shard_bounds(ctx.length, ctx.mesh)
+        return plain(gradient).narrow(ctx.dim, start, stop - start).contiguous(), None, None, None
+
+
+def _enter(local: Tensor, mesh: DeviceMesh, dim: int, length: int) -> ShardedOutput:
+    return cast(ShardedOutput, _Enter.apply(local, mesh, dim, length))  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 class _Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: VocabularyLogits) -> Tensor:
+    def forward(ctx: Any, logits: ShardedOutput) -> Tensor:
         return logits.whole().clone()
 
     @staticmethod
@@ -197,7 +209,7 @@ class _Plain(torch.autograd.Function):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: VocabularyLogits, call: CrossEntropy) -> Tensor:
+    def forward(ctx: Any, logits: ShardedOutput, call: CrossEntropy) -> Tensor:
         moved = logits.local.movedim(logits.sharded_dim, -1)
         ctx.mesh, ctx.sharded_dim, ctx.num_classes = logits.mesh, logits.sharded_dim, logits.shape[logits.sharded_dim]
         ctx.moved_shape, ctx.dtype = moved.shape, logits.dtype
@@ -213,22 +225,22 @@ class _CrossEntropy(torch.autograd.Function):
         saved = Saved(**dict(zip(names, ctx.saved_tensors, strict=True)))
         local = vocabulary_loss.backward(saved, gradient).to(ctx.dtype)
         local = local.reshape(ctx.moved_shape).movedim(-1, ctx.sharded_dim)
-        return VocabularyLogits(local, ctx.mesh, ctx.sharded_dim, ctx.num_classes), None
+        return ShardedOutput(local, ctx.mesh, ctx.sharded_dim, ctx.num_classes), None
 
 
 # ------------------------------------------------------------------------------------------ operators on shards
 
-_OnShards = Callable[..., VocabularyLogits | None]
+_OnShards = Callable[..., ShardedOutput | None]
 """Answers an operator, given the logits, the operator and its other arguments; None if it needs the whole."""
 
 
-def _same(logits: VocabularyLogits, func: OpOverload, **kwargs: Any) -> VocabularyLogits | None:
+def _same(logits: ShardedOutput, func: OpOverload, **kwargs: Any) -> ShardedOutput | None:
     if kwargs.get("device") not in (None, logits.device):
         return None
     return logits.like(func(logits.local, **kwargs), logits.sharded_dim)
 
 
-def _view(logits: VocabularyLogits, func: OpOverload, shape: Sequence[int], *strides: Any) -> VocabularyLogits | None:
+def _view(logits: ShardedOutput, func: OpOverload, shape: Sequence[int], *strides: Any) -> ShardedOutput | None:
     wanted = list(shape)
     if -1 in wanted:
         wanted[wanted.index(-1)] = logits.numel() // max(-math.prod(wanted), 1)
@@ -240,13 +252,13 @@ def _view(logits: VocabularyLogits, func: OpOverload, shape: Sequence[int], *str
     return None
 
 
-def _slice(logits: VocabularyLogits, func: OpOverload, dim: int = 0, *rest: Any) -> VocabularyLogits | None:
+def _slice(logits: ShardedOutput, func: OpOverload, dim: int = 0, *rest: Any) -> ShardedOutput | None:
     if dim % logits.dim() == logits.sharded_dim:
         return None
     return logits.like(func(logits.local, dim, *rest), logits.sharded_dim)
 
 
-def _select(logits: VocabularyLogits, func: OpOverload, dim: int, index: int) -> VocabularyLogits | None:
+def _select(logits: ShardedOutput, func: OpOverload, dim: int, index: int) -> ShardedOutput | None:
     dim %= logits.dim()
     if dim == logits.sharded_dim:
         return None
@@ -254,8 +266,8 @@ def _select(logits: VocabularyLogits, func: OpOverload, dim: int, index: int) ->
 
 
 def _slice_backward(
-    gradient: VocabularyLogits, func: OpOverload, shape: Sequence[int], dim: int, *rest: Any
-) -> VocabularyLogits | None:
+    gradient: ShardedOutput, func: OpOverload, shape: Sequence[int], dim: int, *rest: Any
+) -> ShardedOutput | None:
     """Also of select, whose result lacks the dim."""
     dim %= len(shape)
     sharded_dim = gradient.sharded_dim
@@ -268,12 +280,12 @@ def _slice_backward(
     return gradient.like(func(gradient.local, own_shape, dim, *rest), sharded_dim)
 
 
-def _unsqueeze(logits: VocabularyLogits, func: OpOverload, dim: int) -> VocabularyLogits:
+def _unsqueeze(logits: ShardedOutput, func: OpOverload, dim: int) -> ShardedOutput:
     dim %= logits.dim() + 1
     return logits.like(func(logits.local, dim), logits.sharded_dim + (dim <= logits.sharded_dim))
 
 
-def _squeeze(logits: VocabularyLogits, func: OpOverload, dim: int) -> VocabularyLogits | None:
+def _squeeze(logits: ShardedOutput, func: OpOverload, dim: int) -> ShardedOutput | None:
     dim %= logits.dim()
     if dim == logits.sharded_dim:
         return None
@@ -281,14 +293,14 @@ def _squeeze(logits: VocabularyLogits, func: OpOverload, dim: int) -> Vocabulary
     return logits.like(func(logits.local, dim), logits.sharded_dim - is_dropped)
 
 
-def _transpose(logits: VocabularyLogits, func: OpOverload, *dims: int) -> VocabularyLogits:
+def _transpose(logits: ShardedOutput, func: OpOverload, *dims: int) -> ShardedOutput:
     order = list(range(logits.dim()))
     first, second = dims or (0, -1)  # none: `t`
     order[first], order[second] = order[second], order[first]
     return _permute(logits, _aten.permute.default, order)
 
 
-def _permute(logits: VocabularyLogits, func: OpOverload, dims: Sequence[int]) -> VocabularyLogits:
+def _permute(logits: ShardedOutput, func: OpOverload, dims: Sequence[int]) -> ShardedOutput:
     order = [dim % logits.dim() for dim in dims]
     return logits.like(func(logits.local, order), order.index(logits.sharded_dim))
 
@@ -313,16 +325,16 @@ _ON_SHARDS: Mapping[OpOverload, _OnShards] = {
 }
 
 
-def _pointwise(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> VocabularyLogits | None:
+def _pointwise(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedOutput | None:
     """An elementwise operator on logits that are cut alike and on tensors that are the same for all classes."""
     leaves = tree_leaves((args, kwargs))
-    first = next(leaf for leaf in leaves if isinstance(leaf, VocabularyLogits))
+    first = next(leaf for leaf in leaves if isinstance(leaf, ShardedOutput))
     if _changed(func, args, kwargs) or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     if not all(_goes_with(first, leaf) for leaf in leaves if isinstance(leaf, Tensor)):
         return None
     own_args, own_kwargs = tree_map(
-        lambda leaf: leaf.local if isinstance(leaf, VocabularyLogits) else leaf, (args, kwargs)
+        lambda leaf: leaf.local if isinstance(leaf, ShardedOutput) else leaf, (args, kwargs)
     )
     result = first.like(func(*own_args, **own_kwargs), first.sharded_dim)
     if first.is_gathered and all(leaf is first for leaf in leaves if isinstance(leaf, Tensor)):
@@ -332,8 +344,8 @@ def _pointwise(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     return result
 
 
-def _goes_with(logits: VocabularyLogits, other: Tensor) -> bool:
-    if isinstance(other, VocabularyLogits):
+def _goes_with(logits: ShardedOutput, other: Tensor) -> bool:
+    if isinstance(other, ShardedOutput):
         return other.shape == logits.shape and other.sharded_dim == logits.sharded_dim
     missing = logits.dim() - other.dim()
     lengths = [1] * missing + list(other.shape)
@@ -353,26 +365,26 @@ def _changed(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _refuse_changes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    if any(isinstance(leaf, VocabularyLogits) for leaf in tree_leaves(_changed(func, args, kwargs))):
+    if any(isinstance(leaf, ShardedOutput) for leaf in tree_leaves(_changed(func, args, kwargs))):
         raise PlanError(
-            f"{func} changes logits in place that tensor parallel keeps sharded over the vocabulary; the step did not"
-            " do so when it was traced. Write y = f(x) for it, or do it on every step."
+            f"{func} changes an output of a block in place that tensor parallel keeps sharded; the step did not do so"
+            " when it was traced. Write y = f(x) for it, or do it on every step."
         )
 
 
 # --------------------------------------------------------------------------------------------------------- strides
 
 
-def _full_strides(local: Tensor, sharded_dim: int, num_classes: int) -> list[int] | None:
+def _full_strides(local: Tensor, sharded_dim: int, full_length: int) -> list[int] | None:
     """The strides of the full tensor, laid out in memory as this rank's part is; None for a layout that has none."""
     shape = list(local.shape)
-    length, shape[sharded_dim] = shape[sharded_dim], num_classes
+    length, shape[sharded_dim] = shape[sharded_dim], full_length
     if local.is_contiguous():
         return _contiguous_strides(shape)
     others = [stride for dim, stride in enumerate(local.stride()) if dim != sharded_dim]
     if local.stride(sharded_dim) != 1 or length == 0 or any(stride % length for stride in others):
         return None
-    strides = [stride // length * num_classes for stride in local.stride()]
+    strides = [stride // length * full_length for stride in local.stride()]
     strides[sharded_dim] = 1
     return strides
 

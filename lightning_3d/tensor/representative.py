@@ -1,0 +1,83 @@
+"""What a block's code reads from data, in a run on fake tensors: values that could be there.
+
+    .item(), bool(), .tolist()               0, False
+    nonzero, where(mask), tensor[mask]       as many as the longest dim is long, as if every token had come
+
+So blocks whose routing depends on data (mixtures of experts) can be planned. Only planning sees such values: the proof
+of a plan and the training see the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_3d.errors import PlanError
+
+_aten = torch.ops.aten
+
+_MAX_READS = 10_000
+"""A loop that waits for a value which never comes ends here."""
+
+_INDEXING = frozenset(
+    {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+)
+
+
+class RepresentativeValues(TorchDispatchMode):
+    """Active inside a ``FakeTensorMode``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        self._num_reads = 0
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _INDEXING:
+            args = (args[0], _without_masks(args[1]), *args[2:])
+        try:
+            return func(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return self._representative(func, args)
+
+    def _representative(self, func: OpOverload, args: Sequence[Any]) -> Any:
+        self._num_reads += 1
+        if self._num_reads > _MAX_READS:
+            raise PlanError(f"it reads more than {_MAX_READS} values of its data ({func})")
+        tensor: Tensor = args[0]
+        if func is _aten._local_scalar_dense.default:
+            return _zero(tensor.dtype)
+        if func is _aten.nonzero.default:
+            return _nonzero(tensor)
+        if func is _aten.masked_select.default:
+            shape = torch.broadcast_shapes(tensor.shape, args[1].shape)
+            return tensor.new_empty(max(shape, default=1))
+        raise PlanError(f"{func} depends on data")
+
+
+def _zero(dtype: torch.dtype) -> bool | int | float:
+    if dtype == torch.bool:
+        return False
+    return 0.0 if dtype.is_floating_point else 0
+
+
+def _nonzero(mask: Tensor) -> Tensor:
+    return mask.new_zeros((max(mask.shape, default=1), mask.dim()), dtype=torch.int64)
+
+
+def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Indices with the places of a mask's elements in place of the mask."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype == torch.bool:
+            places.extend(_nonzero(index).unbind(1))
+        else:
+            places.append(index)
+    return places
