@@ -20,13 +20,18 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        h = self.norm1(x)
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+    def attention(self, h: Tensor) -> Tensor:
+        batch, length, width = h.shape
         split = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (projection(h).view(split).transpose(1, 2) for projection in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+        return self.out(y)  # type: ignore[no-any-return]
+
+    def mlp(self, h: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(h)))  # type: ignore[no-any-return]
 
 
 class GPT(L.LightningModule):

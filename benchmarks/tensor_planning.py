@@ -32,15 +32,8 @@ class GatedBlock(Block):
         super().__init__(width, num_heads)
         self.gate = nn.Linear(width, 4 * width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        h = self.norm1(x)
-        split = (batch, length, self.num_heads, width // self.num_heads)
-        q, k, v = (projection(h).view(split).transpose(1, 2) for projection in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
-        x = x + self.out(y)
-        h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
+    def mlp(self, h: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
 
 
 class Alternating(GPT):

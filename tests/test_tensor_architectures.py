@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import pytest
+import transformers
 
 from tests import architectures as a
 from tests.parity import Job, Layout, LayoutRun, ReferenceRun, assert_parity, run_layout, run_reference
@@ -73,6 +75,8 @@ SEQ2SEQ = {
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
 }
+STYLES = {"colwise": "column", "rowwise": "row"}
+"""Parts of the names of transformers' styles -> role."""
 IMAGE = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -212,6 +216,7 @@ def test_architecture_equals_one_process(
     result = run_layout(workers, row.job, Layout(tp=size))
     assert_parity(references[name], result, tolerance=1e-5)
     assert_planned(row, result)
+    assert_as_by_hand(row.job, result, size)
     assert_held(references[name], result, row.held if size == 2 else row.held - 0.15)
 
 
@@ -227,6 +232,26 @@ def assert_planned(row: Row, result: LayoutRun) -> None:
         counts = (plan.num_all_reduces_forward, plan.num_all_reduces_backward, plan.num_other_collectives_forward)
         assert counts == (expected.forward, expected.backward, expected.others), f"{block.fqn}: {plan}"
         assert plan.sharded_share >= expected.share, f"{block.fqn}: {plan}"
+
+
+def assert_as_by_hand(job: Job, result: LayoutRun, size: int) -> None:
+    """Where transformers carries a plan made by hand (``base_model_tp_plan``), what is found shards no weight less.
+
+    Its plans need a key-value head per rank.
+    """
+    if not isinstance(job.model, partial) or job.model.keywords.get("num_key_value_heads", size) < size:
+        return
+    by_hand = getattr(getattr(transformers, job.model.args[0]), "base_model_tp_plan", None) or {}
+    weights = {
+        f"{block.fqn}.{weight.fqn}": weight.role
+        for block in result.plan.blocks
+        if block.tensor is not None
+        for weight in block.tensor.weights
+    }
+    for pattern, style in by_hand.items():
+        role = next((role for name, role in STYLES.items() if name in style), None)
+        named = [fqn for fqn in weights if fnmatchcase(fqn, f"*.{pattern}") or fnmatchcase(fqn, f"*.{pattern}.weight")]
+        assert role is None or all(weights[fqn] == role for fqn in named), f"{pattern} is {style} by hand: {weights}"
 
 
 def assert_held(reference: ReferenceRun, result: LayoutRun, most: float) -> None:

@@ -101,7 +101,7 @@ class ShardedOutput(Tensor):
             padded = part.new_zeros(longest, *part.shape[1:])
             padded[: part.shape[0]] = part
             gathered = padded.new_empty(longest * self.mesh.size(), *part.shape[1:])
-            dist.all_gather_into_tensor(gathered, padded, group=self.mesh.get_group())
+            dist.all_gather_single(gathered, padded, group=self.mesh.get_group())
             self._whole = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device=self.device)
             self._whole.copy_(gathered[:length].movedim(0, self.sharded_dim))
         return self._whole
