@@ -114,6 +114,15 @@ class TensorConfig:
     1 / tensor_parallel_size of the memory for their activations (Korthikanti et al. 2022). For blocks whose first
     argument is (B, T, D) and whose T the size divides."""
 
+    compile: bool = False
+    """Compile each sharded block, its collectives included; those sharded over the vocabulary run eagerly. A block is
+    compiled once for each kind of call: shapes, values of its attributes and of arguments other than tensors, training
+    or evaluation. One that does more than compute on tensors (draws random numbers as dropout does, sets attributes,
+    looks into its data) runs eagerly, with a warning that says why. It must not read anything else that changes."""
+
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """As for ``torch.compile``. ``"aot_eager"`` fuses nothing, and needs no compiler on the machine."""
+
     verify: bool = True
     """Compare every distinct planned block with its dense self before training, and drop the plans that differ."""
 
@@ -186,6 +195,7 @@ class ThreeDConfig:
     def __post_init__(self) -> None:
         _check_values(self)
         _check_pipeline(self)
+        _check_compile(self)
         if self.context_parallel_size > 1:
             raise ConfigError(
                 f"context_parallel_size={self.context_parallel_size}: context parallel is not built yet; use 1"
@@ -343,6 +353,22 @@ def _check_cut_points(partition: str | tuple[str, ...], num_stages: int) -> None
         raise ConfigError(
             f"pipeline.partition={list(partition)} names {len(partition)} blocks, but there are {num_stages} stages:"
             f" name {num_stages - 1}, one with which each stage after the first begins"
+        )
+
+
+def _check_compile(config: ThreeDConfig) -> None:
+    """Refuse what compiled blocks can't do."""
+    if not config.tensor.compile:
+        return
+    if config.tensor_parallel_size == 1:
+        raise ConfigError(
+            "tensor.compile=True compiles blocks on shards, but tensor_parallel_size=1: compile them yourself, by"
+            " block.compile() in configure_model"
+        )
+    if config.tensor.sequence_parallel:
+        raise ConfigError(
+            "tensor.compile=True with tensor.sequence_parallel=True would keep the gathered sequences that the latter"
+            " is there to drop: use one of them"
         )
 
 

@@ -56,6 +56,17 @@ class Generators:
             numpy=np.random.get_state(),
         )
 
+    def are_at(self, states: _States) -> bool:
+        """Whether none has drawn anything since."""
+        now = self.states()
+        return (
+            torch.equal(now.cpu, states.cpu)
+            and (now.device is None or states.device is None or torch.equal(now.device, states.device))
+            and now.python == states.python
+            and now.numpy[2:] == states.numpy[2:]
+            and np.array_equal(now.numpy[1], states.numpy[1])
+        )
+
     def restore(self, states: _States) -> None:
         """Go on from there."""
         torch.set_rng_state(states.cpu)

@@ -62,6 +62,7 @@ from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.requirements import check_optimizers, refuse_unsupported
 from lightning_3d.rng import StepRandomness, join_replica
+from lightning_3d.tensor import BlockCompiler
 from lightning_3d.tensor.sharded_output import plain
 from lightning_3d.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.zero import Zero
@@ -283,9 +284,11 @@ class ThreeDStrategy(ParallelStrategy):
 
         place_weights(module, plan, mesh.pp_rank, device)
         _update_properties(module, device=device)
-        if trace is not None and mesh.shape.tp > 1 and self.config.tensor.verify:
-            plan = prove_blocks(plan, module, blocks, trace, mesh, self.config.tensor)
-        apply_blocks(plan, module, blocks, mesh)
+        tensor = self.config.tensor
+        compiler = BlockCompiler(mesh.axis("tp"), tensor.compile_backend) if tensor.compile else None
+        if trace is not None and mesh.shape.tp > 1 and tensor.verify:
+            plan = prove_blocks(plan, module, blocks, trace, mesh, tensor, compiler)
+        apply_blocks(plan, module, blocks, mesh, compiler)
         own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
         planned.router.absent = frozenset(blocks) - frozenset(own)
         zero = Zero(module, own.values(), mesh=mesh, stage=self.config.zero.stage)

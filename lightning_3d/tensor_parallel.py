@@ -22,6 +22,7 @@ from lightning_3d.pipeline.trees import is_opaque
 from lightning_3d.plan import BlockPlan, Plan
 from lightning_3d.state import named_state
 from lightning_3d.tensor import (
+    BlockCompiler,
     BlockTensorPlan,
     Verification,
     apply_block,
@@ -146,15 +147,23 @@ def _slot(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
 
 
 def prove_blocks(
-    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace, mesh: Mesh, config: TensorConfig
+    plan: Plan,
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace,
+    mesh: Mesh,
+    config: TensorConfig,
+    compiler: BlockCompiler | None,
 ) -> Plan:
     """Compare every distinct sharded block with its dense self, each rank those of its stage; every rank calls it.
+
+    A compiler compiles what is compared as it will what runs.
 
     Returns:
         The same plan on all ranks, in which blocks that did not prove out have a safer sharding that does (without
         sequence parallelism), or none; each is warned of.
     """
-    failed = _failures(plan, module, blocks, trace, mesh, config)
+    failed = _failures(plan, module, blocks, trace, mesh, config, compiler)
     safer = {b.fqn for b in plan.blocks if b.fqn in failed and b.tensor is not None and b.tensor.is_sequence_parallel}
     if safer:
         _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
@@ -162,7 +171,7 @@ def prove_blocks(
         without = replace(config, sequence_parallel=False)
         plain = on_rank_zero(lambda: plan_blocks(plan, module, blocks, trace, without), device)
         plan = _with(plan, {b.fqn: b.tensor for b in plain.blocks if b.fqn in safer})
-        failed |= _failures(plan, module, {fqn: blocks[fqn] for fqn in safer}, trace, mesh, config)
+        failed |= _failures(plan, module, {fqn: blocks[fqn] for fqn in safer}, trace, mesh, config, compiler)
     if failed:
         failed = _with_partners(failed, plan)
         _warn("Tensor parallel", failed)
@@ -171,7 +180,13 @@ def prove_blocks(
 
 
 def _failures(
-    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace, mesh: Mesh, config: TensorConfig
+    plan: Plan,
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace,
+    mesh: Mesh,
+    config: TensorConfig,
+    compiler: BlockCompiler | None,
 ) -> dict[str, str]:
     """FQN -> plan and difference, on all ranks, for those of ``blocks`` that do not prove out."""
     excluded = _shared(plan, module)
@@ -193,6 +208,7 @@ def _failures(
                 mesh.axis("tp"),
                 tolerance=None if config.verify_tolerance == "auto" else config.verify_tolerance,
                 excluded=excluded,
+                compiler=compiler,
             )
         if not proofs[key].passed:
             failed[fqn] = f"{proofs[key]} ({tensor.summary})"
@@ -213,14 +229,17 @@ def _with(plan: Plan, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
     return replace(plan, blocks=tuple(blocks))
 
 
-def apply_blocks(plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], mesh: Mesh) -> None:
-    """Shard the blocks of this rank's stage."""
+def apply_blocks(
+    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], mesh: Mesh, compiler: BlockCompiler | None
+) -> None:
+    """Shard the blocks of this rank's stage, and compile them if there is a compiler."""
     excluded, tied = _shared(plan, module), set(_parameters(module, plan.ties))
     made: dict[nn.Parameter, nn.Parameter] = {}
     for block_plan in plan.blocks_on(mesh.pp_rank):
         if block_plan.tensor is not None and block_plan.tensor.is_sharded:
             block = blocks[block_plan.fqn]
-            apply_block(block, block_plan.tensor, mesh.axis("tp"), excluded=excluded, made=made)
+            tp = mesh.axis("tp")
+            apply_block(block, block_plan.tensor, tp, excluded=excluded, made=made, compiler=compiler)
             made = {parameter: new for parameter, new in made.items() if parameter in tied}
     for fqn, tensor, owner in list(named_state(module)):  # also where blocks of other stages share it
         if isinstance(tensor, nn.Parameter) and tensor in made:

@@ -74,6 +74,8 @@ class Layout:
     tensor_plan: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     verify: bool = True
+    compile_backend: Literal["inductor", "aot_eager"] | None = None
+    """What compiles the blocks; None leaves them eager."""
 
     @property
     def world_size(self) -> int:
@@ -98,6 +100,8 @@ class Layout:
                 "plan": self.tensor_plan,
                 "sequence_parallel": self.sequence_parallel,
                 "verify": self.verify,
+                "compile": self.compile_backend is not None,
+                "compile_backend": self.compile_backend or "inductor",
             },
             save_distributed_checkpoint=False,
         )

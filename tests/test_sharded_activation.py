@@ -150,6 +150,19 @@ class Kept(nn.Module):
         return self.down(self.hidden)
 
 
+class Listing(nn.Module):
+    """Keeps it in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.hidden: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden.append(self.up(x))
+        return self.down(self.hidden[-1])
+
+
 def _refused() -> list[str]:
     mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(2, 8, 32)
     hooked = Hooked()
@@ -157,19 +170,44 @@ def _refused() -> list[str]:
     with pytest.raises(PlanError) as error:
         hooked(x).sum().backward()
     messages = [str(error.value)]
-    kept = Kept()
-    apply_block(kept, plan_block(kept, (x,), {}, size=2), mesh)
-    kept(x)
-    assert isinstance(kept.hidden, ShardedActivation)
+    listing = Listing()
+    apply_block(listing, plan_block(listing, (x,), {}, size=2), mesh)
+    listing(x)
+    assert isinstance(listing.hidden[-1], ShardedActivation)
     with pytest.raises(PlanError) as error:
-        kept.hidden + 1
+        listing.hidden[-1] + 1
     return [*messages, str(error.value)]
 
 
 def test_what_would_lose_gradients_raises(workers: WorkerPools) -> None:
-    hooked, kept = workers(2).run(_refused)[0]
+    hooked, listing = workers(2).run(_refused)[0]
     assert "register_hook" in hooked
-    assert "after the block's forward (aten.add.Tensor)" in kept
+    assert "after the block's forward (aten.add.Tensor)" in listing
+
+
+def _kept() -> tuple[float, float]:
+    torch.manual_seed(0)
+    mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(2, 8, 32)
+    dense = Kept()
+    kept = copy.deepcopy(dense)
+    plan = plan_block(kept, (x,), {}, size=2)
+    assert plan.kept == ("hidden",)
+    apply_block(kept, plan, mesh)
+    seen = []
+    for block in (dense, kept):
+        leaf = x.clone().requires_grad_()
+        output = block(leaf)
+        assert block.hidden is not None
+        (output.sum() + block.hidden.square().mean()).backward()
+        seen.append((block.hidden.detach() + 0, leaf.grad))
+    (hidden, gradient), (own_hidden, own_gradient) = seen
+    return float((hidden - own_hidden).abs().max()), float((gradient - own_gradient).abs().max())
+
+
+def test_what_a_block_keeps_is_whole_to_readers(workers: WorkerPools) -> None:
+    for hidden, gradient in workers(2).run(_kept):
+        assert hidden < 1e-6
+        assert gradient < 1e-6
 
 
 def _proved() -> list[tuple[bool, bool]]:

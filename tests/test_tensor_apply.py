@@ -170,8 +170,12 @@ def _is_held_as_planned(block: nn.Module, plan: BlockTensorPlan) -> None:
 
 
 def _parity(name: str) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
+    return parity_of(_make(name))
+
+
+def parity_of(example: Example) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
+    """Plan a block and run it on the ranks: values and gradients of one process. Returns collectives, too."""
     size = dist.get_world_size()
-    example = _make(name)
     block, args, kwargs = example
     dense = copy.deepcopy(block)
     names = [fqn for fqn, _ in block.named_parameters()]

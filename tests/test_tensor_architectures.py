@@ -97,8 +97,8 @@ CROSS = Expected(forward=3, backward=4)
 """Self-attention, cross-attention (its keys and values read another input) and MLP."""
 PARALLEL = Expected(forward=2, backward=1)
 """Attention and MLP read the same norm."""
-ATTENTION = Expected(forward=1, backward=1, share=0.1)
-"""Experts that are picked by index are left whole."""
+EXPERT_BY_EXPERT = Expected(forward=6, backward=6)
+"""Attention, four experts and the one that marks padding: as if tokens were routed to all of them."""
 
 TABLE = {
     "llama": Row(job=_hf("LlamaConfig", CLM, **GROUPED), blocks={"LlamaDecoderLayer": OPTIMUM}),
@@ -136,8 +136,28 @@ TABLE = {
     "falcon": Row(job=_hf("FalconConfig", CLM, **TEXT, multi_query=False), blocks={"FalconDecoderLayer": PARALLEL}),
     "mixtral": Row(
         job=_hf("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="batched_mm"),
-        blocks={"MixtralDecoderLayer": ATTENTION},
-        held=0.92,
+        blocks={"MixtralDecoderLayer": OPTIMUM},
+        sizes=(2, 4),
+    ),
+    "mixtral-grouped": Row(
+        job=_hf("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="grouped_mm"),
+        blocks={"MixtralDecoderLayer": OPTIMUM},
+    ),
+    "mixtral-eager": Row(
+        job=_hf("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="eager"),
+        blocks={"MixtralDecoderLayer": EXPERT_BY_EXPERT},
+    ),
+    "qwen3-moe": Row(
+        job=_hf("Qwen3MoeConfig", CLM, **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        blocks={"Qwen3MoeDecoderLayer": OPTIMUM},
+    ),
+    "olmoe": Row(
+        job=_hf("OlmoeConfig", CLM, **TEXT, num_experts=4, num_experts_per_tok=2),
+        blocks={"OlmoeDecoderLayer": Expected(forward=4)},
+    ),
+    "gpt-oss": Row(
+        job=_hf("GptOssConfig", CLM, **GROUPED, num_local_experts=4, num_experts_per_tok=2),
+        blocks={"GptOssDecoderLayer": OPTIMUM},
     ),
     "bert": Row(job=_hf("BertConfig", MLM, a.masked_text, **TEXT), blocks={"BertLayer": OPTIMUM}, sizes=(2, 4)),
     "roberta": Row(job=_hf("RobertaConfig", MLM, **TEXT), blocks={"RobertaLayer": OPTIMUM}),

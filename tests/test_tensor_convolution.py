@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block
 from lightning_3d.tensor.parts import marked
+from lightning_3d.tensor.plan import Role
 from tests.test_tensor_apply import Collectives
 from tests.workers import WorkerPools
 
@@ -238,3 +240,154 @@ def _make(name: str) -> Example:
 # ------------------------------------------------------------------------------------------------------------ planning
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What is found for an example."""
+
+    forward: int = 1
+    """All-reduces in the forward."""
+    backward: int = 1
+    others: int = 0
+    """One all-gather of running statistics, if there are any."""
+    share: float = 0.95
+    """Least share of parameters that is sharded."""
+
+
+PLANNED = {
+    "basic": Planned(others=1, share=0.99),
+    "basic-stride": Planned(others=1),
+    "bottleneck": Planned(others=1, share=0.8),
+    "resnext": Planned(others=1, share=0.94),
+    "mobilenet": Planned(others=1, share=0.98),
+    "efficientnet": Planned(forward=2, backward=2, others=1, share=0.98),
+    "convnext": Planned(share=0.71),
+    "unet": Planned(backward=2),
+    "attention": Planned(),
+    "attention-1d": Planned(),
+    "fused-attention": Planned(share=0.98),
+    "fused-by-view": Planned(share=0.98),
+    "resampling": Planned(others=1, share=0.99),
+    "conv1d": Planned(share=0.99),
+    "conv3d": Planned(forward=0, backward=0, share=0.0),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_convolutions_are_sharded_by_channels(name: str) -> None:
+    block, args = _make(name)
+    plan, expected = plan_block(block, args, {}, size=2), PLANNED[name]
+    counts = (plan.num_all_reduces_forward, plan.num_all_reduces_backward, plan.num_other_collectives_forward)
+    assert counts == (expected.forward, expected.backward, expected.others), plan
+    assert expected.share <= plan.sharded_share <= expected.share + 0.1, plan
+
+
+def _roles(plan: BlockTensorPlan) -> dict[str, tuple[str, int | None]]:
+    return {weight.fqn: (weight.role, weight.shard_dim) for weight in plan.weights}
+
+
+def test_the_channels_of_a_chain_are_sharded_from_column_to_row() -> None:
+    block, args = _make("efficientnet")
+    roles = _roles(plan_block(block, args, {}, size=4))
+    assert roles["layers.0.weight"] == ("column", 0)
+    assert roles["layers.1.weight"] == roles["layers.1.bias"] == ("column", 0)
+    assert roles["layers.3.weight"] == ("column", 0)
+    assert roles["layers.6.reduce.weight"] == ("row", 1)
+    assert roles["layers.6.reduce.bias"] == ("replicate", None)
+    assert roles["layers.6.expand.weight"] == roles["layers.6.expand.bias"] == ("column", 0)
+    assert roles["layers.7.weight"] == ("row", 1)
+
+
+def test_transposed_convolutions_have_their_channels_the_other_way_round() -> None:
+    block, args = _make("resampling")
+    roles = _roles(plan_block(block, args, {}, size=2))
+    assert roles["up.weight"] == ("column", 1)
+    assert roles["grouped.weight"] == roles["reflect.weight"] == ("column", 0)
+    assert roles["down.weight"] == ("row", 0)
+
+
+def test_what_can_not_be_sharded_says_why() -> None:
+    plan = plan_block(nn.Sequential(nn.Conv2d(4, 9, 1), nn.Conv2d(9, 4, 1)), (_images(4),), {}, size=2)
+    assert plan.weight("0.weight").reason == "9 output features are not divisible by 2"
+    grouped = nn.Sequential(nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1, groups=3))
+    plan = plan_block(grouped, (_images(6),), {}, size=2, by_hand={"0.weight": "column"})
+    assert plan.weight("1.weight").reason == "3 groups are not divisible by 2"
+    block, args = _make("convnext")
+    plan = plan_block(block, args, {}, size=2)
+    assert plan.weight("depthwise.weight").reason == "its input channels are not sharded"
+
+
+def test_roles_by_hand_hold() -> None:
+    block, args = _make("bottleneck")
+    by_hand = {"reduce.weight": "replicate", "conv.weight": "column", "expand.weight": "row"}
+    plan = plan_block(block, args, {}, size=2, by_hand=by_hand)
+    assert {fqn: plan.weight(fqn).role for fqn in by_hand} == by_hand
+    assert plan.num_all_reduces_forward == 1
+    block, args = _make("convnext")
+    plan = plan_block(block, args, {}, size=2, by_hand={"depthwise.weight": "column"})
+    assert plan.weight("depthwise.weight").shard_dim == 0
+    plan = plan_block(block, args, {}, size=2, by_hand={"depthwise.weight": "row"})
+    assert plan.weight("depthwise.weight").reason == "its groups can't be sharded on their input channels"
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+
+
+def _step(block: nn.Module, args: Sequence[Tensor]) -> tuple[dict[str, Tensor], Counter[str], Counter[str]]:
+    """Output, gradients and buffers by name, collectives of the forward, of the backward."""
+    args = [arg.clone().requires_grad_() for arg in args]
+    with Collectives() as forward:
+        output = block(*args)
+    with Collectives() as backward:
+        (output.sin() * torch.arange(1, output.numel() + 1).view_as(output) / output.numel()).sum().backward()
+    values = {"output": output.detach(), **dict(block.named_buffers())}
+    values |= {f"argument {index}": arg.grad for index, arg in enumerate(args) if arg.grad is not None}
+    parts = marked(block)
+    for fqn, parameter in block.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+            gradient = parts[fqn].ungrouped(gradient) if fqn in parts else gradient
+        assert gradient is not None
+        values[f"gradient of {fqn}"] = gradient
+        parameter.grad = None
+    return values, forward.counts, backward.counts
+
+
+def _is_like(dense: nn.Module, sharded: nn.Module, args: Sequence[Tensor]) -> tuple[Counter[str], Counter[str]]:
+    expected, _, _ = _step(dense, args)
+    values, forward, backward = _step(sharded, args)
+    assert values.keys() == expected.keys()
+    for key, value in values.items():
+        torch.testing.assert_close(
+            value, expected[key], rtol=1e-9, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}"
+        )
+    return forward, backward
+
+
+def _parity(name: str, by_hand: Mapping[str, Role]) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
+    block, args = _make(name)
+    block.double()  # so that the tolerance can be narrow: batch normalisation of few pixels magnifies rounding
+    args = tuple(arg.double() for arg in args)
+    dense = copy.deepcopy(block)
+    size = dist.get_world_size()
+    plan = plan_block(block, args, {}, size=size, by_hand=by_hand)
+    apply_block(block, plan, init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)))
+    for fqn, parameter in block.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().numel() * (1 if plan.weight(fqn).shard_dim is None else size) == parameter.numel()
+    _is_like(dense, block, args)
+    forward, backward = _is_like(dense, block, [arg * 2 for arg in args])
+    dense.eval(), block.eval()
+    evaluated, _ = _is_like(dense, block, args)
+    assert sum(evaluated.values()) <= plan.num_all_reduces_forward
+    return plan, forward, backward
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "conv3d"])
+def test_values_are_those_of_one_process(workers: WorkerPools, name: str, size: int) -> None:
+    for plan, forward, backward in workers(size).run(_parity, name, {}):
+        assert plan.is_sharded
+        assert forward["allreduce_"] == plan.num_all_reduces_forward
+        assert backward == {"allreduce_": plan.num_all_reduces_backward}
+        assert sum(forward.values()) == plan.num_all_reduces_forward + plan.num_other_collectives_forward

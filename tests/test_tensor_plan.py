@@ -308,7 +308,7 @@ class Mixture(nn.Module):
 
 
 class Hostile(nn.Module):
-    """Its control flow depends on values."""
+    """Hands its values to numpy."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -316,7 +316,7 @@ class Hostile(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        return self.down(hidden if hidden.sum() > 0 else -hidden)
+        return self.down(hidden if hidden.detach().numpy().sum() > 0 else -hidden)
 
 
 class Caching(nn.Module):

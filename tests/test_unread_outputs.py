@@ -97,3 +97,37 @@ def test_what_a_step_reads_is_gathered(workers: WorkerPools) -> None:
     result = run_layout(workers, job, Layout(tp=2))
     assert_parity(run_reference(job), result, tolerance=1e-5)
     assert all(block.tensor is None or not block.tensor.unread for block in result.plan.blocks)
+
+
+class KeepingBlock(Block):
+    """It keeps the activations of its MLP."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        self.hidden = self.mlp[1](self.mlp[0](self.norm2(x)))
+        output: Tensor = x + self.mlp[2](self.hidden)
+        return output
+
+
+class Sparse(TinyGPT):
+    """Its loss has a term of what blocks keep."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.blocks = nn.ModuleList(KeepingBlock(32, 4) for _ in range(2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        loss = loss + sum(block.hidden.abs().mean() for block in self.blocks)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, tp=2, num_microbatches=2)], ids=str)
+def test_what_a_block_keeps_is_whole_to_its_readers(workers: WorkerPools, layout: Layout) -> None:
+    job = Job(model=Sparse)
+    result = run_layout(workers, job, layout)
+    assert_parity(run_reference(job), result, tolerance=1e-5)
+    plans = [block.tensor for block in result.plan.blocks if block.kind == KeepingBlock.__name__]
+    assert [plan and plan.kept for plan in plans] == [("hidden",)] * 2

@@ -233,8 +233,7 @@ class _Routed(nn.Module):
         return self._forward_finished(*args, **kwargs)
 
     def _forward_finished(self, *args: Any, **kwargs: Any) -> Any:
-        forward = super().forward
-        finish: Finish | None = self.__dict__.pop("_finish", None)
+        forward, finish = super().forward, take_finish(self)
         return forward(*args, **kwargs) if finish is None else finish(forward, args, kwargs)
 
 
@@ -245,6 +244,17 @@ def set_finish(block: nn.Module, finish: Finish) -> None:
     parameters gathered; and its arguments are those that forward gets, of which these hooks copy lists and dicts.
     """
     block.__dict__["_finish"] = finish
+
+
+def take_finish(block: nn.Module) -> Finish | None:
+    """What `set_finish` left for the next forward, which is then no longer there."""
+    finish: Finish | None = block.__dict__.pop("_finish", None)
+    return finish
+
+
+def is_answered(block: nn.Module) -> bool:
+    """Whether a step answers the present call of a block's forward."""
+    return isinstance(block, _Routed) and block._router.step is not None
 
 
 def _containers_into(changed: dict[int, Container]) -> Finish:

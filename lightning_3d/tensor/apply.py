@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.custom_functions import custom_functions_seen
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor import crossing
+from lightning_3d.tensor.compiled import BlockCompiler
 from lightning_3d.tensor.grouped import GroupedTensor
 from lightning_3d.tensor.grouped_calls import whole
+from lightning_3d.tensor.kept import show_kept
 from lightning_3d.tensor.parts import Parts, mark
 from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, sequence_input
@@ -41,6 +43,7 @@ def apply_block(
     *,
     excluded: Collection[nn.Parameter] = frozenset(),
     made: dict[nn.Parameter, nn.Parameter] | None = None,
+    compiler: BlockCompiler | None = None,
 ) -> None:
     """Shard or replicate every parameter of a block as planned and make its forward run on them.
 
@@ -53,6 +56,7 @@ def apply_block(
         mesh: The one-dimensional tp axis.
         excluded: Parameters that are left as they are, as others use them, too.
         made: Parameter -> the new one in its place; this block takes what is there and adds its own.
+        compiler: Compiles the forward, unless weights are sharded over the vocabulary; None runs it eagerly.
 
     Raises:
         PlanError: the plan is for another size or another block, or shards an excluded parameter.
@@ -76,7 +80,10 @@ def apply_block(
             mark(owner, name, weight.parts)
         if weight.shard_dim is None or weight.parts is not None:
             slots[id(owner), name] = (owner, name, weight.parts)
-    block.forward = _sharded_forward(block.forward, plan, mesh, list(slots.values()), vocabulary)
+    run = _run_on_shards(block, plan, mesh, list(slots.values()), vocabulary)
+    if compiler is not None and not vocabulary:
+        run = compiler.compiled(block, plan, run)
+    block.forward = _returned(run) if plan.unread else run
 
 
 def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]) -> None:
@@ -107,15 +114,17 @@ def _distribute(parameter: nn.Parameter, weight: WeightPlan, mesh: DeviceMesh) -
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
-def _sharded_forward(
-    forward: Callable[..., Any],
+def _run_on_shards(
+    block: nn.Module,
     plan: BlockTensorPlan,
     mesh: DeviceMesh,
     slots: Sequence[Slot],
     vocabulary: Sequence[tuple[nn.Module, str]],
 ) -> Callable[..., Any]:
+    forward = block.forward
+
     @functools.wraps(forward)
-    def sharded(*args: Any, **kwargs: Any) -> Any:
+    def on_shards(*args: Any, **kwargs: Any) -> Any:
         sequence = sequence_input(args, mesh.size()) if plan.is_sequence_parallel else None
         if sequence is not None:
             args = (crossing.slice_sequence(sequence, mesh, SEQUENCE_DIM), *args[1:])
@@ -131,9 +140,10 @@ def _sharded_forward(
             custom_functions_seen(calls.on_custom_function),
         ):
             output = forward(*args, **kwargs)
-        return _returned(output, plan.unread)
+        show_kept(block, plan.kept)
+        return _gathered(output, plan.unread)
 
-    return sharded
+    return on_shards
 
 
 @contextmanager
@@ -165,16 +175,27 @@ def _in_parts(own: Tensor, parameter: DTensor, parts: Parts) -> GroupedTensor:
     return weight
 
 
-def _returned(output: Any, unread: frozenset[int]) -> Any:
-    """What callers get: plain tensors; what nothing reads is gathered only if something does after all."""
+def _gathered(output: Any, unread: frozenset[int]) -> Any:
+    """Plain tensors, but for what nothing reads."""
     if not unread:
         return tree_map(_plain, output)
     leaves, spec = tree_flatten(output)
-    returned = [
-        as_unread(leaf) if i in unread and isinstance(leaf, ShardedActivation) else _plain(leaf)
-        for i, leaf in enumerate(leaves)
+    gathered = [
+        leaf if i in unread and isinstance(leaf, ShardedActivation) else _plain(leaf) for i, leaf in enumerate(leaves)
     ]
-    return tree_unflatten(returned, spec)
+    return tree_unflatten(gathered, spec)
+
+
+def _returned(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What callers get of what nothing reads: it is gathered only if something does after all."""
+
+    @functools.wraps(run)
+    def returned(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(
+            lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedActivation) else leaf, run(*args, **kwargs)
+        )
+
+    return returned
 
 
 def _plain(leaf: Any) -> Any:

@@ -120,12 +120,11 @@ def takes_every_nth(function: Function, args: Sequence[Any], kwargs: Mapping[str
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if not all(item is Ellipsis or isinstance(item, slice) for item in index):
         return False
-    num_dims = args[0].dim()
-    before = index.index(Ellipsis) if Ellipsis in index else len(index)
-    after = len(index) - before - 1
-    slices = {at if at < before else num_dims - after + at - before - 1: i for at, i in enumerate(index) if at != before}
-    taken = slices.pop(dim, slice(None))
-    if taken.stop is not None or any(item != slice(None) for item in slices.values()):
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    others = [*index[:at], *index[at + 1 :]]
+    others[at:at] = [slice(None)] * (args[0].dim() - len(others))
+    taken = others.pop(dim)
+    if taken.stop is not None or any(other != slice(None) for other in others):
         return False
     start, step = taken.start or 0, taken.step or 1
     return 0 <= start < step and args[0].shape[dim] // size % step == 0

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.tensor.reduction import all_reduced
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 
 
@@ -37,8 +38,7 @@ class _EnterColumns(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # A copy: autograd may hand the same gradient tensor to other nodes.
         summed = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
+        return all_reduced(summed, ctx.group), None
 
 
 class _ReduceRows(torch.autograd.Function):
@@ -46,9 +46,7 @@ class _ReduceRows(torch.autograd.Function):
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
         # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
         # `data`, as user code may change the result in place, which autograd refuses for a view made here.
-        reduced = partial.contiguous().data
-        dist.all_reduce(reduced, group=group)
-        return reduced
+        return all_reduced(partial.contiguous().data, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -62,6 +62,7 @@ from lightning_3d.tensor.grouped import (
     num_parts_of,
     viewed_shape,
 )
+from lightning_3d.tensor.kept import kept_in
 from lightning_3d.tensor.ledger import Communication, Ledger
 from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
 from lightning_3d.tensor.parts import Parts
@@ -107,6 +108,9 @@ class Followed:
 
     unread: frozenset[int]
     """Leaves of the output, by position, that are on shards and that nothing reads."""
+
+    kept: tuple[str, ...]
+    """FQNs of attributes that it set to sharded tensors."""
 
     output_bytes: Mapping[str, int]
     """FQN of a column or row weight -> bytes of the full outputs of its uses."""
@@ -169,16 +173,19 @@ def follow_block(
             output = block.forward(*fakes.args, **fakes.kwargs)
         follower.complete_statistics()
         leaves = tree_leaves(output)
-        unread = frozenset(i for i in unread if isinstance(leaves[i], Tensor) and ledger.dim(leaves[i]) is not None)
+        evenly = {i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and ledger.dim(leaf) is not None}
+        unread &= evenly
         gathered = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in unread]
         for tensor in {id(leaf): leaf for leaf in gathered}.values():
             ledger.gather(tensor, "the block's output")
+        kept = kept_in(block, lambda tensor: ledger.entry(tensor) is not None)
     return Followed(
         weights=weights.plans(),
         communications=tuple(ledger.communications),
         num_column_inputs=follower.uses.num_column_inputs,
         is_sequence_parallel=sequence is not None,
         unread=unread,
+        kept=kept,
         output_bytes=follower.uses.output_bytes,
         weight_cuts=weights.cuts,
         cuts=tuple(follower.cuts),
@@ -286,7 +293,8 @@ class _FollowCalls(TorchFunctionMode):
         edges = {edge for piece in pieces for edge in piece} if pieces is not None else set()
         notes = self.cuts
         if pieces is None and (shape := viewed_shape(func, args, kwargs)) is not None:
-            if len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and shape[dim] % ledger.size:
+            is_opened = len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and self._name != "unsqueeze"
+            if is_opened and shape[dim] % ledger.size:
                 self.uneven_heads |= entry.sources
             num_parts, notes = num_parts_of(tuple(tensor.shape), shape, dim), self.view_cuts
             edges = set(range(0, length, length // num_parts))

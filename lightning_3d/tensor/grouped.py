@@ -279,7 +279,6 @@ def _kept(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], parts_of: P
     if len(found) != 1:
         return None
     num_dims, length, parts = found.pop()
-    shapes = [tensor.shape for tensor in tensors]
     if any(tensor.dim() > num_dims for tensor in tensors):
         return None
     along = [(tensor, cut_dim_of(tensor, parts, num_dims)) for tensor in tensors]
@@ -288,8 +287,7 @@ def _kept(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], parts_of: P
     if name in _BATCHED:
         return Keeps(parts=parts) if parts.dim < num_dims - 2 and all(t.dim() == num_dims for t in tensors) else None
     if name in _IN_PLACE:
-        is_own = parts_of(args[0]) is not None and tuple(args[0].shape) == torch.broadcast_shapes(*shapes)
-        return Keeps(parts=parts, is_in_place=True) if is_own else None
+        return Keeps(parts=parts, is_in_place=True) if parts_of(args[0]) is not None else None
     return Keeps(parts=parts) if name in _ELEMENTWISE else None
 
 

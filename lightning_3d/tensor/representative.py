@@ -9,7 +9,7 @@ of a plan and the training see the real ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ class RepresentativeValues(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException):
-            return self._representative(func, args)
+            return self._representative(func, args, kwargs or {})
 
-    def _representative(self, func: OpOverload, args: Sequence[Any]) -> Any:
+    def _representative(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._num_reads += 1
         if self._num_reads > _MAX_READS:
             raise PlanError(f"it reads more than {_MAX_READS} values of its data ({func})")
@@ -59,6 +59,10 @@ class RepresentativeValues(TorchDispatchMode):
         if func is _aten.masked_select.default:
             shape = torch.broadcast_shapes(tensor.shape, args[1].shape)
             return tensor.new_empty(max(shape, default=1))
+        if func is _aten.bincount.default:
+            return _bincount(*args, **kwargs)
+        if func is _aten._unique2.default:
+            return tensor.flatten(), tensor.to(torch.int64), tensor.flatten().to(torch.int64)
         raise PlanError(f"{func} depends on data")
 
 
@@ -70,6 +74,10 @@ def _zero(dtype: torch.dtype) -> bool | int | float:
 
 def _nonzero(mask: Tensor) -> Tensor:
     return mask.new_zeros((max(mask.shape, default=1), mask.dim()), dtype=torch.int64)
+
+
+def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    return values.new_zeros(max(minlength, 1), dtype=torch.int64 if weights is None else weights.dtype)
 
 
 def _without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:

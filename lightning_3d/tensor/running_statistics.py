@@ -54,8 +54,8 @@ class RunningStatistics:
 
     def _complete(self, buffers: Sequence[Tensor]) -> None:
         own = torch.cat([self.own(buffer, changes=False) for buffer in buffers])
-        every = own.new_empty(self._mesh.size(), own.numel())
-        dist.all_gather_into_tensor(every, own, group=self._mesh.get_group())
+        every = own.new_empty(self._mesh.size() * own.numel())
+        dist.all_gather_single(every, own, group=self._mesh.get_group())
         lengths = [buffer.shape[0] // self._mesh.size() for buffer in buffers]
-        for buffer, values in zip(buffers, every.split(lengths, 1), strict=True):
+        for buffer, values in zip(buffers, every.view(self._mesh.size(), -1).split(lengths, 1), strict=True):
             buffer.data.copy_(values.flatten())

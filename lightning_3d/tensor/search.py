@@ -192,6 +192,7 @@ def _plan(block: nn.Module, followed: Followed, size: int) -> BlockTensorPlan:
         num_all_reduces_forward=all_reduces,
         is_sequence_parallel=followed.is_sequence_parallel,
         unread=followed.unread,
+        kept=followed.kept,
         num_all_reduces_backward=followed.num_column_inputs,
         num_other_collectives_forward=len(followed.communications) - all_reduces,
         communicated_bytes=followed.communicated_bytes,

@@ -18,6 +18,7 @@ from lightning_3d.pipeline.interception import own_forward
 from lightning_3d.pipeline.trees import as_called
 from lightning_3d.tensor import crossing
 from lightning_3d.tensor.apply import apply_block
+from lightning_3d.tensor.compiled import BlockCompiler
 from lightning_3d.tensor.parts import marked
 from lightning_3d.tensor.plan import BlockTensorPlan
 from lightning_3d.tensor.preserve import preserved
@@ -78,6 +79,7 @@ def verify_block(
     *,
     tolerance: float | None = None,
     excluded: Collection[nn.Parameter] = frozenset(),
+    compiler: BlockCompiler | None = None,
 ) -> Verification:
     """Compare a copy of the block, sharded as planned, with the dense block: outputs and all gradients.
 
@@ -95,6 +97,7 @@ def verify_block(
         tolerance: Greatest relative difference; None means the square root of the parameters' machine epsilon
             (3e-4 in fp32, 9e-2 in bf16).
         excluded: As for `apply_block`.
+        compiler: As for `apply_block`.
     """
     epsilons = [torch.finfo(p.dtype).eps for p in block.parameters() if p.is_floating_point()]
     limit = max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5 if tolerance is None else tolerance
@@ -107,7 +110,7 @@ def verify_block(
         names = dict(block.named_parameters())
         dense = _run(block, names, inputs)
         try:
-            sharded_block, sharded_names = _sharded_copy(block, plan, mesh, excluded)
+            sharded_block, sharded_names = _sharded_copy(block, plan, mesh, excluded, compiler)
             differences = _differences(dense, _run(sharded_block, sharded_names, inputs), limit)
         except Exception as failure:  # whatever goes wrong in the planned block, the answer is "not proved"
             error = f"{type(failure).__name__}: {failure}"
@@ -159,11 +162,17 @@ def _random_input(example: Tensor, generator: torch.Generator, device: torch.dev
 
 
 def _sharded_copy(
-    block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]
+    block: nn.Module,
+    plan: BlockTensorPlan,
+    mesh: DeviceMesh,
+    excluded: Collection[nn.Parameter],
+    compiler: BlockCompiler | None,
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    kept = {id(parameter): parameter for parameter in excluded}  # the copy shares what is excluded
-    duplicate = copy.deepcopy(block, memo=dict(kept))
-    apply_block(duplicate, plan, mesh, excluded=excluded)
+    shared = {id(parameter): parameter for parameter in excluded}  # the copy shares what is excluded
+    left = [tensor for module in block.modules() for tensor in _tensors(vars(module)) if tensor.grad_fn is not None]
+    results = {id(tensor): tensor.detach().clone() for tensor in left}  # earlier forwards left them in attributes
+    duplicate = copy.deepcopy(block, memo=shared | results)
+    apply_block(duplicate, plan, mesh, excluded=excluded, compiler=compiler)
     return duplicate, dict(duplicate.named_parameters())
 
 

@@ -233,8 +233,10 @@ class Weights:
     def _choose_groups(self, weight: _Weight, call: Convolution) -> None:
         """A convolution with groups: every rank has the groups of its own channels."""
         role, size = self._by_hand.get(id(weight.fake)), self._ledger.size
-        if role == "row" or (role is None and self._ledger.dim(call.input) != call.input_dim):
-            weight.replicate("its input channels are not sharded, or their groups would be")
+        if role == "row":
+            weight.replicate("its groups can't be sharded on their input channels")
+        elif role is None and self._ledger.dim(call.input) != call.input_dim:
+            weight.replicate("its input channels are not sharded")
         elif call.groups % size:
             weight.replicate(f"{call.groups} groups are not divisible by {size}")
         else:

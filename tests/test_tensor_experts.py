@@ -1,0 +1,288 @@
+"""Mixtures of experts: weights picked by index, products per expert, routing that reads data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.tensor import BlockTensorPlan, plan_block
+from lightning_3d.tensor.parts import Parts
+from tests.test_tensor_apply import parity_of
+from tests.test_tensor_plan import Example, tokens
+from tests.workers import WorkerPools
+
+NUM_EXPERTS, WIDTH, HIDDEN = 3, 32, 64
+
+Run = Callable[["Stacked", Tensor, Tensor], Tensor]
+"""What picks and multiplies: the module, tokens [n, width], scores [n, experts] -> [n, width]."""
+
+
+class Stacked(nn.Module):
+    """Experts held as stacked weights, [experts, out, in]; how they are picked is up to `run`."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN, WIDTH) / 6)
+        self.up_bias = nn.Parameter(torch.randn(NUM_EXPERTS, HIDDEN))
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, HIDDEN) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        return x + self.run(self, flat, self.gate(flat).softmax(-1)).view_as(x)
+
+
+def _expert(x: Tensor, up: Tensor, bias: Tensor | None, down: Tensor) -> Tensor:
+    return F.linear(F.gelu(F.linear(x, up, bias)), down)
+
+
+def by_number(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    """Every expert for every token, picked by an int."""
+    return sum(  # type: ignore[return-value]
+        _expert(x, m.up[e], m.up_bias[e], m.down[e]) * scores[:, e, None] for e in range(NUM_EXPERTS)
+    )
+
+
+def by_iteration(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    experts = zip(m.up, m.up_bias, m.down.unbind(), scores.unbind(1), strict=True)
+    return sum(_expert(x, up, bias, down) * score[:, None] for up, bias, down, score in experts)  # type: ignore[return-value]
+
+
+def by_transpose(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    """``x @ w`` with a transpose of what is picked, and what is picked of a transpose."""
+    down = m.down.transpose(1, 2)
+    return sum(  # type: ignore[return-value]
+        F.gelu(x @ m.up[e].t() + m.up_bias[e]) @ down[e] * scores[:, e, None] for e in range(NUM_EXPERTS)
+    )
+
+
+def by_selection(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    """The best expert's weights for every token; the weight is the first operand."""
+    best = scores.argmax(-1)
+    hidden = torch.bmm(m.up[best], x[..., None]).squeeze(-1) + m.up_bias[best]
+    y = torch.matmul(m.down.index_select(0, best), F.gelu(hidden).unsqueeze(-1)).squeeze(-1)
+    return y * scores.amax(-1)[:, None]
+
+
+def by_einsum(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    best = scores.argmax(-1)
+    hidden = F.gelu(torch.einsum("td,tfd->tf", x, m.up[best]))
+    return torch.einsum("tdf,tf->td", m.down[best], hidden) * scores.amax(-1)[:, None]
+
+
+def by_slices(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    """Slices of one expert, one of them in another order."""
+    y = torch.zeros_like(x)
+    for e, (up, down) in enumerate(zip(m.up.split(1), m.down.chunk(NUM_EXPERTS), strict=True)):
+        hidden = F.gelu(torch.bmm(x[None], up.mT))
+        y = y + torch.bmm(hidden, down.permute(0, 2, 1))[0] * scores[:, e, None]
+    return y
+
+
+def by_mask(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    """Routing that reads data: `nonzero`, `where`, boolean masks, comparisons and numbers."""
+    best, y = scores.argmax(-1), torch.zeros_like(x)
+    hit = F.one_hot(best, NUM_EXPERTS + 1).sum(0).gt(0).nonzero()
+    for row in hit:
+        expert = row[0]
+        if expert == NUM_EXPERTS:
+            continue
+        (chosen,) = torch.where(best == expert)
+        current = _expert(x[chosen], m.up[expert], m.up_bias[expert.item()], m.down[expert])
+        y.index_add_(0, chosen, current * scores[chosen, expert, None])
+        y[best == expert] *= 2
+    return y
+
+
+def by_group(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    """Rows sorted by expert."""
+    best = scores.argmax(-1)
+    order = best.argsort()
+    ends = best.bincount(minlength=NUM_EXPERTS).cumsum(0).to(torch.int32)
+    hidden = F.grouped_mm(x[order], m.up.transpose(-2, -1), offs=ends)
+    hidden.add_(m.up_bias[best[order]])
+    y = F.grouped_mm(F.gelu(hidden), m.down.transpose(-2, -1), offs=ends)
+    return y[order.argsort()] * scores.amax(-1)[:, None]
+
+
+class Gated(nn.Module):
+    """Experts with gate and up in one weight, one after the other or interleaved."""
+
+    def __init__(self, is_interleaved: bool, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.is_interleaved = is_interleaved
+        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * HIDDEN, WIDTH) / 6)
+        self.gate_up_bias = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * HIDDEN))
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, HIDDEN) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        best = self.gate(flat).argmax(-1)
+        fused = torch.bmm(self.gate_up[best], flat.unsqueeze(-1)).squeeze(-1)
+        fused.add_(self.gate_up_bias[best])
+        gate, up = (fused[..., ::2], fused[..., 1::2]) if self.is_interleaved else fused.chunk(2, -1)
+        return x + torch.bmm(self.down[best], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1).view_as(x)
+
+
+class Modules(nn.Module):
+    """Experts as modules, each with the tokens that are routed to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(NUM_EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        scores, best = self.gate(flat).softmax(-1).max(-1)
+        y = torch.zeros_like(flat)
+        for e, expert in enumerate(self.experts):
+            chosen = (best == e).nonzero(as_tuple=True)[0]
+            if chosen.numel() == 0:
+                continue
+            y[chosen] = expert(flat[chosen]) * scores[chosen, None]
+        return x + y.view_as(x)
+
+
+class Branching(nn.Module):
+    """Its control flow depends on sharded values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        factor = 2.0 if hidden.sum() > 0 else -1.0
+        rows = hidden.square().sum(-1)
+        scale = rows.masked_select(rows > 1).mean() / 100 + len(rows.gt(1).unique()) + hidden[0, 0].tolist()[0]
+        return self.down(hidden * factor) * scale / 10
+
+
+RUNS: list[Run] = [
+    by_number,
+    by_iteration,
+    by_transpose,
+    by_selection,
+    by_einsum,
+    by_slices,
+    by_mask,
+    by_group,
+]
+MODELS = list(product(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"), ("eager", "batched_mm", "grouped_mm")))
+
+
+class Layer(nn.Module):
+    """The sparse part of a transformers model's first layer."""
+
+    def __init__(self, kind: str, experts: str) -> None:
+        super().__init__()
+        auto = pytest.importorskip("transformers")
+        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": HIDDEN}
+        sizes |= {"num_experts_per_tok": 2, "experts_implementation": experts}
+        name = "num_local_experts" if kind in ("mixtral", "gpt_oss") else "num_experts"
+        sizes |= {name: NUM_EXPERTS} | ({"moe_intermediate_size": HIDDEN} if kind == "qwen3_moe" else {})
+        model = auto.AutoModelForCausalLM.from_config(auto.AutoConfig.for_model(kind, **sizes))
+        self.mlp = model.model.layers[0].mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.mlp(x)
+        return x + (output[0] if isinstance(output, tuple) else output)
+
+
+def make(name: str) -> Example:
+    """Examples by name, so that they are made on the ranks."""
+    torch.manual_seed(0)
+    made: dict[str, Callable[[], nn.Module]] = {run.__name__: functools.partial(Stacked, run) for run in RUNS}
+    made |= {f"{kind} {experts}": functools.partial(Layer, kind, experts) for kind, experts in MODELS}
+    made |= {"gated": lambda: Gated(False), "interleaved": lambda: Gated(True)}
+    made |= {"modules": Modules, "branching": Branching}
+    block = made[name]()
+    for parameter in block.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.2)
+    return block.eval(), (tokens(WIDTH),), {}
+
+
+def counts(plan: BlockTensorPlan) -> tuple[int, int, int]:
+    return plan.num_all_reduces_forward, plan.num_all_reduces_backward, plan.num_other_collectives_forward
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("by_number", 3, 1),
+        ("by_iteration", 3, 1),
+        ("by_transpose", 3, 1),
+        ("by_selection", 1, 1),
+        ("by_einsum", 1, 1),
+        ("by_slices", 3, 3),
+        ("by_group", 1, 1),
+        ("gated", 1, 1),
+        ("interleaved", 1, 1),
+        ("modules", 3, 3),
+        ("by_mask", 4, 4),  # as if every expert were hit, and the one that marks padding
+    ],
+)
+def test_experts_are_sharded(name: str, forward: int, backward: int, size: int) -> None:
+    plan = plan_block(*make(name), size=size)
+    assert counts(plan) == (forward, backward, 0), str(plan)
+    assert plan.sharded_share > 0.94, str(plan)
+
+
+@pytest.mark.parametrize(("kind", "experts"), MODELS)
+def test_layers_of_transformers_are_sharded(kind: str, experts: str) -> None:
+    plan = plan_block(*make(f"{kind} {experts}"), size=2)
+    calls = NUM_EXPERTS + (kind != "gpt_oss") if experts == "eager" else 1  # as if every expert were hit
+    assert counts(plan) == (calls, calls, 0), str(plan)
+    assert plan.sharded_share > 0.96, str(plan)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", [run.__name__ for run in RUNS] + ["gated", "interleaved", "modules"])
+def test_experts_are_right(workers: WorkerPools, name: str, size: int) -> None:
+    for plan, forward, backward in workers(size).run(_parity, name):
+        assert plan.is_sharded
+        assert forward.keys() == {"allreduce_"}
+        if name in ("by_mask", "modules"):  # planned as if every expert were hit
+            assert 1 <= forward["allreduce_"] <= plan.num_all_reduces_forward
+            assert 1 <= backward["allreduce_"] <= plan.num_all_reduces_backward
+        else:
+            assert forward["allreduce_"] == plan.num_all_reduces_forward
+            assert backward["allreduce_"] == plan.num_all_reduces_backward
+
+
+@pytest.mark.parametrize(("kind", "experts"), MODELS)
+def test_layers_of_transformers_are_right(workers: WorkerPools, kind: str, experts: str) -> None:
+    pytest.importorskip("transformers")
+    for plan, forward, _ in workers(2).run(_parity, f"{kind} {experts}"):
+        assert 1 <= forward["allreduce_"] <= plan.num_all_reduces_forward
+        assert forward.keys() == {"allreduce_"}
+
+
+def test_control_flow_by_sharded_values_is_right(workers: WorkerPools) -> None:
+    for plan, forward, _ in workers(2).run(_parity, "branching"):
+        assert plan.sharded_share > 0.97
+        assert sum(forward.values()) == plan.num_all_reduces_forward + plan.num_other_collectives_forward
+
+
+def test_gate_and_up_in_one_weight_are_parts() -> None:
+    assert plan_block(*make("gated"), size=2).weight("gate_up").parts == Parts(dim=1, sizes=(HIDDEN,) * 2, num_ranks=2)
+    assert plan_block(*make("interleaved"), size=2).weight("gate_up").parts is None
+
+
+def _parity(name: str) -> Any:
+    return parity_of(make(name))
