@@ -370,6 +370,11 @@ def _check_compile(config: ThreeDConfig) -> None:
             "tensor.compile=True with tensor.sequence_parallel=True would keep the gathered sequences that the latter"
             " is there to drop: use one of them"
         )
+    if config.pipeline_parallel_size > 1 and config.pipeline.splits_backward:
+        raise ConfigError(
+            f"pipeline.schedule='{config.pipeline.schedule}' computes weight gradients apart, but the backward of a"
+            " block that tensor.compile=True compiles is one piece: use another schedule, or tensor.compile=False"
+        )
 
 
 def _check_pipeline(config: ThreeDConfig) -> None:

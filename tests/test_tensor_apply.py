@@ -173,14 +173,16 @@ def _parity(name: str) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
     return parity_of(_make(name))
 
 
-def parity_of(example: Example) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
+def parity_of(
+    example: Example, *, sequence_parallel: bool = False
+) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
     """Plan a block and run it on the ranks: values and gradients of one process. Returns collectives, too."""
     size = dist.get_world_size()
     block, args, kwargs = example
     dense = copy.deepcopy(block)
     names = [fqn for fqn, _ in block.named_parameters()]
     trained = [parameter.requires_grad for parameter in block.parameters()]
-    plan = plan_block(block, args, kwargs, size=size)
+    plan = plan_block(block, args, kwargs, size=size, sequence_parallel=sequence_parallel)
     apply_block(block, plan, _mesh(size))
     _is_held_as_planned(block, plan)
     assert [fqn for fqn, _ in block.named_parameters()] == names

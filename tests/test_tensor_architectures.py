@@ -60,6 +60,22 @@ TEXT: dict[str, Any] = {
 }
 GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
 ONE_KEY = {**GROUPED, "num_key_value_heads": 1}
+LATENT = {
+    **TEXT,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
+"""Multi-head latent attention, and a mixture of experts in the second layer."""
 SEQ2SEQ = {
     "vocab_size": a.VOCABULARY,
     "d_model": 32,
@@ -92,6 +108,12 @@ CLM, MLM, IMAGES, S2S = (
     "AutoModelForImageClassification",
     "AutoModelForSeq2SeqLM",
 )
+RESNET = {
+    "embedding_size": 8,
+    "hidden_sizes": [16, 32],
+    "depths": [2, 2],
+    "num_labels": a.NUM_CLASSES,
+}
 OPTIMUM = Expected()
 CROSS = Expected(forward=3, backward=4)
 """Self-attention, cross-attention (its keys and values read another input) and MLP."""
@@ -99,6 +121,10 @@ PARALLEL = Expected(forward=2, backward=1)
 """Attention and MLP read the same norm."""
 EXPERT_BY_EXPERT = Expected(forward=6, backward=6)
 """Attention, four experts and the one that marks padding: as if tokens were routed to all of them."""
+POOLED = Expected(forward=0, backward=1, others=2, share=1.0)
+"""A stem that gathers what its pooling leaves, and running statistics."""
+EXPANDED = Expected(others=1, share=0.98)
+"""An inverted residual with squeeze and excitation."""
 
 TABLE = {
     "llama": Row(job=_hf("LlamaConfig", CLM, **GROUPED), blocks={"LlamaDecoderLayer": OPTIMUM}),
@@ -198,6 +224,65 @@ TABLE = {
     "marian": Row(
         job=_hf("MarianConfig", S2S, **SEQ2SEQ), blocks={"MarianEncoderLayer": OPTIMUM, "MarianDecoderLayer": CROSS}
     ),
+    "xglm": Row(
+        job=_hf(
+            "XGLMConfig",
+            CLM,
+            vocab_size=a.VOCABULARY,
+            d_model=32,
+            ffn_dim=64,
+            num_layers=2,
+            attention_heads=4,
+            max_position_embeddings=32,
+        ),
+        blocks={"XGLMDecoderLayer": OPTIMUM},
+    ),
+    "deepseek-v3": Row(
+        job=_hf("DeepseekV3Config", CLM, **LATENT),
+        blocks={"layers.0": Expected(backward=3, share=0.9), "layers.1": Expected(backward=3, share=0.85)},
+    ),
+    "falcon-grouped": Row(
+        job=_hf("FalconConfig", CLM, **TEXT, new_decoder_architecture=True, num_kv_heads=2),
+        blocks={"FalconDecoderLayer": OPTIMUM},
+    ),
+    "gptj": Row(
+        job=_hf(
+            "GPTJConfig",
+            CLM,
+            vocab_size=a.VOCABULARY,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=32,
+            n_inner=64,
+            rotary_dim=4,
+        ),
+        blocks={"GPTJBlock": PARALLEL},
+    ),
+    "mpt": Row(
+        job=_hf("MptConfig", CLM, vocab_size=a.VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
+        blocks={"MptBlock": OPTIMUM},
+        sizes=(2, 4),
+    ),
+    "olmo2": Row(
+        job=_hf("Olmo2Config", CLM, **{**TEXT, "num_key_value_heads": 2}),
+        blocks={"Olmo2DecoderLayer": Expected(forward=4)},
+    ),
+    "swin": Row(
+        job=_hf(
+            "SwinConfig",
+            IMAGES,
+            a.images,
+            image_size=16,
+            patch_size=2,
+            embed_dim=16,
+            depths=[2, 2],
+            num_heads=[2, 4],
+            window_size=4,
+            num_labels=a.NUM_CLASSES,
+        ),
+        blocks={"SwinStage": Expected(forward=4, backward=4, share=0.7)},
+    ),
     "vit": Row(job=_hf("ViTConfig", IMAGES, a.images, **IMAGE), blocks={"ViTLayer": OPTIMUM}, sizes=(2, 4)),
     "deit": Row(job=_hf("DeiTConfig", "DeiTForImageClassification", a.images, **IMAGE), blocks={"DeiTLayer": OPTIMUM}),
     "clip": Row(
@@ -211,6 +296,52 @@ TABLE = {
             projection_dim=8,
         ),
         blocks={"CLIPEncoderLayer": OPTIMUM},
+    ),
+    "resnet": Row(
+        job=_hf("ResNetConfig", IMAGES, a.images, **{**RESNET, "layer_type": "basic"}),
+        blocks={"ResNetEmbeddings": POOLED, "ResNetStage": Expected(others=1, share=0.97)},
+        held=0.52,
+        sizes=(2, 4),
+    ),
+    "resnet-bottleneck": Row(
+        job=_hf("ResNetConfig", IMAGES, a.images, **{**RESNET, "hidden_sizes": [32, 64]}),
+        blocks={"ResNetEmbeddings": POOLED, "ResNetStage": Expected(backward=3, others=2, share=0.75)},
+        held=0.62,
+    ),
+    "regnet": Row(
+        job=_hf("RegNetConfig", IMAGES, a.images, **RESNET, groups_width=4),
+        blocks={"RegNetStage": Expected(forward=4, backward=4, others=1, share=0.9)},
+        held=0.57,
+    ),
+    "convnext": Row(
+        job=_hf(
+            "ConvNextConfig",
+            IMAGES,
+            a.images,
+            hidden_sizes=[16, 32],
+            depths=[2, 2],
+            num_stages=2,
+            patch_size=2,
+            num_labels=a.NUM_CLASSES,
+        ),
+        blocks={"ConvNextStage": Expected(share=0.7)},
+    ),
+    "efficientnet": Row(
+        job=_hf(
+            "EfficientNetConfig",
+            IMAGES,
+            partial(a.images, size=64),
+            image_size=64,
+            width_coefficient=0.25,
+            depth_coefficient=0.3,
+            hidden_dim=320,
+            initializer_range=0.2,
+            dropout_rate=0.0,
+            drop_connect_rate=0.0,
+            num_labels=a.NUM_CLASSES,
+        ),
+        blocks={f"encoder.blocks.{index}": EXPANDED for index in range(1, 8)},
+        held=0.6,
     ),
     "nn-transformer": Row(
         job=_job(a.EncoderDecoder, a.sequences),

@@ -116,13 +116,13 @@ def by_group(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
 class Gated(nn.Module):
     """Experts with gate and up in one weight, one after the other or interleaved."""
 
-    def __init__(self, is_interleaved: bool, is_transposed: bool = False) -> None:
+    def __init__(self, is_interleaved: bool, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.is_interleaved = is_interleaved
         self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
-        self.gate_up = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * HIDDEN, WIDTH) / 6)
-        self.gate_up_bias = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * HIDDEN))
-        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, HIDDEN) / 8)
+        self.gate_up = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * hidden, WIDTH) / 6)
+        self.gate_up_bias = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * hidden))
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, hidden) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
@@ -208,7 +208,7 @@ def make(name: str) -> Example:
     made: dict[str, Callable[[], nn.Module]] = {run.__name__: functools.partial(Stacked, run) for run in RUNS}
     made |= {f"{kind} {experts}": functools.partial(Layer, kind, experts) for kind, experts in MODELS}
     made |= {"gated": lambda: Gated(False), "interleaved": lambda: Gated(True)}
-    made |= {"modules": Modules, "branching": Branching}
+    made |= {"modules": Modules, "branching": Branching, "narrow": lambda: Gated(False, hidden=8)}
     block = made[name]()
     for parameter in block.parameters():
         if parameter.dim() > 1:
@@ -262,7 +262,7 @@ def test_experts_are_right(workers: WorkerPools, name: str, size: int) -> None:
             assert 1 <= backward["allreduce_"] <= plan.num_all_reduces_backward
         else:
             assert forward["allreduce_"] == plan.num_all_reduces_forward
-            assert backward["allreduce_"] == plan.num_all_reduces_backward
+            assert backward == {"allreduce_": plan.num_all_reduces_backward}
 
 
 @pytest.mark.parametrize(("kind", "experts"), MODELS)
@@ -280,9 +280,28 @@ def test_control_flow_by_sharded_values_is_right(workers: WorkerPools) -> None:
 
 
 def test_gate_and_up_in_one_weight_are_parts() -> None:
-    assert plan_block(*make("gated"), size=2).weight("gate_up").parts == Parts(dim=1, sizes=(HIDDEN,) * 2, num_ranks=2)
+    plan = plan_block(*make("gated"), size=2)
+    halves = Parts(dim=1, sizes=(HIDDEN, HIDDEN), num_ranks=2)
+    assert (plan.weight("gate_up").parts, plan.weight("gate_up_bias").parts) == (halves, halves)
     assert plan_block(*make("interleaved"), size=2).weight("gate_up").parts is None
 
 
-def _parity(name: str) -> Any:
-    return parity_of(make(name))
+def test_narrow_experts_are_sharded_whatever_they_send(workers: WorkerPools) -> None:
+    for plan, _, _ in workers(2).run(_parity, "narrow"):
+        assert counts(plan) == (0, 2, 2), str(plan)
+        assert plan.sharded_share > 0.9, str(plan)
+
+
+SEQUENCE_PARALLEL = ["by_selection", "by_mask", "by_group", "gated", "modules", "mixtral eager", "gpt_oss batched_mm"]
+
+
+@pytest.mark.parametrize("name", SEQUENCE_PARALLEL)
+def test_experts_in_a_sequence_parallel_block_are_right(workers: WorkerPools, name: str) -> None:
+    pytest.importorskip("transformers")
+    for plan, _, _ in workers(2).run(_parity, name, True):
+        assert plan.is_sequence_parallel
+        assert plan.sharded_share > 0.94
+
+
+def _parity(name: str, sequence_parallel: bool = False) -> Any:
+    return parity_of(make(name), sequence_parallel=sequence_parallel)

@@ -1,34 +1,46 @@
-"""What the forward of a block reads besides its arguments, and whether it leaves anything behind.
-
-A compiled block repeats a computation on tensors. So its tensors are handed to it anew in every call, all other values
-that its modules hold are part of what identifies the computation, and a block that does more than compute is found by
-running it once.
-"""
+"""What the forward of a block reads besides its arguments: tensors, and values that its modules hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.distributed.tensor import DTensor
 
-from lightning_3d.pipeline.block_call import Attribute, attributes_of, changed_attributes
-from lightning_3d.rng import Generators
-from lightning_3d.tensor.preserve import preserved
+from lightning_3d.tensor import crossing
+from lightning_3d.tensor.sharded_activation import ShardedActivation
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 """Of values that compare by what they are."""
 
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
-_OF_ROUTING = frozenset({"forward", "_router", "_block_fqn", "_finish"})
+_OF_THIS_PACKAGE = frozenset({"forward", "_router", "_block_fqn"})
 """Attributes that this package sets on a block."""
 
 
 class NotCompilable(Exception):
     """Why a block runs eagerly."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor is found."""
+
+    module: nn.Module
+    group: str | None
+    """``_parameters`` or ``_buffers``; None for a plain attribute."""
+
+    name: str
+    at: int
+    """Among the tensors of the state."""
+
+    def put(self, tensor: Tensor) -> None:
+        attributes = vars(self.module)
+        holder = attributes if self.group is None else attributes[self.group]
+        holder[self.name] = tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,31 +50,41 @@ class BlockState:
     tensors: Sequence[Tensor]
     """Parameters, buffers and other tensors, each once."""
 
-    places: Sequence[tuple[dict[str, Any], str, int]]
-    """Where they are found: a module's dict, the key in it, and the index among the tensors."""
+    places: Sequence[_Place]
 
     values: tuple[Hashable, ...]
     """Everything else, comparable."""
 
-    def replaced(self, tensors: Sequence[Tensor]) -> None:
-        """Put other tensors in their places."""
-        for holder, name, index in self.places:
-            holder[name] = tensors[index]
+    def own(self) -> list[Tensor]:
+        """The tensors, with this rank's shards in place of DTensors; differentiable."""
+        return [own_part(tensor) for tensor in self.tensors]
+
+    @contextmanager
+    def replaced(self, own: Sequence[Tensor]) -> Iterator[None]:
+        """Let the block's code find others in place of what `own` gives."""
+        stand_ins = [_like(tensor, other) for tensor, other in zip(self.tensors, own, strict=True)]
+        try:
+            for place in self.places:
+                place.put(stand_ins[place.at])
+            yield
+        finally:
+            for place in self.places:
+                place.put(self.tensors[place.at])
 
 
-class _Same:
-    """Compares an object by identity."""
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's shard; a plain tensor as it is."""
+    return crossing.local_shard(tensor) if isinstance(tensor, DTensor | ShardedActivation) else tensor
 
-    __slots__ = ("value",)
 
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+def _like(old: Tensor, own: Tensor) -> Tensor:
+    """A DTensor for a DTensor, a parameter for a parameter."""
+    if isinstance(old, DTensor):
+        shape, stride = old.shape, old.stride()
+        own = DTensor.from_local(own, old.device_mesh, old.placements, run_check=False, shape=shape, stride=stride)
+    if isinstance(old, nn.Parameter):
+        own._is_param = True  # as in `own_shard`
+    return own
 
 
 def read_state(block: nn.Module) -> BlockState:
@@ -72,31 +94,31 @@ def read_state(block: nn.Module) -> BlockState:
         NotCompilable: a module inside of it has hooks, which Python must call.
     """
     tensors: list[Tensor] = []
-    places: list[tuple[dict[str, Any], str, int]] = []
+    places: list[_Place] = []
     values: list[Any] = []
     indices: dict[int, int] = {}
     seen: set[int] = set()
 
-    def note(holder: dict[str, Any], name: str, tensor: Tensor) -> None:
+    def note(module: nn.Module, group: str | None, name: str, tensor: Tensor) -> None:
         if id(tensor) not in indices:
             indices[id(tensor)] = len(tensors)
             tensors.append(tensor)
-        places.append((holder, name, indices[id(tensor)]))
+        places.append(_Place(module, group, name, indices[id(tensor)]))
 
     for module in _modules(block):
         if module is not block and _has_hooks(module):
             raise NotCompilable(f"{type(module).__name__} inside of it has hooks")
         attributes = vars(module)
         values += [type(module), module.training, len(attributes)]
-        for holder in (module._parameters, module._buffers):
-            for name, tensor in holder.items():
+        for group in ("_parameters", "_buffers"):
+            for name, tensor in attributes[group].items():
                 if tensor is not None:
-                    note(holder, name, tensor)
+                    note(module, group, name, tensor)
         for name, value in attributes.items():
-            if name in _TORCH_ATTRIBUTES or (module is block and name in _OF_ROUTING):
+            if name in _TORCH_ATTRIBUTES or (module is block and name in _OF_THIS_PACKAGE):
                 continue
             if isinstance(value, Tensor):
-                note(attributes, name, value)
+                note(module, None, name, value)
             else:
                 values.append(_comparable(value, seen))
     return BlockState(tensors=tensors, places=places, values=tuple(values))
@@ -115,8 +137,23 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
+class _Same:
+    """Compares an object by identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
 def _comparable(value: object, seen: set[int]) -> Hashable:
-    """A value of an attribute: by what it is, with the content of containers and of objects such as a config."""
+    """The value of an attribute: by what it is, with the content of containers and of objects such as a config."""
     if type(value) in STATIC_TYPES:
         return type(value), value
     if isinstance(value, nn.Module | type) or callable(value) or id(value) in seen:
@@ -127,66 +164,4 @@ def _comparable(value: object, seen: set[int]) -> Hashable:
     if isinstance(value, dict):
         return type(value), tuple([(_Same(key), _comparable(item, seen)) for key, item in value.items()])
     content = getattr(value, "__dict__", {})
-    return _Same(value), tuple([(n, type(v), v) for n, v in content.items() if type(v) in STATIC_TYPES])
-
-
-def check_computes_only(
-    block: nn.Module, run: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, device: torch.device
-) -> None:
-    """Run a block on copies of its arguments; afterwards everything is as it was.
-
-    Args:
-        block: Whose attributes are watched.
-        run: Its forward.
-        leaves: Its flat arguments.
-        spec: Their structure, (args, kwargs).
-        device: Whose random numbers are watched, beside those of the CPU, of Python and of NumPy.
-
-    Raises:
-        NotCompilable: it drew random numbers, changed an argument, or an attribute other than a buffer in place.
-    """
-    copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    arguments = tree_unflatten(copies, spec)
-    before, buffers = attributes_of(block), _buffers(block)
-    generators = Generators(device)
-    try:
-        with torch.no_grad(), preserved(block), generators.preserved():
-            states = generators.states()
-            run(*arguments[0], **arguments[1])
-            drew = not generators.are_at(states)
-            overwrote = any(isinstance(leaf, Tensor) and leaf._version for leaf in copies)
-            set_tensors, others = changed_attributes(block, before)
-            changed = sorted({*set_tensors, *others, *_set_anew(buffers, _buffers(block))})
-    finally:
-        _restore_containers(before)
-    if drew:
-        raise NotCompilable("it draws random numbers (dropout), which would be others if it were compiled")
-    if changed:
-        raise NotCompilable(f"its forward changes the attributes {changed}")
-    if overwrote:
-        raise NotCompilable("it changes its arguments in place")
-    found, found_spec = tree_flatten(arguments)
-    if found_spec != spec or any(a is not b for a, b in zip(found, copies, strict=True)):
-        raise NotCompilable("it changes a list or dict among its arguments")
-
-
-def _buffers(block: nn.Module) -> dict[str, Tensor]:
-    return dict(block.named_buffers(remove_duplicate=False))
-
-
-def _set_anew(before: dict[str, Tensor], after: dict[str, Tensor]) -> Iterator[str]:
-    for name in before.keys() | after.keys():
-        if before.get(name) is not after.get(name):
-            yield name
-
-
-def _restore_containers(before: dict[str, Attribute]) -> None:
-    for attribute in before.values():
-        value, content = attribute.value, attribute.content
-        if value is content:
-            continue
-        value.clear()
-        if isinstance(value, list):
-            value.extend(content)
-        else:
-            value.update(content)
+    return _Same(value), tuple([(name, type(v), v) for name, v in content.items() if type(v) in STATIC_TYPES])

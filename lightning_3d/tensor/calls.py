@@ -80,15 +80,28 @@ def as_projection(function: Function, args: Sequence[Any], kwargs: Mapping[str, 
     return projection
 
 
-def without_empty(function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of ``torch.cat`` without tensors of shape (0,), which it ignores whatever the shapes of the others.
+def simplified(function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the same call without what torch has no sharded form for.
 
-    Key-value caches begin as such; on shards torch knows no such exception.
+    ``torch.cat`` gets no tensors of shape (0,), which it ignores whatever the shapes of the others, and as which
+    key-value caches begin; ``x[:, [-2]]`` becomes ``x[:, -2:-1]``.
     """
-    if function not in _CONCATENATIONS or not args or not isinstance(args[0], list | tuple):
-        return args
-    kept = [tensor for tensor in args[0] if tensor.shape != (0,)]
-    return (kept or args[0], *args[1:])
+    if function in _CONCATENATIONS and args and isinstance(args[0], list | tuple):
+        kept = [tensor for tensor in args[0] if tensor.shape != (0,)]
+        return (kept or args[0], *args[1:])
+    if function is Tensor.__getitem__ and isinstance(args[1], list | tuple):
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if all(item is None or item is Ellipsis or isinstance(item, slice) or _is_one(item) for item in items):
+            return (args[0], tuple(_as_slice(item) if isinstance(item, list) else item for item in items))
+    return args
+
+
+def _is_one(item: object) -> bool:
+    return isinstance(item, list) and len(item) == 1 and type(item[0]) is int
+
+
+def _as_slice(item: list[int]) -> slice:
+    return slice(item[0], item[0] + 1 or None)
 
 
 def is_batched_matmul(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -235,6 +248,19 @@ def as_dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any
     if function is F.dropout:
         return _functional_dropout(*args, **kwargs)
     return _torch_dropout(*args, **kwargs) if function is torch.dropout else None
+
+
+_NEW = frozenset({Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full})
+
+
+def new_shape(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> list[int] | None:
+    """The full shape of a tensor of constants made beside one that is sharded on `dim`, if it can be sharded alike."""
+    if function not in _NEW or len(args) < 2 or "size" in kwargs:
+        return None
+    sizes = args[1] if isinstance(args[1], list | tuple) else args[1:]
+    tensor: Tensor = args[0]
+    is_alike = len(sizes) == tensor.dim() and sizes[dim] == tensor.shape[dim]
+    return [int(size) for size in sizes] if is_alike else None
 
 
 _RANDOM = frozenset(

@@ -9,25 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Computation = Callable[..., Sequence[Tensor]]
 """A function of tensors alone."""
-
-
-class _AsModule(nn.Module):
-    """AOTAutograd takes modules."""
-
-    def __init__(self, computation: Computation) -> None:
-        super().__init__()
-        self._computation = computation
-
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._computation(*tensors))
 
 
 def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -> Computation:
@@ -44,18 +36,41 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -
     """
     from torch._dynamo import lookup_backend  # takes a second, which runs without compilation need not wait for
 
-    compiler = lookup_backend(backend)
+    module, compiler = _AsModule(computation), lookup_backend(backend)
     settings = torch._functorch.config.patch(
         enable_autograd_cache=False,  # its key is of a graph of Dynamo's
         force_non_lazy_backward_lowering=True,  # so that it fails here, not in a backward
-        donated_buffer=False,  # or `backward(retain_graph=True)` would raise
     )
     # A mode that refuses tensors which are no arguments: they would become constants, and get no gradients.
     stand_ins = TracingContext(FakeTensorMode())
     with _without_autocast_cache(), settings, tracing(stand_ins):
-        # They declare a GraphModule, of which they need no more than a module (torch 2.13).
-        compiled: Computation = compiler(_AsModule(computation), list(tensors))  # type: ignore[arg-type]
+        # They declare a GraphModule, of which they need no more than a module.
+        compiled: Computation = compiler(module, list(tensors))  # type: ignore[arg-type]
+    del module.computation  # what is compiled refers to the module
     return compiled
+
+
+class _AsModule(nn.Module):
+    """AOTAutograd takes modules."""
+
+    def __init__(self, computation: Computation) -> None:
+        super().__init__()
+        self.computation = computation
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with _NoCollectivesInPlace():  # type: ignore[no-untyped-call]
+            return tuple(self.computation(*tensors))
+
+
+class _NoCollectivesInPlace(TorchDispatchMode):
+    """Refuses what tracing would lose: the operators behind ``torch.distributed.all_reduce`` and the like."""
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            raise NotImplementedError(f"{func} is no functional collective")
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

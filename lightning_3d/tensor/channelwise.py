@@ -59,6 +59,8 @@ def as_channel_call(
     Returns:
         None for a call that is none of these, or not on own channels.
     """
+    if function not in _CALLS:
+        return None
     if function in _NORMS:
         return _norm(function, args, kwargs, dim_of, size)
     input = args[0] if args else kwargs.get("input")
@@ -104,6 +106,10 @@ _ALONG: Mapping[Function, int] = {
 _NORMS: frozenset[Function] = frozenset({F.batch_norm, F.instance_norm, F.group_norm})
 
 _DROPOUTS: frozenset[Function] = frozenset({F.dropout1d, F.dropout2d, F.dropout3d})
+
+_OTHERS: frozenset[Function] = frozenset({F.prelu, F.interpolate, F.pad, F.pixel_shuffle, F.pixel_unshuffle})
+
+_CALLS = _NORMS | _DROPOUTS | _OTHERS | _ALONG.keys()
 
 _WITH_OPTIONS: Sequence[Function] = (*_NORMS, *_DROPOUTS, F.pad)
 

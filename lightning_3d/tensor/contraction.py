@@ -45,6 +45,11 @@ class Contraction:
     def contracted(self) -> list[str]:
         return [letter for letter in self.of_weight if letter in self.of_input and letter not in self.of_output]
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the weight is a stack of matrices that each see a part of the input, as those of experts do."""
+        return len(self.of_weight) > len(self.features) + len(self.contracted)
+
     def separates(self, dim: int | None, *, has_parts: bool) -> bool:
         """Whether ranks can contract shards of the weight on dim `dim`: of features, or contracted and not in parts."""
         if dim is None:

@@ -51,6 +51,11 @@ class Convolution:
         """The dim of the channels, in the input and in the output."""
         return self.input.dim() - self.weight.dim() + 1
 
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether every channel of the input becomes one of the output."""
+        return self.weight.shape[0] == self.groups and self.weight.shape[1] == 1
+
     def form(self, weight_dim: int | None, *, has_parts: bool, size: int) -> Form:
         """How the ranks make the call.
 
@@ -60,7 +65,8 @@ class Convolution:
             size: Length of the tp axis.
         """
         if self.groups > 1:
-            return "groups" if weight_dim == 0 and not has_parts and self.groups % size == 0 else "whole"
+            is_own = self.is_depthwise if has_parts else self.groups % size == 0
+            return "groups" if weight_dim == 0 and is_own else "whole"
         if weight_dim == self.features_dim:
             return "column"
         return "row" if weight_dim == 1 - self.features_dim and not has_parts else "whole"

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from lightning_3d.tensor.collectives import all_reduced
 from lightning_3d.tensor.own_shard import own_shard
-from lightning_3d.tensor.reduction import all_reduced
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 
 

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.tensor import Shard
@@ -41,17 +42,20 @@ from lightning_3d.tensor.calls import (
     function_name,
     is_batched_matmul,
     mask_dim,
+    new_shape,
     runs_whole,
+    simplified,
     takes_every_nth,
     tensors_in,
-    without_empty,
 )
 from lightning_3d.tensor.channelwise import ChannelCall, as_channel_call
 from lightning_3d.tensor.experts_matmul import without_data
 from lightning_3d.tensor.fakes import on_fakes
 from lightning_3d.tensor.followed_uses import FollowedUses
+from lightning_3d.tensor.gated import gated
 from lightning_3d.tensor.grouped import (
     Cuts,
+    Drops,
     Keeps,
     Opens,
     Reads,
@@ -114,6 +118,9 @@ class Followed:
 
     output_bytes: Mapping[str, int]
     """FQN of a column or row weight -> bytes of the full outputs of its uses."""
+
+    stacked: Collection[str]
+    """FQNs of stacks of matrices that each see a part of the input, as those of experts do."""
 
     weight_cuts: Mapping[str, Collection[int]]
     """FQN -> where the block cuts the weight itself along its first dim."""
@@ -187,6 +194,7 @@ def follow_block(
         unread=unread,
         kept=kept,
         output_bytes=follower.uses.output_bytes,
+        stacked=weights.stacked,
         weight_cuts=weights.cuts,
         cuts=tuple(follower.cuts),
         view_cuts=tuple(follower.view_cuts),
@@ -214,10 +222,14 @@ class _FollowCalls(TorchFunctionMode):
         if is_multi_head_attention(func, args, kwargs):
             with self:
                 return multi_head_attention(*args, **kwargs)
-        self._name, args = function_name(func), without_empty(func, args)
+        if func is F.glu and any(self._ledger.entry(tensor) for tensor in tensors_in((args, kwargs))):
+            with self:
+                return gated(*args, **kwargs)
+        self._name, args = function_name(func), simplified(func, args)
         if (output := self.uses.follow(func, self._name, args, kwargs)) is not None:
             return output
         self._weights.cut(func, args, kwargs)
+        self._weights.join_features(self._name, args, kwargs)
         tensors = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
         output = self._run(func, args, kwargs, tensors)
         self._weights.settle(self._name, tensors, output)
@@ -233,7 +245,8 @@ class _FollowCalls(TorchFunctionMode):
             self._note_cuts(func, args, kwargs, dim)
             if (merge := as_merge(func, args, kwargs, dim, num_ranks=ledger.size)) is not None:
                 return self._put_parts(func, args, kwargs, [merge.parts], [0])
-            if takes_every_nth(func, args, kwargs, dim, size=ledger.size):
+            is_new = new_shape(func, args, kwargs, dim) is not None
+            if is_new or takes_every_nth(func, args, kwargs, dim, size=ledger.size):
                 return self._locally(func, args, kwargs, dim, tensors)
         if (channels := as_channel_call(func, args, kwargs, ledger.dim, ledger.size)) is not None:
             return self._call_on_channels(func, args, kwargs, channels, tensors)
@@ -261,7 +274,7 @@ class _FollowCalls(TorchFunctionMode):
                 return self._generic(Tensor.reshape, (opened, call.result), {}, [opened])
             case Cuts() as call:
                 return self._put_parts(func, args, kwargs, call.pieces, call.starts)
-            case Reshapes() | Keeps() as call:
+            case Reshapes() | Drops() | Keeps() as call:
                 return self._put_parts(func, args, kwargs, [call.parts], [0])
 
     def _is_plain(self, tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,20 +118,20 @@ class FollowedUses:
         parts, sources = ledger.parts(call.weight), ledger.sources([call.input])
         weight_dim = ledger.dim(call.weight) if parts is None else parts.dim
         form = call.form(weight_dim, has_parts=parts is not None, size=ledger.size)
-        if form in ("column", "whole") or ledger.dim(call.input) != dim:
+        along = None if parts is None else replace(parts, dim=dim)
+        is_own = ledger.dim(call.input) == dim if along is None else ledger.parts(call.input) == along
+        if form in ("column", "whole") or not is_own:
             ledger.gather(call.input, name)
         with ledger.closed():
             output = call.run(call.input, call.weight, call.bias, call.groups)
         self._weights.settle(name, tensors_in((call.input, call.bias)), output)
         self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
+        made = along or Parts(dim=dim, sizes=(output.shape[dim],), num_ranks=ledger.size)
         match form:
             case "column":
                 self._column_inputs[id(call.input), call.input._version] = (call.input, False)
-                sizes = (output.shape[dim],) if parts is None else parts.sizes
-                made = Parts(dim=dim, sizes=sizes, num_ranks=ledger.size)
                 ledger.put_parts(output, made, frozenset({fqn}), ledger.start(call.weight))
             case "groups":
-                made = Parts(dim=dim, sizes=(output.shape[dim],), num_ranks=ledger.size)
                 ledger.put_parts(output, made, sources | {fqn}, ledger.start(call.input))
             case "row":
                 ledger.move(output, Partial(), Replicate(), sources, name, row=fqn)

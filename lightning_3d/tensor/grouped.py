@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.tensor.calls import Function, function_name, tensors_in
+from lightning_3d.tensor.calls import Dropout, Function, as_dropout, function_name, tensors_in
 from lightning_3d.tensor.parts import Parts
 
 _CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow", "__getitem__"})
@@ -34,6 +34,9 @@ _IN_PLACE = frozenset({"add_", "sub_", "mul_", "div_", "clamp_", "__iadd__", "__
 
 _MAX_VIEWS = 8192
 """Shapes of views that are kept."""
+
+_NORMALIZING = frozenset({"softmax", "log_softmax", "cumsum"})
+"""Calls of one tensor along one dim."""
 
 _BATCHED = frozenset({"bmm", "baddbmm", "matmul", "__matmul__"})
 """Calls on stacks of matrices."""
@@ -129,6 +132,14 @@ class Opens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Drops:
+    """The call is elementwise dropout."""
+
+    dropout: Dropout
+    parts: Parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Keeps:
     """Every rank makes the call on its own shards."""
 
@@ -139,7 +150,7 @@ class Keeps:
     """The result is the first argument."""
 
 
-GroupedCall = Reads | Cuts | Reshapes | Opens | Keeps
+GroupedCall = Reads | Cuts | Reshapes | Opens | Drops | Keeps
 
 PartsOf = Callable[[Tensor], Parts | None]
 """The parts of a tensor; None for one that is not in grouped order."""
@@ -174,6 +185,11 @@ def as_grouped_call(
         if name in ("transpose", "swapaxes") and not kwargs and len(args) == 3:
             dims = {int(dim) % tensor.dim() for dim in args[1:]}
             return None if parts.dim in dims else Keeps(parts=parts)
+        if name in _NORMALIZING:
+            along = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            return Keeps(parts=parts) if isinstance(along, int) and along % tensor.dim() != parts.dim else None
+        if (dropout := as_dropout(function, args, kwargs)) is not None:
+            return Drops(dropout=dropout, parts=parts)
     if not all(is_plain(other) or parts_of(other) for other in tensors_in((args, kwargs))):
         return None
     return _kept(name, args, kwargs, parts_of)
@@ -200,8 +216,12 @@ def cut_pieces(
 
 def viewed_shape(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The full shape of the result if a call gives its first argument another shape, or None."""
-    if function_name(function) not in _VIEWS or not _is_alone(args, kwargs):
+    name = function_name(function)
+    adds_dims = name == "__getitem__" and _adds_dims(args[1])
+    if (name not in _VIEWS and not adds_dims) or not _is_alone(args, kwargs):
         return None
+    if adds_dims:
+        return tuple(function(torch.empty(args[0].shape, device="meta"), args[1]).shape)
     if any(isinstance(item, torch.dtype) for item in args[1:]):
         return None  # the same bits as another dtype
     return _shape_of_view(function, tuple(args[0].shape), _hashable(args[1:]), _hashable(tuple(kwargs.items())))
@@ -307,6 +327,13 @@ def _is_alone(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 def _is_slice(index: object) -> bool:
     items = index if isinstance(index, tuple) else (index,)
     return all(isinstance(item, slice) or item is Ellipsis for item in items)
+
+
+def _adds_dims(index: object) -> bool:
+    """Whether an index, such as ``[:, :, None]``, takes all and gives it dims of length 1."""
+    items = index if isinstance(index, tuple) else (index,)
+    taken = [item for item in items if item is not None and item is not Ellipsis]
+    return any(item is None for item in items) and all(isinstance(i, slice) and i == slice(None) for i in taken)
 
 
 def _with(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:

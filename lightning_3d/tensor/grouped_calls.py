@@ -14,6 +14,7 @@ from lightning_3d.tensor import crossing
 from lightning_3d.tensor.calls import Function, destination, function_name, map_tensors, tensors_in
 from lightning_3d.tensor.grouped import (
     Cuts,
+    Drops,
     GroupedTensor,
     Keeps,
     Opens,
@@ -23,6 +24,7 @@ from lightning_3d.tensor.grouped import (
     cut_dim_of,
 )
 from lightning_3d.tensor.parts import Parts
+from lightning_3d.tensor.randomness import dropout_shard
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 
 
@@ -61,6 +63,11 @@ def call_on_parts(
             return generic(Tensor.reshape, (opened, call.result), {})
         case Reshapes() as call:
             return reshaped(args[0].local, mesh, call)
+        case Drops() as call:
+            if not call.dropout.training:
+                return call.dropout.input
+            dropped = dropout_shard(args[0].local, call.dropout.p, mesh.get_local_rank())
+            return GroupedTensor(dropped, mesh, call.parts)
         case Keeps() as call:
             first, num_dims = args[0], max(tensor.dim() for tensor in tensors_in((args, kwargs)))
             args, kwargs = map_tensors(

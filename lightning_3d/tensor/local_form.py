@@ -37,6 +37,8 @@ _WITH_SHAPE: Mapping[Function, Callable[[Tensor, Sequence[int]], Tensor]] = {
     Tensor.unflatten: Tensor.view,
     torch.unflatten: Tensor.view,
     Tensor.expand: Tensor.expand,
+    Tensor.broadcast_to: Tensor.expand,
+    torch.broadcast_to: Tensor.expand,
 }
 
 

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.tensor.collectives import all_gathered
 
 # torch 2.13 leaves a recomputed forward by this exception, on all ranks alike, once it has what the backward needs.
 from torch.utils.checkpoint import _StopRecomputationError
@@ -54,8 +55,7 @@ class RunningStatistics:
 
     def _complete(self, buffers: Sequence[Tensor]) -> None:
         own = torch.cat([self.own(buffer, changes=False) for buffer in buffers])
-        every = own.new_empty(self._mesh.size() * own.numel())
-        dist.all_gather_single(every, own, group=self._mesh.get_group())
+        every = all_gathered(own, self._mesh.get_group())
         lengths = [buffer.shape[0] // self._mesh.size() for buffer in buffers]
         for buffer, values in zip(buffers, every.view(self._mesh.size(), -1).split(lengths, 1), strict=True):
             buffer.data.copy_(values.flatten())

@@ -7,6 +7,9 @@ communicates too much is tried without it:
 
 * an activation that is gathered, unless it is small beside the outputs that it comes from;
 * a column-row pair whose all-reduce sends more than gathering the outputs of both weights would (narrow waists, LoRA).
+
+Stacked weights of experts stay sharded all the same: replicated, each rank would hold all experts for what a few tokens
+send.
 """
 
 from __future__ import annotations
@@ -167,7 +170,7 @@ def _doubtful(followed: Followed, size: int) -> Iterator[Communication]:
 
     for communication in sorted(followed.communications, key=outputs_of):
         outputs = outputs_of(communication)
-        if not communication.sources:
+        if not communication.sources or not communication.sources.isdisjoint(followed.stacked):
             continue
         if communication.row is None:
             if 2 * communication.num_bytes >= _gather_bytes(outputs, size):

@@ -39,13 +39,15 @@ from lightning_3d.tensor.calls import (
     is_batched_matmul,
     map_tensors,
     mask_dim,
+    new_shape,
     runs_whole,
+    simplified,
     takes_every_nth,
-    without_empty,
 )
 from lightning_3d.tensor.channel_calls import call_on_channels
 from lightning_3d.tensor.channelwise import as_channel_call
 from lightning_3d.tensor.crossing import local_shard, placement_of, shard_dim
+from lightning_3d.tensor.gated import gated
 from lightning_3d.tensor.grouped import GroupedTensor, as_merge
 from lightning_3d.tensor.grouped_calls import call_on_parts, reshaped, whole
 from lightning_3d.tensor.local_form import LocalForm, Operand, call_locally, local_form, signature
@@ -108,7 +110,10 @@ class ShardedCalls(TorchFunctionMode):
         if is_multi_head_attention(func, args, kwargs):
             with self:
                 return multi_head_attention(*args, **kwargs)
-        args = without_empty(func, args)
+        if func is F.glu:
+            with self:
+                return gated(*args, **kwargs)
+        args = simplified(func, args)
         if (output := self._weights.answer(func, args, kwargs)) is not None:
             return output
         args, kwargs = map_tensors(_plain_if_replicated, (args, kwargs))
@@ -120,6 +125,10 @@ class ShardedCalls(TorchFunctionMode):
             merge = as_merge(func, args, kwargs, dim, num_ranks=self._mesh.size())
             if merge is not None:
                 return reshaped(local_shard(args[0]), self._mesh, merge)
+            if (shape := new_shape(func, args, kwargs, dim)) is not None:
+                shape[dim] //= self._mesh.size()
+                value = args[2:] if isinstance(args[1], list | tuple) else ()
+                return crossing.as_sharded(func(local_shard(args[0]), shape, *value, **kwargs), self._mesh, dim)
             if takes_every_nth(func, args, kwargs, dim, size=self._mesh.size()):
                 return crossing.as_sharded(func(local_shard(args[0]), args[1]), self._mesh, dim)
         if (channels := as_channel_call(func, args, kwargs, self._dim, self._mesh.size())) is not None:

@@ -147,15 +147,11 @@ class WeightCalls:
         kernel = weight.local if isinstance(weight, GroupedTensor) else local_shard(weight)
         if form == "column":
             bias = None if call.bias is None else self._own_bias(call.bias, parts)
-            output = call.run(self.column_input(whole(call.input)), kernel, bias, 1)
-            if parts is not None:
-                return GroupedTensor(output, mesh, replace(parts, dim=dim))
-            return crossing.as_sharded(output, mesh, dim)
-        is_local = shard_dim(call.input, mesh) == dim
-        own = local_shard(call.input) if is_local else crossing.shard(whole(call.input), mesh, dim)
+            return self._made(call.run(self.column_input(whole(call.input)), kernel, bias, 1), dim, parts)
+        own = self._own_channels(call.input, dim, parts)
         if form == "groups":
-            bias = None if call.bias is None else self._column_bias(call.bias)
-            return crossing.as_sharded(call.run(own, kernel, bias, call.groups // mesh.size()), mesh, dim)
+            bias = None if call.bias is None else self._own_bias(call.bias, parts)
+            return self._made(call.run(own, kernel, bias, call.groups // mesh.size()), dim, parts)
         bias = None if call.bias is None else whole(call.bias)
         return call.with_bias(crossing.reduce_rows(call.run(own, kernel, None, 1), mesh), bias)
 
@@ -179,6 +175,21 @@ class WeightCalls:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         return self._entered.get(tensor, lambda: crossing.enter_columns(tensor, self._mesh))
+
+    def _own_channels(self, input: Tensor, dim: int, parts: Parts | None) -> Tensor:
+        if parts is None:
+            is_own = shard_dim(input, self._mesh) == dim
+            return local_shard(input) if is_own else crossing.shard(whole(input), self._mesh, dim)
+        along = replace(parts, dim=dim)
+        if isinstance(input, GroupedTensor) and input.parts == along:
+            return input.local
+        return cut_parts(whole(input), along, self._mesh)
+
+    def _made(self, output: Tensor, dim: int, parts: Parts | None) -> Tensor:
+        """What a column weight gave on this rank."""
+        if parts is None:
+            return crossing.as_sharded(output, self._mesh, dim)
+        return GroupedTensor(output, self._mesh, replace(parts, dim=dim))
 
     def _own_bias(self, bias: Tensor, parts: Parts | None) -> Tensor:
         """What this rank adds to its column features, which may consist of parts."""

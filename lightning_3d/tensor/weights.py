@@ -26,6 +26,8 @@ from lightning_3d.tensor.ledger import Ledger
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.plan import Role, WeightPlan
 
+_ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
+
 
 @dataclass(slots=True)
 class _Weight:
@@ -81,6 +83,8 @@ class Weights:
     ) -> None:
         self.cuts: dict[str, set[int]] = {}
         """FQN -> where the block cuts the weight itself along its first dim."""
+        self.stacked: set[str] = set()
+        """FQNs of stacks of matrices that each see a part of the input."""
         self._fakes = fakes
         self._part_sizes = part_sizes
         self._by_hand = {id(fakes[fqn]): role for fqn, role in by_hand.items()}
@@ -126,6 +130,8 @@ class Weights:
             return None
         with self._ledger.closed():
             output = function(*args, **kwargs)
+        if None in dims:
+            self.stacked.add(weight.fqn)
         for tensor in tensors_in(output):
             alias = self._aliases.setdefault(id(tensor), _Alias(tensor, weight, dims))  # `to` may return the weight
             if weight.shard_dim is not None:
@@ -172,6 +178,8 @@ class Weights:
         """The same as `decide` for a contraction."""
         if (weight := self._undecided(call.weight)) is not None:
             self._choose_letter(weight, call)
+        if call.is_stacked:
+            self.stacked.add(self.fqn_of(call.weight))
         parts = self._ledger.parts(call.weight)
         dim = self._ledger.dim(call.weight) if parts is None else parts.dim
         return call.separates(dim, has_parts=parts is not None)
@@ -235,28 +243,60 @@ class Weights:
         role, size = self._by_hand.get(id(weight.fake)), self._ledger.size
         if role == "row":
             weight.replicate("its groups can't be sharded on their input channels")
-        elif role is None and self._ledger.dim(call.input) != call.input_dim:
+        elif role is None and not self._has_own_channels(call):
             weight.replicate("its input channels are not sharded")
         elif call.groups % size:
             weight.replicate(f"{call.groups} groups are not divisible by {size}")
         else:
-            self._shard(weight, "column", 0)
-            if call.bias is not None:
-                self.shard_vector(call.bias, call.bias.shape[0])
+            parts = self._ledger.parts(call.input)
+            sizes = None if parts is None else parts.sizes
+            self._shard(weight, "column", self._aliases[id(call.weight)].dims[0], sizes=sizes)
+            if call.bias is not None and weight.shard_dim is not None:
+                self.shard_vector(call.bias, call.bias.shape[0], like=weight, sizes=sizes)
 
-    def shard_vector(self, tensor: Tensor, length: int, like: _Weight | None = None) -> None:
+    def _has_own_channels(self, call: Convolution) -> bool:
+        parts = self._ledger.parts(call.input)
+        if parts is None:
+            return self._ledger.dim(call.input) == call.input_dim
+        return parts.dim == call.input_dim and call.is_depthwise
+
+    def shard_vector(
+        self, tensor: Tensor, length: int, like: _Weight | None = None, sizes: tuple[int, ...] | None = None
+    ) -> None:
         """Shard what goes with sharded features: a bias, or the weight of a norm over channels."""
         vector = self._undecided(tensor)
         if vector is not None and tensor.shape == (length,):
-            self._shard(vector, "column", self._aliases[id(tensor)].dims[0], like)
+            self._shard(vector, "column", self._aliases[id(tensor)].dims[0], like, sizes)
 
-    def _shard(self, weight: _Weight, role: Role, dim: int | None, like: _Weight | None = None) -> None:
+    def join_features(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a call that adds an undecided weight, a bias, to features of column weights: it goes with them."""
+        if name not in _ADDITIONS or kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
+            return
+        for bias, features in (args, (args[1], args[0])):
+            weight, entry = self._undecided(bias), self._ledger.entry(features)
+            if weight is None or entry is None or not entry.sources or not isinstance(entry.placement, Shard):
+                continue
+            length, dim = features.shape[entry.placement.dim], entry.placement.dim - features.dim() + bias.dim()
+            fits = length % self._ledger.size == 0 if entry.parts is None else bias.dim() == features.dim()
+            if fits and dim >= 0 and bias.shape[dim] == length:
+                sizes = None if entry.parts is None else entry.parts.sizes
+                self._shard(weight, "column", self._aliases[id(bias)].dims[dim], sizes=sizes)
+
+    def _shard(
+        self,
+        weight: _Weight,
+        role: Role,
+        dim: int | None,
+        like: _Weight | None = None,
+        sizes: tuple[int, ...] | None = None,
+    ) -> None:
         aliases = [alias for alias in self._aliases.values() if alias.weight is weight]
         if dim is None or any(dim not in alias.dims for alias in aliases):
             weight.replicate("its features are picked by index")
             return
         weight.role, weight.shard_dim = role, dim
-        sizes = self._part_sizes.get((like or weight).fqn) if role == "column" else None
+        if sizes is None and role == "column":
+            sizes = self._part_sizes.get((like or weight).fqn)
         if sizes is not None:
             weight.parts = Parts(dim=dim, sizes=sizes, num_ranks=self._ledger.size)
         for alias in aliases:
