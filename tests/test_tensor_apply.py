@@ -249,7 +249,7 @@ def test_grouped_queries_are_right(workers: WorkerPools, name: str) -> None:
         ("Matrices", 0.99, {"allreduce_": 1}),
         ("LowRank", 0.98, {"allreduce_": 1}),
         ("FlatNorm", 0.97, {"allreduce_": 1, "all_reduce": 1}),
-        ("EagerAttention", 0.79, {"allreduce_": 1}),
+        ("EagerAttention", 0.97, {"allreduce_": 1}),
         ("GroupedQuery", 0.98, {"allreduce_": 1, "all_gather_into_tensor": 1}),
         ("one_kv_head", 0.78, {"allreduce_": 1}),
         ("bool_mask", 0.98, {"allreduce_": 1, "all_gather_into_tensor": 1}),

@@ -257,6 +257,48 @@ class ScaledByTime(nn.Module):
         return x + self.conv2(F.silu(self.norm(self.conv1(x)) * (1 + scale) + shift))
 
 
+class LinearAttention(nn.Module):
+    """Attention over channels, by einsum, from one fused convolution."""
+
+    def __init__(self, channels: int = 16, num_heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Conv2d(channels, 6 * channels, 1, bias=False), nn.Conv2d(2 * channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.reshape(len(t), self.num_heads, -1, t.shape[2:].numel()) for t in self.qkv(x).chunk(3, dim=1))
+        context = torch.einsum("bhdn,bhen->bhde", k.softmax(-1), v)
+        return x + self.out(torch.einsum("bhde,bhdn->bhen", context, q.softmax(-2)).reshape(len(x), -1, *x.shape[2:]))
+
+
+class OneHead(nn.Module):
+    """An autoencoder's attention: as it has one head, only values are sharded."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Conv2d(channels, channels, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (projection(x).flatten(2) for projection in (self.q, self.k, self.v))
+        scores = torch.bmm(q.permute(0, 2, 1), k).softmax(2)
+        return x + self.out(torch.bmm(v, scores.permute(0, 2, 1)).view(x.shape))
+
+
+class DepthwiseMLP(nn.Module):
+    """SegFormer's MLP: linear layers, and a depthwise convolution between them."""
+
+    def __init__(self, channels: int = 16) -> None:
+        super().__init__()
+        width = 4 * channels
+        self.up, self.down = nn.Linear(channels, width), nn.Linear(width, channels)
+        self.depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).transpose(1, 2)
+        y = self.depthwise(y.view(*y.shape[:2], 4, -1)).flatten(2).transpose(1, 2)
+        return x + self.down(F.gelu(y))
+
+
 def _images(channels: int = 16) -> Tensor:
     return torch.randn(2, channels, 4, 4)
 
@@ -278,6 +320,9 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "gated": lambda: (GatedDepthwise(), (_images(),)),
     "conformer": lambda: (Conformer(), (torch.randn(2, 6, 16),)),
     "scaled-by-time": lambda: (ScaledByTime(), (_images(), torch.randn(2, 8))),
+    "linear-attention": lambda: (LinearAttention(), (_images(),)),
+    "one-head": lambda: (OneHead(), (_images(),)),
+    "depthwise-mlp": lambda: (DepthwiseMLP(), (torch.randn(2, 16, 16),)),
     "conv1d": lambda: (Conv1dStack(), (torch.randn(16, 6),)),
     "conv3d": lambda: (Conv3dStack(), (torch.randn(2, 4, 6, 6, 6),)),
 }
@@ -325,6 +370,9 @@ PLANNED = {
     "gated": Planned(share=0.98),
     "conformer": Planned(others=1),
     "scaled-by-time": Planned(backward=2),
+    "linear-attention": Planned(share=0.99),
+    "one-head": Planned(share=0.47),
+    "depthwise-mlp": Planned(share=0.99),
     "conv1d": Planned(share=0.99),
     "conv3d": Planned(forward=0, backward=0, share=0.0),
 }
@@ -447,7 +495,8 @@ def test_values_are_those_of_one_process(workers: WorkerPools, name: str, size: 
     for plan, forward, backward in workers(size).run(_parity, name, {}):
         assert plan.is_sharded
         assert forward["allreduce_"] == plan.num_all_reduces_forward
-        assert backward == {"allreduce_": plan.num_all_reduces_backward}
+        shared = name == "one-head"  # the scores, which every rank multiplies with its own values
+        assert backward == {"allreduce_": plan.num_all_reduces_backward + shared}
         assert sum(forward.values()) == plan.num_all_reduces_forward + plan.num_other_collectives_forward
 
 
@@ -464,6 +513,38 @@ def test_values_are_those_of_one_process(workers: WorkerPools, name: str, size: 
 def test_roles_by_hand_give_the_same_values(workers: WorkerPools, name: str, by_hand: dict[str, Role]) -> None:
     for plan, _, _ in workers(2).run(_parity, name, by_hand):
         assert {fqn: plan.weight(fqn).role for fqn in by_hand} == by_hand
+
+
+class Dropping(nn.Module):
+    """Drops channels of a sharded activation, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv2d(4, 64, 1), nn.Conv2d(64, 4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        dropped = F.dropout2d(self.up(x), 0.5, self.training)
+        return dropped, self.down(dropped)
+
+
+def _dropped() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    block, x = Dropping(), _images(4)
+    nn.init.ones_(block.up.bias)
+    plan = plan_block(block, (x,), {}, size=2, by_hand={"up.weight": "column", "down.weight": "row"})
+    apply_block(block, plan, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    dropped, _ = block(x)
+    return dropped.detach(), torch.rand(4)
+
+
+def test_every_rank_drops_channels_of_its_own(workers: WorkerPools) -> None:
+    (dropped, after), (dropped_1, after_1) = workers(2).run(_dropped)
+    assert torch.equal(dropped, dropped_1)
+    assert torch.equal(after, after_1)  # the ranks' generators stay in step
+    kept = dropped.flatten(2).abs().sum(-1) > 0  # [sample, channel]
+    assert 0.3 < kept.double().mean() < 0.7
+    assert torch.equal(kept, (dropped != 0).flatten(2).all(-1))
+    assert not torch.equal(*kept.chunk(2, 1))
 
 
 class Recomputed(nn.Module):

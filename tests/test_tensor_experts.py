@@ -134,10 +134,11 @@ class Gated(nn.Module):
 
 
 class Modules(nn.Module):
-    """Experts as modules, each with the tokens that are routed to it."""
+    """Experts as modules, each with the tokens that are routed to it; `starved`: the last is never chosen, but run."""
 
-    def __init__(self) -> None:
+    def __init__(self, starved: bool = False) -> None:
         super().__init__()
+        self.starved = starved
         self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH)) for _ in range(NUM_EXPERTS)
@@ -145,11 +146,11 @@ class Modules(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        scores, best = self.gate(flat).softmax(-1).max(-1)
+        scores, best = self.gate(flat)[:, : NUM_EXPERTS - self.starved].softmax(-1).max(-1)
         y = torch.zeros_like(flat)
         for e, expert in enumerate(self.experts):
             chosen = (best == e).nonzero(as_tuple=True)[0]
-            if chosen.numel() == 0:
+            if chosen.numel() == 0 and not self.starved:
                 continue
             y[chosen] = expert(flat[chosen]) * scores[chosen, None]
         return x + y.view_as(x)
@@ -209,6 +210,7 @@ def make(name: str) -> Example:
     made |= {f"{kind} {experts}": functools.partial(Layer, kind, experts) for kind, experts in MODELS}
     made |= {"gated": lambda: Gated(False), "interleaved": lambda: Gated(True)}
     made |= {"modules": Modules, "branching": Branching, "narrow": lambda: Gated(False, hidden=8)}
+    made |= {"starved": lambda: Modules(starved=True)}
     block = made[name]()
     for parameter in block.parameters():
         if parameter.dim() > 1:
@@ -252,7 +254,7 @@ def test_layers_of_transformers_are_sharded(kind: str, experts: str) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", [run.__name__ for run in RUNS] + ["gated", "interleaved", "modules"])
+@pytest.mark.parametrize("name", [run.__name__ for run in RUNS] + ["gated", "interleaved", "modules", "starved"])
 def test_experts_are_right(workers: WorkerPools, name: str, size: int) -> None:
     for plan, forward, backward in workers(size).run(_parity, name):
         assert plan.is_sharded

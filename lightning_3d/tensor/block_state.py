@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor import crossing
+from lightning_3d.tensor.capture import NotCompilable
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
@@ -20,10 +21,6 @@ STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), to
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _OF_THIS_PACKAGE = frozenset({"forward", "_router", "_block_fqn"})
 """Attributes that this package sets on a block."""
-
-
-class NotCompilable(Exception):
-    """Why a block runs eagerly."""
 
 
 class _Place(NamedTuple):

@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Computation = Callable[..., Sequence[Tensor]]
 """A function of tensors alone."""
+
+
+class NotCompilable(Exception):
+    """Why a block runs eagerly."""
 
 
 def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -> Computation:
@@ -32,7 +37,8 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -
         backend: As for ``torch.compile``.
 
     Raises:
-        Exception: whatever the function raises on tensors without values, or the compiler.
+        NotCompilable: the function reads values or other tensors, or communicates in place.
+        Exception: whatever else it raises on tensors without values, or the compiler.
     """
     from torch._dynamo import lookup_backend  # takes a second, which runs without compilation need not wait for
 
@@ -45,7 +51,8 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -
     stand_ins = TracingContext(FakeTensorMode())
     with _without_autocast_cache(), settings, tracing(stand_ins):
         # They declare a GraphModule, of which they need no more than a module.
-        compiled: Computation = compiler(module, list(tensors))  # type: ignore[arg-type]
+        with _known_failures():
+            compiled: Computation = compiler(module, list(tensors))  # type: ignore[arg-type]
     del module.computation  # what is compiled refers to the module
     return compiled
 
@@ -69,8 +76,21 @@ class _NoCollectivesInPlace(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace == "c10d":
-            raise NotImplementedError(f"{func} is no functional collective")
+            raise NotCompilable(f"it communicates in place, by {func}")
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _known_failures() -> Iterator[None]:
+    """In words of the block what torch says in its own."""
+    try:
+        yield
+    except DataDependentOutputException as error:
+        raise NotCompilable(f"its Python code reads the value of a tensor, by {error.func}") from error
+    except AssertionError as error:
+        if "convert all Tensors to FakeTensors" not in str(error):
+            raise
+        raise NotCompilable("it reads a tensor that neither its arguments nor its modules hold") from error
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.pipeline.interception import is_answered, set_finish, take_finish
-from lightning_3d.tensor.block_state import NotCompilable
+from lightning_3d.tensor.capture import NotCompilable
 from lightning_3d.tensor.compiled_call import Call, CompiledCall, compile_call, read_call
 from lightning_3d.tensor.observation import observe
 from lightning_3d.tensor.plan import BlockTensorPlan

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_3d.tensor import crossing
-from lightning_3d.tensor.block_state import STATIC_TYPES, NotCompilable, own_part, read_state
-from lightning_3d.tensor.capture import Computation, capture
+from lightning_3d.tensor.block_state import STATIC_TYPES, own_part, read_state
+from lightning_3d.tensor.capture import Computation, NotCompilable, capture
 from lightning_3d.tensor.observation import copied
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 

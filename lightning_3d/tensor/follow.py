@@ -62,6 +62,7 @@ from lightning_3d.tensor.grouped import (
     Reshapes,
     as_grouped_call,
     as_merge,
+    as_repetition,
     cut_pieces,
     num_parts_of,
     viewed_shape,
@@ -245,6 +246,8 @@ class _FollowCalls(TorchFunctionMode):
             self._note_cuts(func, args, kwargs, dim)
             if (merge := as_merge(func, args, kwargs, dim, num_ranks=ledger.size)) is not None:
                 return self._put_parts(func, args, kwargs, [merge.parts], [0])
+            if (repeated := as_repetition(func, args, kwargs, dim, num_ranks=ledger.size)) is not None:
+                return self._put_parts(func, args, kwargs, [repeated], [0])
             is_new = new_shape(func, args, kwargs, dim) is not None
             if is_new or takes_every_nth(func, args, kwargs, dim, size=ledger.size):
                 return self._locally(func, args, kwargs, dim, tensors)

@@ -190,6 +190,10 @@ def as_grouped_call(
             return Keeps(parts=parts) if isinstance(along, int) and along % tensor.dim() != parts.dim else None
         if (dropout := as_dropout(function, args, kwargs)) is not None:
             return Drops(dropout=dropout, parts=parts)
+        if name == "gather" and len(args) == 3 and not kwargs:
+            along, index = args[1] % tensor.dim(), args[2]
+            is_apart = along != parts.dim and index.shape[parts.dim] == tensor.shape[parts.dim]
+            return _kept(name, args, kwargs, parts_of) if is_apart and is_plain(index) else None
     if not all(is_plain(other) or parts_of(other) for other in tensors_in((args, kwargs))):
         return None
     return _kept(name, args, kwargs, parts_of)
@@ -263,6 +267,17 @@ def as_merge(
     return None
 
 
+def as_repetition(
+    function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, *, num_ranks: int
+) -> Parts | None:
+    """The parts of the result of a call that repeats dim `dim` of the first argument, evenly sharded, or None."""
+    if function is not Tensor.repeat or kwargs or not all(type(times) is int for times in args[1:]):
+        return None
+    if len(args) - 1 != args[0].dim() or args[1 + dim] < 2:
+        return None
+    return Parts(dim=dim, sizes=(args[0].shape[dim],) * args[1 + dim], num_ranks=num_ranks)
+
+
 def _cut(parts: Parts, pieces: Sequence[tuple[int, int]], *, is_single: bool) -> Cuts | None:
     edges = [sum(parts.sizes[:i]) for i in range(len(parts.sizes) + 1)]
     if any(edge not in edges for piece in pieces for edge in piece) or any(start == stop for start, stop in pieces):
@@ -308,7 +323,7 @@ def _kept(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], parts_of: P
         return Keeps(parts=parts) if parts.dim < num_dims - 2 and all(t.dim() == num_dims for t in tensors) else None
     if name in _IN_PLACE:
         return Keeps(parts=parts, is_in_place=True) if parts_of(args[0]) is not None else None
-    return Keeps(parts=parts) if name in _ELEMENTWISE else None
+    return Keeps(parts=parts) if name in _ELEMENTWISE or name == "gather" else None
 
 
 def cut_dim_of(tensor: Tensor, parts: Parts, num_dims: int) -> int | None:

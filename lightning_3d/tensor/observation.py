@@ -11,7 +11,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from lightning_3d.pipeline.block_call import Attribute, attributes_of, changed_attributes
 from lightning_3d.rng import Generators
-from lightning_3d.tensor.block_state import NotCompilable, own_part, read_state
+from lightning_3d.tensor.block_state import own_part, read_state
+from lightning_3d.tensor.capture import NotCompilable
 from lightning_3d.tensor.preserve import preserved
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.tensor.collectives import all_gathered
-
 # torch 2.13 leaves a recomputed forward by this exception, on all ranks alike, once it has what the backward needs.
 from torch.utils.checkpoint import _StopRecomputationError
+
+from lightning_3d.tensor.collectives import all_gathered
 
 
 class RunningStatistics:

@@ -48,7 +48,7 @@ from lightning_3d.tensor.channel_calls import call_on_channels
 from lightning_3d.tensor.channelwise import as_channel_call
 from lightning_3d.tensor.crossing import local_shard, placement_of, shard_dim
 from lightning_3d.tensor.gated import gated
-from lightning_3d.tensor.grouped import GroupedTensor, as_merge
+from lightning_3d.tensor.grouped import GroupedTensor, as_merge, as_repetition
 from lightning_3d.tensor.grouped_calls import call_on_parts, reshaped, whole
 from lightning_3d.tensor.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
@@ -125,6 +125,9 @@ class ShardedCalls(TorchFunctionMode):
             merge = as_merge(func, args, kwargs, dim, num_ranks=self._mesh.size())
             if merge is not None:
                 return reshaped(local_shard(args[0]), self._mesh, merge)
+            repeated = as_repetition(func, args, kwargs, dim, num_ranks=self._mesh.size())
+            if repeated is not None:
+                return GroupedTensor(local_shard(args[0]).repeat(*args[1:]), self._mesh, repeated)
             if (shape := new_shape(func, args, kwargs, dim)) is not None:
                 shape[dim] //= self._mesh.size()
                 value = args[2:] if isinstance(args[1], list | tuple) else ()
