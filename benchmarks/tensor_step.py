@@ -3,9 +3,10 @@
     python -m benchmarks.tensor_step
 
 Two processes of one thread, width 512, length 256, batch 4, 8 heads, fp32, forward and backward without an optimizer.
-Steps of the three alternate in the same processes, so that noise hits all. By hand is either plain local weights
-between Megatron's f and g (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or torch's `parallelize_module`
-with a plan for this block. The bars are ratios of 1.05 against the first and 1.0 against the second.
+Steps of all alternate in the same processes, so that noise hits all. By hand is either plain local weights between
+Megatron's f and g (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or torch's `parallelize_module` with a plan
+for this block. The bars are ratios of 1.05 against the first and 1.0 against the second. A further row is the block as
+``tensor.compile`` runs it, by inductor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import Block
-from lightning_3d.tensor import apply_block, plan_block
+from lightning_3d.tensor import BlockCompiler, apply_block, plan_block
 
 BATCH, LENGTH, WIDTH, HEADS, WARM_UP, STEPS = 4, 256, 512, 8, 5, 60
 COLUMN, ROW = ("q", "k", "v", "up"), ("out", "down")
@@ -111,10 +112,10 @@ def _by_torch(dense: Block, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(block, mesh, plan)
 
 
-def _by_lightning_3d(dense: Block, mesh: DeviceMesh) -> nn.Module:
+def _by_lightning_3d(dense: Block, mesh: DeviceMesh, compiler: BlockCompiler | None = None) -> nn.Module:
     block = copy.deepcopy(dense)
     plan = plan_block(block, (torch.empty(BATCH, LENGTH, WIDTH, device="meta"),), {}, size=mesh.size())
-    apply_block(block, plan, mesh)
+    apply_block(block, plan, mesh, compiler=compiler)
     return block
 
 
@@ -136,10 +137,12 @@ def measure() -> dict[str, list[float]]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     dense, x = Block(WIDTH, HEADS), torch.randn(BATCH, LENGTH, WIDTH)
+    compiler = BlockCompiler(mesh, "inductor")
     blocks = {
         "lightning_3d": _by_lightning_3d(dense, mesh),
         "layers by hand": MegatronBlock(dense),
         "parallelize_module": _by_torch(dense, mesh),
+        "lightning_3d, compiled": _by_lightning_3d(dense, mesh, compiler),
     }
     _, output, gradient = _step(dense, x)
     for block in blocks.values():
@@ -148,6 +151,7 @@ def measure() -> dict[str, list[float]]:
         torch.testing.assert_close(sharded_gradient, gradient, rtol=1e-4, atol=1e-4)
         held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in block.parameters())
         assert held < 0.51 * sum(p.numel() for p in dense.parameters())
+    assert compiler.num_compiled == 1
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     order = list(blocks)
     for _ in range(WARM_UP + STEPS):

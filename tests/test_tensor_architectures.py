@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
+from lightning_3d.tensor import WeightPlan
 from tests import architectures as a
 from tests.parity import Job, Layout, LayoutRun, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
@@ -119,6 +120,10 @@ CROSS = Expected(forward=3, backward=4)
 """Self-attention, cross-attention (its keys and values read another input) and MLP."""
 PARALLEL = Expected(forward=2, backward=1)
 """Attention and MLP read the same norm."""
+SHARED_EXPERT = Expected(forward=3, backward=3)
+"""Attention, the experts that a token is routed to, and the one that all tokens go to."""
+NARROW_EXPERTS = Expected(forward=2, backward=5, others=2, share=0.9)
+"""The outputs of narrow experts, of gate and up too, are gathered: that sends less than an all-reduce."""
 EXPERT_BY_EXPERT = Expected(forward=6, backward=6)
 """Attention, four experts and the one that marks padding: as if tokens were routed to all of them."""
 POOLED = Expected(forward=0, backward=1, others=2, share=1.0)
@@ -180,6 +185,29 @@ TABLE = {
     "olmoe": Row(
         job=_hf("OlmoeConfig", CLM, **TEXT, num_experts=4, num_experts_per_tok=2),
         blocks={"OlmoeDecoderLayer": Expected(forward=4)},
+    ),
+    "qwen2-moe": Row(
+        job=_hf(
+            "Qwen2MoeConfig",
+            CLM,
+            **GROUPED,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            shared_expert_intermediate_size=64,
+        ),
+        blocks={"Qwen2MoeDecoderLayer": SHARED_EXPERT},
+    ),
+    "llama4": Row(
+        job=_hf(
+            "Llama4TextConfig",
+            CLM,
+            **GROUPED,
+            num_local_experts=4,
+            intermediate_size_mlp=64,
+            interleave_moe_layer_step=1,
+        ),
+        blocks={"Llama4TextDecoderLayer": SHARED_EXPERT},
     ),
     "gpt-oss": Row(
         job=_hf("GptOssConfig", CLM, **GROUPED, num_local_experts=4, num_experts_per_tok=2),
@@ -250,7 +278,7 @@ TABLE = {
     ),
     "deepseek-v3": Row(
         job=_hf("DeepseekV3Config", CLM, **LATENT),
-        blocks={"layers.0": Expected(backward=3, share=0.9), "layers.1": Expected(backward=3, share=0.85)},
+        blocks={"layers.0": Expected(backward=3, share=0.9), "layers.1": NARROW_EXPERTS},
     ),
     "falcon-grouped": Row(
         job=_hf("FalconConfig", CLM, **TEXT, new_decoder_architecture=True, num_kv_heads=2),
@@ -456,7 +484,7 @@ def assert_as_by_hand(job: Job, result: LayoutRun, size: int) -> None:
         return
     by_hand = getattr(getattr(transformers, job.model.args[0]), "base_model_tp_plan", None) or {}
     weights = {
-        f"{block.fqn}.{weight.fqn}": weight.role
+        f"{block.fqn}.{weight.fqn}": _role_by_hand(weight)
         for block in result.plan.blocks
         if block.tensor is not None
         for weight in block.tensor.weights
@@ -465,6 +493,12 @@ def assert_as_by_hand(job: Job, result: LayoutRun, size: int) -> None:
         role = next((role for name, role in STYLES.items() if name in style), None)
         named = [fqn for fqn in weights if fnmatchcase(fqn, f"*.{pattern}") or fnmatchcase(fqn, f"*.{pattern}.weight")]
         assert role is None or all(weights[fqn] == role for fqn in named), f"{pattern} is {style} by hand: {weights}"
+
+
+def _role_by_hand(weight: WeightPlan) -> str:
+    """As transformers names it: of stacked weights by their dims, whatever they are multiplied with."""
+    roles = {None: weight.role, 1: "column", 2: "row"}
+    return roles.get(weight.shard_dim, weight.role) if len(weight.shape) == 3 else weight.role
 
 
 def assert_held(reference: ReferenceRun, result: LayoutRun, most: float) -> None:

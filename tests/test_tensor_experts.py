@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
+from lightning_3d.tensor.aliases import alias_dims
 from lightning_3d.tensor.parts import Parts
 from tests.test_tensor_apply import parity_of
 from tests.test_tensor_plan import Example, tokens
@@ -181,7 +183,7 @@ RUNS: list[Run] = [
     by_mask,
     by_group,
 ]
-MODELS = list(product(("mixtral", "qwen3_moe", "olmoe", "gpt_oss"), ("eager", "batched_mm", "grouped_mm")))
+MODELS = list(product(("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe"), ("eager", "batched_mm", "grouped_mm")))
 
 
 class Layer(nn.Module):
@@ -193,7 +195,7 @@ class Layer(nn.Module):
         sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": WIDTH, "num_hidden_layers": 1}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": HIDDEN}
         sizes |= {"num_experts_per_tok": 2, "experts_implementation": experts}
-        name = "num_local_experts" if kind in ("mixtral", "gpt_oss") else "num_experts"
+        name = "num_local_experts" if kind in ("mixtral", "gpt_oss", "phimoe") else "num_experts"
         sizes |= {name: NUM_EXPERTS} | ({"moe_intermediate_size": HIDDEN} if kind == "qwen3_moe" else {})
         model = auto.AutoModelForCausalLM.from_config(auto.AutoConfig.for_model(kind, **sizes))
         self.mlp = model.model.layers[0].mlp
@@ -216,6 +218,61 @@ def make(name: str) -> Example:
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2)
     return block.eval(), (tokens(WIDTH),), {}
+
+
+@pytest.mark.parametrize(
+    ("call", "dims"),
+    [
+        (lambda w: w[1], (1, 2)),
+        (lambda w: w[-1, ...], (1, 2)),
+        (lambda w: w[torch.tensor(1)], (1, 2)),
+        (lambda w: w[torch.tensor([1, 0]), :], (None, 1, 2)),
+        (lambda w: w[[2, 0]], (None, 1, 2)),
+        (lambda w: w[torch.zeros(4, 2, dtype=torch.int64)], (None, None, 1, 2)),
+        (lambda w: w[1:2], (None, 1, 2)),
+        (lambda w: w.select(0, 1), (1, 2)),
+        (lambda w: w.unbind()[0], (1, 2)),
+        (lambda w: w.index_select(index=torch.tensor([1]), dim=0), (None, 1, 2)),
+        (lambda w: w.split(1)[0], (None, 1, 2)),
+        (lambda w: w.narrow(0, 0, 1), (None, 1, 2)),
+        (lambda w: w.mT, (0, 2, 1)),
+        (lambda w: w.transpose(-2, -1), (0, 2, 1)),
+        (lambda w: w.permute(2, 0, 1), (2, 0, 1)),
+        (lambda w: w.to(torch.float64), (0, 1, 2)),
+        (lambda w: w[:, 1], None),
+        (lambda w: w[..., 0], None),
+        (lambda w: w[torch.tensor([True, False, True])], None),
+        (lambda w: w[None], None),
+        (lambda w: w.select(1, 0), None),
+        (lambda w: w.unbind(-1)[0], None),
+        (lambda w: w * 2, None),
+    ],
+)
+def test_calls_that_make_aliases(call: Callable[[Tensor], Tensor], dims: tuple[int | None, ...] | None) -> None:
+    weight = torch.arange(3 * 4 * 5.0).view(3, 4, 5)
+    with _FirstCall() as first:
+        alias = call(weight)
+    assert alias_dims(*first.seen) == dims
+    if dims is not None:
+        assert [length for length, dim in zip(alias.shape, dims, strict=True) if dim is not None] == [
+            weight.shape[dim] for dim in dims if dim is not None
+        ]
+
+
+class _FirstCall(TorchFunctionMode):
+    seen: tuple[Any, ...] = ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], Tensor) and args[0].dim() == 3 and not self.seen:
+            self.seen = (func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def test_slices_of_two_dimensional_weights_are_no_aliases() -> None:
+    assert alias_dims(Tensor.__getitem__, (torch.empty(4, 2), slice(2)), {}) is None
+    assert alias_dims(torch.chunk, (torch.empty(4, 2), 2), {}) is None
+    assert alias_dims(Tensor.__getitem__, (torch.empty(4, 2), 1), {}) == (1,)
+    assert alias_dims(Tensor.__getitem__, (torch.empty(4), 1), {}) is None
 
 
 def counts(plan: BlockTensorPlan) -> tuple[int, int, int]:

@@ -81,6 +81,14 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
+class ChangedInPlace(PlanError):
+    """A call changes a sharded tensor in place and has no sharded form; `sources`: the column weights it comes from."""
+
+    def __init__(self, call: str, sources: frozenset[str]) -> None:
+        super().__init__(f"{call} changes its output in place and has no sharded form")
+        self.sources = sources
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cut:
     """A call that separates features of column weights."""
@@ -140,6 +148,11 @@ class Followed:
         """Bytes that each rank sends in one forward."""
         return sum(communication.num_bytes for communication in self.communications)
 
+    @property
+    def num_sharded_elements(self) -> int:
+        """Of the parameters."""
+        return sum(weight.num_elements for weight in self.weights if weight.shard_dim is not None)
+
 
 def follow_block(
     block: nn.Module,
@@ -167,7 +180,7 @@ def follow_block(
         unread: Leaves of the output, by position, that nothing reads.
 
     Raises:
-        PlanError: a call changes a sharded tensor in place and has no sharded form.
+        ChangedInPlace: a call changes a sharded tensor in place and has no sharded form.
         Exception: whatever the block raises on fake tensors.
     """
     rules, ledger = ShardingRules(size), Ledger(size)
@@ -338,7 +351,7 @@ class _FollowCalls(TorchFunctionMode):
     ) -> Any:
         """A call on gathered tensors."""
         if changed is not None and self._ledger.entry(changed) is not None:
-            raise PlanError(f"{self._name} changes a sharded tensor in place and has no sharded form")
+            raise ChangedInPlace(self._name, self._ledger.sources([changed]))
         for tensor in tensors:
             self._ledger.gather(tensor, self._name)
         with self._ledger.closed():

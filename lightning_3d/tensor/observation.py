@@ -16,6 +16,7 @@ from lightning_3d.tensor.capture import NotCompilable
 from lightning_3d.tensor.preserve import preserved
 
 
+@torch.inference_mode(False)  # whose tensors do not tell whether they were changed
 def observe(
     block: nn.Module, run: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, device: torch.device
 ) -> list[Tensor]:

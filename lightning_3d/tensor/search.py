@@ -22,10 +22,13 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.tensor.follow import Cut, Followed, follow_block
+from lightning_3d.tensor.follow import ChangedInPlace, Cut, Followed, follow_block
 from lightning_3d.tensor.ledger import Communication
 from lightning_3d.tensor.plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.weights import named_parameters
+
+Follow = Callable[[dict[str, str]], Followed]
+"""Follows a block in which some weights must not be sharded: FQN -> reason."""
 
 
 def plan_block(
@@ -76,9 +79,8 @@ def plan_block(
             unread=unread,
         )
         parameters = named_parameters(block)
-        best = _improve(
-            lambda kept: _group(partial(follow, replicated=kept), parameters, size), size, replicated, by_hand
-        )
+        group = _giving_way(lambda kept: _group(partial(follow, replicated=kept), parameters, size), by_hand)
+        best = _improve(group, size, replicated, by_hand)
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
@@ -141,25 +143,64 @@ def _frozen(candidate: Mapping[str, tuple[int, ...]]) -> object:
     return frozenset(candidate.items())
 
 
-def _improve(
-    follow: Callable[[dict[str, str]], Followed], size: int, replicated: dict[str, str], by_hand: Mapping[str, Role]
-) -> Followed:
-    """Replicate one doubtful group of weights after the other, where that lowers the communicated bytes."""
+def _giving_way(follow: Follow, by_hand: Mapping[str, Role]) -> Follow:
+    """The same, with weights replicated whose outputs are changed in place as shards can't be."""
+    changed: dict[str, str] = {}
+
+    def followed(replicated: dict[str, str]) -> Followed:
+        while True:
+            try:
+                return follow(changed | replicated)
+            except ChangedInPlace as error:
+                sources = error.sources.difference(by_hand, changed, replicated)
+                if not sources:
+                    raise
+                changed.update(dict.fromkeys(sources, str(error)))
+
+    return followed
+
+
+def _improve(follow: Follow, size: int, replicated: dict[str, str], by_hand: Mapping[str, Role]) -> Followed:
+    """Replicate groups of weights where that lowers the communicated bytes and is worth it."""
     best = follow(replicated)
     if fewer := best.uneven_heads.difference(by_hand):  # as Megatron does with few key and value heads
         candidate = replicated | dict.fromkeys(fewer, f"its heads are not divisible by {size}")
         trial = follow(candidate)
         if trial.communicated_bytes < best.communicated_bytes:
             best, replicated = trial, candidate
+    best = _without_doubtful(follow, best, size, replicated, by_hand)
+    gathers = [c for c in best.communications if c.row is None and c.sources.difference(by_hand)]
+    if gathers:  # residuals on shards may be in the way of a better plan
+        largest = max(gathers, key=lambda gather: gather.num_bytes)
+        candidate = replicated | _reasons(largest, by_hand)
+        trial = _without_doubtful(follow, follow(candidate), size, candidate, by_hand)
+        if trial.communicated_bytes < best.communicated_bytes:
+            best = max(trial, best, key=lambda followed: followed.num_sharded_elements)
+    return best
+
+
+def _without_doubtful(
+    follow: Callable[[dict[str, str]], Followed],
+    best: Followed,
+    size: int,
+    replicated: dict[str, str],
+    by_hand: Mapping[str, Role],
+) -> Followed:
+    """Replicate one doubtful group of weights after the other, where that lowers the communicated bytes."""
     tried: set[frozenset[str]] = {frozenset()}
     while doubt := next((d for d in _doubtful(best, size) if d.sources.difference(by_hand) not in tried), None):
         tried.add(doubt.sources.difference(by_hand))
-        reason = f"its output would need an {doubt.kind} of {doubt.num_bytes} bytes at {doubt.call}"
-        candidate = replicated | {fqn: reason for fqn in doubt.sources.difference(by_hand)}
+        candidate = replicated | _reasons(doubt, by_hand)
         trial = follow(candidate)
         if trial.communicated_bytes < best.communicated_bytes:
             best, replicated, tried = trial, candidate, {frozenset()}  # what did not pay before may pay now
     return best
+
+
+def _reasons(communication: Communication, by_hand: Mapping[str, Role]) -> dict[str, str]:
+    """Why the weights that a communication comes from are replicated."""
+    reason = f"its output would need an {communication.kind} of {communication.num_bytes} bytes at {communication.call}"
+    return dict.fromkeys(communication.sources.difference(by_hand), reason)
 
 
 def _doubtful(followed: Followed, size: int) -> Iterator[Communication]:

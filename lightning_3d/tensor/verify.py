@@ -153,6 +153,8 @@ def _random_input(example: Tensor, generator: torch.Generator, device: torch.dev
     if example.is_floating_point():
         values = torch.randn(example.shape, generator=generator).to(device, example.dtype)
         return values.requires_grad_()
+    if example.is_complex():  # rotary embeddings
+        return torch.randn(example.shape, generator=generator, dtype=example.dtype).to(device)
     has_values = not example.is_meta and type(example) is Tensor
     if example.dtype == torch.bool and not has_values:
         return torch.rand(example.shape, generator=generator).lt(0.5).to(device)
