@@ -6,15 +6,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torchmetrics
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
@@ -46,40 +44,19 @@ from lightning_3d.checkpoint import (
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
-from lightning_3d.data import BatchGuard
 from lightning_3d.deferred import defer_init
 from lightning_3d.errors import CheckpointError, ConfigError
-from lightning_3d.gradients import Gradients
-from lightning_3d.initial_weights import check_same_model, place_weights
 from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
-from lightning_3d.pending import PendingGradients, zeroes_unseen
-from lightning_3d.pipeline.engine import PipelineEngine, check_loss, loss_of
+from lightning_3d.parallel_model import ParallelModel, make_parallel
+from lightning_3d.pending import zeroes_unseen
+from lightning_3d.pipeline.engine import check_loss, loss_of
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.plan import Plan
-from lightning_3d.planner import Planner
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.requirements import check_optimizers, refuse_unsupported
-from lightning_3d.rng import StepRandomness, join_replica
-from lightning_3d.tensor import BlockCompiler
 from lightning_3d.tensor.sharded_output import plain
-from lightning_3d.tensor_parallel import apply_blocks, prove_blocks
-from lightning_3d.zero import Zero
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Applied:
-    """The parallel model of this rank."""
-
-    plan: Plan
-    zero: Zero
-    gradients: Gradients
-    pending: PendingGradients
-    engine: PipelineEngine | None
-    """None without a pipeline."""
-    guard: BatchGuard
-    randomness: StepRandomness
 
 
 class ThreeDStrategy(ParallelStrategy):
@@ -134,7 +111,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._mesh: Mesh | None = None
-        self._applied: _Applied | None = None
+        self._parallel: ParallelModel | None = None
         self._accumulating = False
         self._is_deferring = False  # inside tensor_init_context, which may nest
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
@@ -190,9 +167,9 @@ class ThreeDStrategy(ParallelStrategy):
         return self._parts.plan
 
     @property
-    def _parts(self) -> _Applied:
-        assert self._applied is not None, "the model is made parallel in setup"
-        return self._applied
+    def _parts(self) -> ParallelModel:
+        assert self._parallel is not None, "the model is made parallel in setup"
+        return self._parallel
 
     @property
     def _module(self) -> LightningModule:
@@ -259,73 +236,21 @@ class ThreeDStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        if self._applied is None:
-            self._applied = self._parallelise(trainer)
+        if self._parallel is None:
+            refuse_unsupported(self._module, self.mesh, sync_batchnorm=self._layer_sync is not None)
+            self._parallel = make_parallel(
+                trainer=trainer,
+                module=self._module,
+                config=self.config,
+                mesh=self.mesh,
+                precision=self._precision,
+                device=self.root_device,
+            )
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._module, self.mesh)
         self.setup_precision_plugin()
-
-    def _parallelise(self, trainer: Trainer) -> _Applied:
-        module, mesh, device = self._module, self.mesh, self.root_device
-        refuse_unsupported(module, mesh, sync_batchnorm=self._layer_sync is not None)
-        check_same_model(module, device)
-        join_replica(mesh, device)
-        planned = Planner(
-            trainer=trainer,
-            module=module,
-            config=self.config,
-            shape=mesh.shape,
-            precision=self._precision,
-            device=device,
-        ).plan()
-        plan, blocks, trace = planned.plan, planned.blocks, planned.trace
-
-        place_weights(module, plan, mesh.pp_rank, device)
-        _update_properties(module, device=device)
-        tensor = self.config.tensor
-        compiler = BlockCompiler(mesh.axis("tp"), tensor.compile_backend) if tensor.compile else None
-        if trace is not None and mesh.shape.tp > 1 and tensor.verify:
-            plan = prove_blocks(plan, module, blocks, trace, mesh, tensor, compiler)
-        apply_blocks(plan, module, blocks, mesh, compiler)
-        own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
-        planned.router.absent = frozenset(blocks) - frozenset(own)
-        zero = Zero(module, own.values(), mesh=mesh, stage=self.config.zero.stage)
-
-        gradients = Gradients(module, plan, mesh, device)
-        randomness = StepRandomness(
-            seed=self.broadcast(torch.initial_seed()),
-            num_replicas=mesh.shape.dp,
-            dp_rank=mesh.dp_rank,
-            stage=mesh.pp_rank,
-            device=device,
-        )
-        engine = None
-        if mesh.shape.pp > 1:
-            engine = PipelineEngine(
-                module=module,
-                rank_module=zero.root,
-                tracing=planned.tracing,
-                router=planned.router,
-                plan=plan,
-                mesh=mesh,
-                randomness=randomness,
-                device=device,
-            )
-        for metric in module.modules():
-            if isinstance(metric, torchmetrics.Metric) and metric.process_group is None:
-                metric.process_group = mesh.group("dp")  # the other axes hold copies
-        self._precision.attach(device_type=device.type, norm=gradients.norm)
-        return _Applied(
-            plan=plan,
-            zero=zero,
-            gradients=gradients,
-            pending=PendingGradients(p for p in module.parameters() if not p.is_meta),
-            engine=engine,
-            guard=BatchGuard(self.config.batch, mesh, device),
-            randomness=randomness,
-        )
 
     # ---- steps
 
