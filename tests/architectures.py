@@ -203,6 +203,46 @@ class UNet(Trained):
         return F.cross_entropy(self.out(x).mean((2, 3)), batch["labels"])
 
 
+class DiffusionUNet(Trained):
+    """Residual blocks that an embedding of the time shifts, attention over pixels, and a skip between the blocks."""
+
+    class Residual(nn.Module):
+        def __init__(self, channels: int, out: int) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.GroupNorm(4, channels), nn.GroupNorm(4, out)
+            self.conv1, self.conv2 = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
+            self.time, self.shortcut = nn.Linear(8, out), nn.Conv2d(channels, out, 1)
+
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:
+            y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
+            return self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))
+
+    class Attention(nn.Module):
+        def __init__(self, channels: int, num_heads: int = 4) -> None:
+            super().__init__()
+            self.num_heads = num_heads
+            self.norm, self.qkv = nn.GroupNorm(4, channels), nn.Conv2d(channels, 3 * channels, 1)
+            self.out = nn.Conv2d(channels, channels, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.qkv(self.norm(x)).chunk(3, dim=1)
+            q, k, v = (part.view(len(x), self.num_heads, -1, x.shape[2:].numel()).mT for part in parts)
+            return x + self.out(F.scaled_dot_product_attention(q, k, v).mT.reshape(x.shape))
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.stem, self.out = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
+        self.down, self.up = self.Residual(width, width), self.Residual(2 * width, width)
+        self.attention = nn.ModuleList(self.Attention(width) for _ in range(2))
+
+    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        noised, time = batch["pixel_values"], F.one_hot(batch["labels"], 8).float()
+        skip = self.down(self.stem(noised), time)
+        x = self.attention[1](self.attention[0](F.avg_pool2d(skip, 2)))
+        x = self.up(torch.cat([F.interpolate(x, scale_factor=2), skip], 1), time)
+        return F.mse_loss(self.out(x), noised)
+
+
 class EncoderDecoder(Trained):
     """``nn.Transformer``, whose memory is read by every decoder layer."""
 

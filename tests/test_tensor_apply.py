@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ def _parity(name: str) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
 
 
 def parity_of(
-    example: Example, *, sequence_parallel: bool = False
+    example: Example, *, sequence_parallel: bool = False, defers_sums: bool = False
 ) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
     """Plan a block and run it on the ranks: values and gradients of one process. Returns collectives, too."""
     size = dist.get_world_size()
@@ -183,6 +184,7 @@ def parity_of(
     names = [fqn for fqn, _ in block.named_parameters()]
     trained = [parameter.requires_grad for parameter in block.parameters()]
     plan = plan_block(block, args, kwargs, size=size, sequence_parallel=sequence_parallel)
+    plan = replace(plan, defers_sums=plan.defers_sums or defers_sums)
     apply_block(block, plan, _mesh(size))
     _is_held_as_planned(block, plan)
     assert [fqn for fqn, _ in block.named_parameters()] == names

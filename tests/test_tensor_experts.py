@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
 from lightning_3d.tensor.aliases import alias_dims
+from lightning_3d.tensor.partial_sums import keeps_partial
 from lightning_3d.tensor.parts import Parts
 from tests.test_tensor_apply import parity_of
 from tests.test_tensor_plan import Example, tokens
@@ -135,6 +136,44 @@ class Gated(nn.Module):
         return x + torch.bmm(self.down[best], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1).view_as(x)
 
 
+class TopTwo(nn.Module):
+    """Two narrow experts per token, whose rows are added up; `tail` is what becomes of the sum."""
+
+    def __init__(self, tail: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.tail = tail
+        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.gate_up = nn.Parameter(torch.randn(NUM_EXPERTS, 32, WIDTH) / 6)
+        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 16) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        scores, chosen = self.gate(flat).softmax(-1).topk(2)
+        order = chosen.flatten().argsort()
+        rows = flat.repeat_interleave(2, 0)[order].unsqueeze(-1)
+        gate, up = torch.bmm(self.gate_up[chosen.flatten()[order]], rows).squeeze(-1).chunk(2, -1)
+        y = torch.bmm(self.down[chosen.flatten()[order]], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+        y = (2 * y * scores.flatten()[order].unsqueeze(-1))[order.argsort()]
+        return self.tail(x, y.view(len(flat), 2, WIDTH).sum(1).to(x.dtype).reshape(x.shape))
+
+
+def added(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def read_twice(x: Tensor, y: Tensor) -> Tensor:
+    return F.layer_norm(x + y.tanh(), y.shape[-1:]) * y.detach().abs().amax().item() + y
+
+
+def changed_in_place(x: Tensor, y: Tensor) -> Tensor:
+    z = y.flatten(0, 1)
+    y += 1
+    return x + z.view_as(x)  # a view of what was changed
+
+
+TAILS = [added, read_twice, changed_in_place]
+
+
 class Modules(nn.Module):
     """Experts as modules, each with the tokens that are routed to it; `starved`: the last is never chosen, but run."""
 
@@ -212,6 +251,7 @@ def make(name: str) -> Example:
     made |= {f"{kind} {experts}": functools.partial(Layer, kind, experts) for kind, experts in MODELS}
     made |= {"gated": lambda: Gated(False), "interleaved": lambda: Gated(True)}
     made |= {"modules": Modules, "branching": Branching, "narrow": lambda: Gated(False, hidden=8)}
+    made |= {tail.__name__: functools.partial(TopTwo, tail) for tail in TAILS}
     made |= {"starved": lambda: Modules(starved=True)}
     block = made[name]()
     for parameter in block.parameters():
@@ -250,22 +290,13 @@ def make(name: str) -> Example:
 )
 def test_calls_that_make_aliases(call: Callable[[Tensor], Tensor], dims: tuple[int | None, ...] | None) -> None:
     weight = torch.arange(3 * 4 * 5.0).view(3, 4, 5)
-    with _FirstCall() as first:
+    with _CallsWith(weight) as mode:
         alias = call(weight)
-    assert alias_dims(*first.seen) == dims
+    assert alias_dims(*mode.seen[0]) == dims
     if dims is not None:
         assert [length for length, dim in zip(alias.shape, dims, strict=True) if dim is not None] == [
             weight.shape[dim] for dim in dims if dim is not None
         ]
-
-
-class _FirstCall(TorchFunctionMode):
-    seen: tuple[Any, ...] = ()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], Tensor) and args[0].dim() == 3 and not self.seen:
-            self.seen = (func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
 
 
 def test_slices_of_two_dimensional_weights_are_no_aliases() -> None:
@@ -351,6 +382,75 @@ def test_narrow_experts_are_sharded_whatever_they_send(workers: WorkerPools) -> 
         assert plan.sharded_share > 0.9, str(plan)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_of_narrow_experts_are_reduced_late(workers: WorkerPools, size: int) -> None:
+    for plan, forward, backward in workers(size).run(_parity, "added"):
+        assert plan.defers_sums
+        assert counts(plan) == (1, 2, 0), str(plan)
+        assert (plan.weight("gate_up").role, plan.weight("down").role) == ("column", "row")
+        assert plan.communicated_bytes == 2 * tokens(WIDTH).numel() * 4 * (size - 1) // size  # not twice as much
+        assert (forward, backward) == ({"allreduce_": 1}, {"allreduce_": 2})
+
+
+@pytest.mark.parametrize("name", ["read_twice", "by_selection", "by_group", "qwen3_moe grouped_mm", "olmoe batched_mm"])
+def test_late_sums_are_right_whoever_reads_them(workers: WorkerPools, name: str) -> None:
+    pytest.importorskip("transformers")
+    for plan, forward, backward in workers(2).run(_parity, name, False, True):
+        assert plan.defers_sums
+        assert (forward, backward) == ({"allreduce_": 1}, {"allreduce_": 2})
+
+
+def test_sums_that_are_changed_in_place_are_not_late(workers: WorkerPools) -> None:
+    for plan, _, _ in workers(2).run(_parity, "changed_in_place"):
+        assert plan.is_sharded
+        assert not plan.defers_sums
+
+
+@pytest.mark.parametrize(
+    ("call", "keeps"),
+    [
+        (lambda y, w: y * w[:, :1], True),
+        (lambda y, w: w * y, True),
+        (lambda y, w: 2.0 * y, True),
+        (lambda y, w: y.sum(0), True),
+        (lambda y, w: y.view(2, 2, 3), True),
+        (lambda y, w: y.transpose(0, 1), True),
+        (lambda y, w: y[torch.tensor([3, 1, 0, 2])], True),
+        (lambda y, w: y.to(torch.float32), True),
+        (lambda y, w: y * y, False),
+        (lambda y, w: y * w[None], False),
+        (lambda y, w: y * w.double(), False),
+        (lambda y, w: y + w, False),
+        (lambda y, w: y + 1, False),
+        (lambda y, w: y.mul_(2), False),
+        (lambda y, w: y.sum(), False),
+        (lambda y, w: y.sum(0, dtype=torch.float64), False),
+        (lambda y, w: y.to(torch.float64), False),
+        (lambda y, w: y.view(torch.int32), False),
+        (lambda y, w: y[torch.tensor([True, False, True, True])], False),
+        (lambda y, w: y[torch.tensor([0, 1])], False),
+        (lambda y, w: y.relu(), False),
+    ],
+)
+def test_calls_that_sums_wait_for(call: Callable[[Tensor, Tensor], Tensor], keeps: bool) -> None:
+    y, w = torch.randn(4, 3), torch.randn(4, 3)
+    with _CallsWith(y) as mode:
+        call(y, w)
+    function, args, kwargs = mode.seen[0]
+    assert keeps_partial(function, args, kwargs, lambda tensor: tensor is y, lambda tensor: tensor is not y) is keeps
+
+
+class _CallsWith(TorchFunctionMode):
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.seen = tensor, list[Any]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(arg is self.tensor for arg in args):
+            self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
 SEQUENCE_PARALLEL = ["by_selection", "by_mask", "by_group", "gated", "modules", "mixtral eager", "gpt_oss batched_mm"]
 
 
@@ -362,5 +462,5 @@ def test_experts_in_a_sequence_parallel_block_are_right(workers: WorkerPools, na
         assert plan.sharded_share > 0.94
 
 
-def _parity(name: str, sequence_parallel: bool = False) -> Any:
-    return parity_of(make(name), sequence_parallel=sequence_parallel)
+def _parity(name: str, sequence_parallel: bool = False, defers_sums: bool = False) -> Any:
+    return parity_of(make(name), sequence_parallel=sequence_parallel, defers_sums=defers_sums)

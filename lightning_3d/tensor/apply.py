@@ -128,7 +128,8 @@ def _run_on_shards(
         sequence = sequence_input(args, mesh.size()) if plan.is_sequence_parallel else None
         if sequence is not None:
             args = (crossing.slice_sequence(sequence, mesh, SEQUENCE_DIM), *args[1:])
-        calls = ShardedCalls(mesh, None if sequence is None else sequence.shape)
+        shape = None if sequence is None else sequence.shape
+        calls = ShardedCalls(mesh, shape, defers_sums=plan.defers_sums)
         vocabulary_calls = (
             VocabularyCalls(mesh, vocabulary, gathers_logits=plan.gathers_logits) if vocabulary else nullcontext()
         )

@@ -119,6 +119,9 @@ class Followed:
     is_sequence_parallel: bool
     """Whether the input was cut along its sequence."""
 
+    defers_sums: bool
+    """Whether what row weights of experts give was reduced later (`partial_sums`)."""
+
     unread: frozenset[int]
     """Leaves of the output, by position, that are on shards and that nothing reads."""
 
@@ -164,6 +167,7 @@ def follow_block(
     by_hand: Mapping[str, Role] = MappingProxyType({}),
     part_sizes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     sequence_parallel: bool = False,
+    defers_sums: bool = False,
     unread: frozenset[int] = frozenset(),
 ) -> Followed:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
@@ -177,6 +181,7 @@ def follow_block(
         by_hand: FQN -> column or row, for weights whose role is given.
         part_sizes: FQN -> sizes of the parts of its output features, for weights that are sharded part by part.
         sequence_parallel: Whether to cut the input along its sequence.
+        defers_sums: Whether what row weights of experts give is reduced later (`partial_sums`).
         unread: Leaves of the output, by position, that nothing reads.
 
     Raises:
@@ -189,7 +194,8 @@ def follow_block(
         sequence = sequence_input(fakes.args, size) if sequence_parallel else None
         if sequence is not None:
             ledger.put(sequence, Shard(SEQUENCE_DIM), frozenset())
-        follower = _FollowCalls(weights, rules, ledger, None if sequence is None else sequence.shape)
+        uses = FollowedUses(weights, ledger, None if sequence is None else sequence.shape, defers_sums=defers_sums)
+        follower = _FollowCalls(weights, rules, ledger, uses)
         with RepresentativeValues(), _FollowOps(follower), follower:
             output = block.forward(*fakes.args, **fakes.kwargs)
         follower.complete_statistics()
@@ -199,12 +205,14 @@ def follow_block(
         gathered = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in unread]
         for tensor in {id(leaf): leaf for leaf in gathered}.values():
             ledger.gather(tensor, "the block's output")
-        kept = kept_in(block, lambda tensor: ledger.entry(tensor) is not None)
+        uses.reduce_sums(gathered, "the block's output")
+        kept = kept_in(block, lambda tensor: ledger.entry(tensor) is not None or uses.was_deferred(tensor))
     return Followed(
         weights=weights.plans(),
         communications=tuple(ledger.communications),
         num_column_inputs=follower.uses.num_column_inputs,
         is_sequence_parallel=sequence is not None,
+        defers_sums=defers_sums,
         unread=unread,
         kept=kept,
         output_bytes=follower.uses.output_bytes,
@@ -219,9 +227,9 @@ def follow_block(
 class _FollowCalls(TorchFunctionMode):
     """Sees the calls that the block makes, and through `_FollowOps` the aten ops that they consist of."""
 
-    def __init__(self, weights: Weights, rules: ShardingRules, ledger: Ledger, sequence: torch.Size | None) -> None:
+    def __init__(self, weights: Weights, rules: ShardingRules, ledger: Ledger, uses: FollowedUses) -> None:
         super().__init__()
-        self.uses = FollowedUses(weights, ledger, sequence)
+        self.uses = uses
         self.cuts: list[Cut] = []
         self.view_cuts: list[Cut] = []
         self.uneven_heads: set[str] = set()

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from lightning_3d.tensor.calls import Function, Projection, as_projection, tensors_in
+from lightning_3d.errors import PlanError
+from lightning_3d.tensor.calls import Function, Projection, as_projection, destination, tensors_in
 from lightning_3d.tensor.contraction import Contraction, as_contraction
 from lightning_3d.tensor.convolution import Convolution, as_convolution
 from lightning_3d.tensor.experts_matmul import without_data
+from lightning_3d.tensor.grouped import reads_metadata
 from lightning_3d.tensor.ledger import Ledger
+from lightning_3d.tensor.partial_sums import keeps_partial
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along
 from lightning_3d.tensor.weights import Weights
@@ -29,12 +32,16 @@ class FollowedUses:
         weights: Decides each weight at its first use.
         ledger: Gets the placements of results and the communication.
         sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
+        defers_sums: Whether what row weights of experts give is reduced later (`partial_sums`).
     """
 
-    def __init__(self, weights: Weights, ledger: Ledger, sequence: torch.Size | None) -> None:
+    def __init__(
+        self, weights: Weights, ledger: Ledger, sequence: torch.Size | None, *, defers_sums: bool = False
+    ) -> None:
         self.output_bytes: dict[str, int] = {}
         """FQN of a column or row weight -> bytes of the full outputs of its uses."""
         self._weights, self._ledger, self._sequence = weights, ledger, sequence
+        self._sums = _DeferredSums(ledger) if defers_sums else None
         # What column weights read, by id and version: the activation, and whether it is a slice of the sequence.
         self._column_inputs: dict[tuple[int, int], tuple[Tensor, bool]] = {}
 
@@ -45,6 +52,13 @@ class FollowedUses:
 
     def follow(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
         """The result of a call if it is a use of a weight that is sharded, perhaps just now; else None."""
+        if self._sums is not None and not reads_metadata(func):
+            changed = destination(func, args, kwargs)
+            if changed is not None and self._sums.has_known(changed):
+                raise PlanError(f"{name} changes a sum in place that may not have been made yet")
+            if self._sums.keep(func, args, kwargs):
+                return self._on_parts_of_sum(func, name, args, kwargs)
+            self.reduce_sums((args, kwargs), name)
         projection = as_projection(func, args, kwargs)
         if projection is not None and self._weights.decide(projection) and self._is_along(projection):
             return self._project(func, name, args, kwargs, projection)
@@ -107,8 +121,32 @@ class FollowedUses:
             sizes = (output.shape[along],) if parts is None else parts.sizes
             made = Parts(dim=along, sizes=sizes, num_ranks=ledger.size)
             ledger.put_parts(output, made, frozenset({fqn}), ledger.start(call.weight))
+        elif self._sums is not None and call.is_stacked:
+            self._sums.put(output, fqn, ledger.sources([call.input]))
         else:
             ledger.move(output, Partial(), Replicate(), ledger.sources([call.input]), name, row=fqn)
+        return output
+
+    def reduce_sums(self, tensors: Any, name: str) -> None:
+        """Count the reductions of sums that were deferred until a call, or to the end of the block."""
+        if self._sums is not None:
+            self._sums.reduce(tensors, name)
+
+    def was_deferred(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a deferred sum, or was one."""
+        return self._sums is not None and self._sums.has_known(tensor)
+
+    def _on_parts_of_sum(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> Any:
+        """A call that every rank makes on its part of a deferred sum."""
+        assert self._sums is not None
+        with self._ledger.closed():
+            output = func(*args, **kwargs)
+        others = [tensor for tensor in tensors_in((args, kwargs)) if not self._sums.is_deferred(tensor)]
+        self._weights.settle(name, others, output)
+        for tensor in others:
+            if tensor.is_floating_point():
+                self._column_inputs[id(tensor), tensor._version] = (tensor, False)
+        self._sums.derive(output, (args, kwargs))
         return output
 
     def _convolve(self, func: Function, name: str, call: Convolution) -> Tensor:
@@ -138,3 +176,42 @@ class FollowedUses:
             case "whole":
                 ledger.gather(call.weight, name)
         return output
+
+
+class _DeferredSums:
+    """Sums over ranks that are not made yet."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        # By id: the tensor, so that no id is used twice; the row weight; the column weights that its input comes from.
+        self._deferred: dict[int, tuple[Tensor, str, frozenset[str]]] = {}
+        self._known: dict[int, Tensor] = {}
+
+    def put(self, tensor: Tensor, row: str, sources: frozenset[str]) -> None:
+        self._deferred[id(tensor)] = (tensor, row, sources)
+        self._known[id(tensor)] = tensor
+
+    def is_deferred(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._deferred
+
+    def has_known(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._known
+
+    def keep(self, function: Function, args: Args, kwargs: Kwargs) -> bool:
+        """Whether the result of a call is deferred like its argument."""
+        return keeps_partial(function, args, kwargs, self.is_deferred, self._is_plain)
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        return not self.is_deferred(tensor) and self._ledger.entry(tensor) is None
+
+    def derive(self, results: Any, arguments: Any) -> None:
+        """Results of a call on a deferred sum are deferred, too."""
+        _, row, sources = next(self._deferred[id(t)] for t in tensors_in(arguments) if self.is_deferred(t))
+        for tensor in tensors_in(results):
+            self.put(tensor, row, sources)
+
+    def reduce(self, tensors: Any, name: str) -> None:
+        """Count the reduction of each deferred sum among tensors."""
+        for tensor in tensors_in(tensors):
+            if (deferred := self._deferred.pop(id(tensor), None)) is not None:
+                self._ledger.move(tensor, Partial(), Replicate(), deferred[2], name, row=deferred[1])

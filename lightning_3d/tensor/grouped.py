@@ -199,6 +199,11 @@ def as_grouped_call(
     return _kept(name, args, kwargs, parts_of)
 
 
+def reads_metadata(function: Function) -> bool:
+    """Whether a call reads no more of a tensor than what a handle knows."""
+    return function_name(function) in _METADATA
+
+
 def cut_pieces(
     function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
 ) -> list[tuple[int, int]] | None:

@@ -23,6 +23,7 @@ from lightning_3d.tensor.grouped import (
     as_grouped_call,
     cut_dim_of,
 )
+from lightning_3d.tensor.partial_sums import PartialSum
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.randomness import dropout_shard
 from lightning_3d.tensor.sharded_activation import ShardedActivation
@@ -86,6 +87,8 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor that is sharded in any way as a plain one in its original order; a plain one as it is."""
     if isinstance(tensor, GroupedTensor):
         return tensor.parts.ungrouped(crossing.gather(crossing.as_sharded(tensor.local, tensor.mesh, tensor.parts.dim)))
+    if isinstance(tensor, PartialSum):
+        return tensor.reduced()
     return crossing.gather(tensor) if isinstance(tensor, DTensor | ShardedActivation) else tensor
 
 

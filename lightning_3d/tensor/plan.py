@@ -75,6 +75,9 @@ class BlockTensorPlan:
     is_sequence_parallel: bool = False
     """Whether what lies between the sharded weights works on slices of the sequence (`sequence`)."""
 
+    defers_sums: bool = False
+    """Whether what row weights of experts give is reduced when it is small (`partial_sums`), not at once."""
+
     unread: frozenset[int] = frozenset()
     """Leaves of the block's output, by position, that nothing reads and that stay on shards."""
 

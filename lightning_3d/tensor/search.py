@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_3d.errors import PlanError
 from lightning_3d.tensor.follow import ChangedInPlace, Cut, Followed, follow_block
 from lightning_3d.tensor.ledger import Communication
 from lightning_3d.tensor.plan import BlockTensorPlan, Role, replicated_plan
@@ -78,14 +79,41 @@ def plan_block(
             sequence_parallel=sequence_parallel,
             unread=unread,
         )
-        parameters = named_parameters(block)
-        group = _giving_way(lambda kept: _group(partial(follow, replicated=kept), parameters, size), by_hand)
-        best = _improve(group, size, replicated, by_hand)
+        find = partial(_find, parameters=named_parameters(block), size=size, replicated=replicated, by_hand=by_hand)
+        best = _with_sums_deferred(find, follow, find(follow))
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
         return replicated_plan(block, size=size, reason=reason)
     return _plan(block, best, size)
+
+
+def _find(
+    follow: Callable[..., Followed],
+    *,
+    parameters: Mapping[str, nn.Parameter],
+    size: int,
+    replicated: dict[str, str],
+    by_hand: Mapping[str, Role],
+) -> Followed:
+    group = _giving_way(lambda kept: _group(partial(follow, replicated=kept), parameters, size), by_hand)
+    return _improve(group, size, replicated, by_hand)
+
+
+def _with_sums_deferred(
+    find: Callable[[Callable[..., Followed]], Followed], follow: Callable[..., Followed], best: Followed
+) -> Followed:
+    """Where outputs of stacked weights are gathered, as that sends less than an all-reduce: reduce them later instead.
+
+    Elsewhere that would send less, too, but takes one more (small) all-reduce in the backward, for the scores.
+    """
+    if all(c.row is not None or c.sources.isdisjoint(best.stacked) for c in best.communications):
+        return best
+    try:
+        deferred = find(partial(follow, defers_sums=True))
+    except PlanError:  # it changes such a sum in place
+        return best
+    return deferred if deferred.communicated_bytes < best.communicated_bytes else best
 
 
 def _group(follow: Callable[..., Followed], parameters: Mapping[str, nn.Parameter], size: int) -> Followed:
@@ -235,6 +263,7 @@ def _plan(block: nn.Module, followed: Followed, size: int) -> BlockTensorPlan:
         weights=followed.weights,
         num_all_reduces_forward=all_reduces,
         is_sequence_parallel=followed.is_sequence_parallel,
+        defers_sums=followed.defers_sums,
         unread=followed.unread,
         kept=followed.kept,
         num_all_reduces_backward=followed.num_column_inputs,

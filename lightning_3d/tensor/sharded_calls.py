@@ -52,12 +52,13 @@ from lightning_3d.tensor.grouped import GroupedTensor, as_merge, as_repetition
 from lightning_3d.tensor.grouped_calls import call_on_parts, reshaped, whole
 from lightning_3d.tensor.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
+from lightning_3d.tensor.partial_sums import PartialSum, keeps_partial
 from lightning_3d.tensor.randomness import dropout_shard, seeded_for_rank
 from lightning_3d.tensor.running_statistics import RunningStatistics
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 from lightning_3d.tensor.weight_calls import WeightCalls
 
-_SHARDED = (DTensor, ShardedActivation, GroupedTensor)
+_SHARDED = (DTensor, ShardedActivation, GroupedTensor, PartialSum)
 
 # Calls that read what a handle itself knows; descriptors have `__get__`.
 _READS = frozenset(
@@ -90,12 +91,13 @@ class ShardedCalls(TorchFunctionMode):
     Args:
         mesh: The tp axis.
         sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
+        defers_sums: Whether what row weights of experts give is reduced later (`partial_sums`).
     """
 
-    def __init__(self, mesh: DeviceMesh, sequence: torch.Size | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, sequence: torch.Size | None = None, *, defers_sums: bool = False) -> None:
         super().__init__()
         self._mesh = mesh
-        self._weights = WeightCalls(mesh, sequence)
+        self._weights = WeightCalls(mesh, sequence, defers_sums=defers_sums)
         self.statistics = RunningStatistics(mesh)
         """To be entered with this mode."""
 
@@ -114,6 +116,14 @@ class ShardedCalls(TorchFunctionMode):
             with self:
                 return gated(*args, **kwargs)
         args = simplified(func, args)
+        if _has_sharded(args, PartialSum) or _has_sharded(kwargs.values(), PartialSum):
+            if isinstance(destination(func, args, kwargs), PartialSum):
+                raise PlanError(f"{function_name(func)} changes a sum in place that may not have been made yet")
+            if keeps_partial(func, args, kwargs, _is_partial, _is_plain):
+                return self._weights.on_parts_of_sum(func, args, kwargs)
+            args, kwargs = map_tensors(_reduced, (args, kwargs))
+            if not (_has_sharded(args) or _has_sharded(kwargs.values())):
+                return func(*args, **kwargs)
         if (output := self._weights.answer(func, args, kwargs)) is not None:
             return output
         args, kwargs = map_tensors(_plain_if_replicated, (args, kwargs))
@@ -168,6 +178,7 @@ class ShardedCalls(TorchFunctionMode):
         if is_own(cls.__module__) or not (_has_sharded(args) or _has_sharded(kwargs.values())):
             return function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
+            args, kwargs = map_tensors(_reduced, (args, kwargs))
             if _has_sharded(args, GroupedTensor) or _has_sharded(kwargs.values(), GroupedTensor):
                 return function(*map_tensors(whole, args), **map_tensors(whole, kwargs))
             return self._by_dtensor(function, args, kwargs, None)
@@ -308,6 +319,18 @@ def _has_sharded(values: Any, kinds: type[Tensor] | tuple[type[Tensor], ...] = _
         if isinstance(value, list | tuple) and any(isinstance(item, kinds) for item in value):
             return True
     return False
+
+
+def _is_partial(tensor: Tensor) -> bool:
+    return isinstance(tensor, PartialSum)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return not isinstance(tensor, _SHARDED)
+
+
+def _reduced(tensor: Tensor) -> Tensor:
+    return tensor.reduced() if isinstance(tensor, PartialSum) else tensor
 
 
 def _plain_if_replicated(tensor: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from lightning_3d.tensor.crossing import local_shard, shard_dim
 from lightning_3d.tensor.gathered import GatheredSequence
 from lightning_3d.tensor.grouped import GroupedTensor
 from lightning_3d.tensor.grouped_calls import cut_parts, whole
+from lightning_3d.tensor.partial_sums import PartialSum
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, is_along
 from lightning_3d.tensor.sharded_activation import ShardedActivation
@@ -38,10 +39,11 @@ class WeightCalls:
     Args:
         mesh: The tp axis.
         sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
+        defers_sums: Whether what row weights of experts give is reduced later (`partial_sums`).
     """
 
-    def __init__(self, mesh: DeviceMesh, sequence: torch.Size | None) -> None:
-        self._mesh, self._sequence = mesh, sequence
+    def __init__(self, mesh: DeviceMesh, sequence: torch.Size | None, *, defers_sums: bool) -> None:
+        self._mesh, self._sequence, self._defers_sums = mesh, sequence, defers_sums
         # By what column weights read: plain activations, and slices of the sequence.
         self._entered: _ByTensor[Tensor] = _ByTensor()
         self._own: _ByTensor[Tensor] = _ByTensor()
@@ -133,7 +135,10 @@ class WeightCalls:
         along = call.of_input.index(letter)
         is_local = shard_dim(call.input, self._mesh) == along
         own = local_shard(call.input) if is_local else crossing.shard(whole(call.input), self._mesh, along)
-        return crossing.reduce_rows(call.run(own, weight), self._mesh)
+        partial = call.run(own, weight)
+        if self._defers_sums and call.is_stacked:
+            return PartialSum(partial, self._mesh, is_fresh=True)
+        return crossing.reduce_rows(partial, self._mesh)
 
     def _convolve(self, call: Convolution) -> Tensor:
         """A convolution with any weight."""
@@ -169,6 +174,18 @@ class WeightCalls:
         gathered = self._gathered.get(input, lambda: GatheredSequence(local, self._mesh))
         with gathered.not_saved():
             return F.linear(gathered.whole, matrix, bias)
+
+    def on_parts_of_sum(self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a call that every rank makes on its part of a sum."""
+
+        def own(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, PartialSum):
+                tensor.is_fresh = False  # the backward may read it
+                return tensor.local
+            return self.column_input(tensor) if tensor.is_floating_point() else tensor
+
+        output = function(*map_tensors(own, args), **map_tensors(own, dict(kwargs)))
+        return map_tensors(lambda local: PartialSum(local, self._mesh, is_fresh=False), output)
 
     def column_input(self, tensor: Tensor) -> Tensor:
         """The same for all column weights that read `tensor`, so that their gradients are summed before one reduce."""
