@@ -118,7 +118,8 @@ class TensorConfig:
     """Compile each sharded block, its collectives included; those sharded over the vocabulary run eagerly. A block is
     compiled once for each kind of call: shapes, values of its attributes and of arguments other than tensors, training
     or evaluation. One that does more than compute on tensors (draws random numbers as dropout does, sets attributes,
-    looks into its data) runs eagerly, with a warning that says why. It must not read anything else that changes."""
+    looks into its data) runs eagerly, with a warning that says why. It must not read anything else that changes; and
+    what activation checkpointing inside of it would recompute is for the compiler to decide."""
 
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
     """As for ``torch.compile``. ``"aot_eager"`` fuses nothing, and needs no compiler on the machine."""

@@ -529,6 +529,18 @@ def test_runs_under_autocast(workers: WorkerPools) -> None:
         assert dtype == torch.float32
 
 
+def _autocast_dtype() -> torch.dtype:
+    block, x = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), tokens()
+    apply_block(block, plan_block(block, (x,), {}, size=2), _mesh(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        output: Tensor = block(x)
+    return output.dtype
+
+
+def test_row_weights_give_what_autocast_chose(workers: WorkerPools) -> None:
+    assert workers(2).run(_autocast_dtype) == [torch.bfloat16] * 2
+
+
 # --------------------------------------------------------------------------------------------------------------- proof
 
 

@@ -555,6 +555,30 @@ def test_slices_of_the_sequence_are_whole_to_convolutions(workers: WorkerPools, 
         assert plan.is_sharded
 
 
+def _autocast() -> tuple[float, float]:
+    block, args = _make("unet")
+    dense = copy.deepcopy(block)
+    apply_block(block, plan_block(block, args, {}, size=2), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    with torch.autocast("cpu", torch.bfloat16):
+        output, expected = block(*args), dense(*args)
+    assert output.dtype == expected.dtype == torch.bfloat16
+    output.float().square().mean().backward()
+    expected.float().square().mean().backward()
+    gradient, expected_gradient = block.conv1.weight.grad, dense.conv1.weight.grad
+    assert isinstance(gradient, DTensor)
+    return _distance(output, expected), _distance(gradient.full_tensor(), expected_gradient)
+
+
+def _distance(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).abs().max() / expected.abs().max())
+
+
+def test_autocast_gives_the_same_dtypes(workers: WorkerPools) -> None:
+    for output, gradient in workers(2).run(_autocast):
+        assert 0 < output < 0.03
+        assert 0 < gradient < 0.03
+
+
 class Dropping(nn.Module):
     """Drops channels of a sharded activation, and returns it."""
 

@@ -54,6 +54,13 @@ def by_number(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
     )
 
 
+def by_number_after_a_look(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
+    """A first expert is read without a gradient."""
+    with torch.no_grad():
+        scale = F.linear(x, m.up[0]).abs().amax().tanh()
+    return by_number(m, x * scale, scores)
+
+
 def by_iteration(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
     experts = zip(m.up, m.up_bias, m.down.unbind(), scores.unbind(1), strict=True)
     return sum(_expert(x, up, bias, down) * score[:, None] for up, bias, down, score in experts)  # type: ignore[return-value]
@@ -162,7 +169,11 @@ def added(x: Tensor, y: Tensor) -> Tensor:
 
 
 def read_twice(x: Tensor, y: Tensor) -> Tensor:
-    return F.layer_norm(x + y.tanh(), y.shape[-1:]) * y.detach().abs().amax().item() + y
+    """First without a gradient; then in ways that are linear and others."""
+    with torch.no_grad():
+        scale = y.abs().amax().tanh()
+    x = x + 0.5 * y * scale
+    return F.layer_norm(x + y.tanh(), y.shape[-1:]) * y.detach().amax().tanh().item() + 2 * y
 
 
 def changed_in_place(x: Tensor, y: Tensor) -> Tensor:
@@ -212,6 +223,20 @@ class Branching(nn.Module):
         return self.down(hidden * factor) * scale / 10
 
 
+class Scattered(nn.Module):
+    """A router whose choice is written into a tensor made like its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 4)
+        self.up, self.down = nn.Linear(WIDTH, 4 * HIDDEN), nn.Linear(4 * HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = self.gate(x).topk(2)
+        weights = torch.zeros_like(self.gate(x)).scatter_(-1, chosen, scores.sigmoid())
+        return x + self.down(self.up(x).unflatten(-1, (4, -1)).mul(weights.unsqueeze(-1)).flatten(-2).relu())
+
+
 RUNS: list[Run] = [
     by_number,
     by_iteration,
@@ -250,7 +275,13 @@ def make(name: str) -> Example:
     made: dict[str, Callable[[], nn.Module]] = {run.__name__: functools.partial(Stacked, run) for run in RUNS}
     made |= {f"{kind} {experts}": functools.partial(Layer, kind, experts) for kind, experts in MODELS}
     made |= {"gated": lambda: Gated(False), "interleaved": lambda: Gated(True)}
-    made |= {"modules": Modules, "branching": Branching, "narrow": lambda: Gated(False, hidden=8)}
+    made |= {
+        "looked": lambda: Stacked(by_number_after_a_look),
+        "modules": Modules,
+        "branching": Branching,
+        "scattered": Scattered,
+        "narrow": lambda: Gated(False, hidden=8),
+    }
     made |= {tail.__name__: functools.partial(TopTwo, tail) for tail in TAILS}
     made |= {"starved": lambda: Modules(starved=True)}
     block = made[name]()
@@ -367,6 +398,18 @@ def test_control_flow_by_sharded_values_is_right(workers: WorkerPools) -> None:
     for plan, forward, _ in workers(2).run(_parity, "branching"):
         assert plan.sharded_share > 0.97
         assert sum(forward.values()) == plan.num_all_reduces_forward + plan.num_other_collectives_forward
+
+
+def test_weights_that_are_first_read_without_a_gradient_get_theirs(workers: WorkerPools) -> None:
+    for plan, _, _ in workers(2).run(_parity, "looked"):
+        assert plan.sharded_share > 0.94
+
+
+def test_a_router_whose_logits_are_changed_in_place_is_replicated(workers: WorkerPools) -> None:
+    for plan, forward, _ in workers(2).run(_parity, "scattered"):
+        assert plan.weight("gate.weight").reason == "scatter_ changes its output in place and has no sharded form"
+        assert plan.weight("up.weight").role == "column"
+        assert forward == {"allreduce_": 1}
 
 
 def test_gate_and_up_in_one_weight_are_parts() -> None:

@@ -153,7 +153,7 @@ def _comparable(value: object, seen: set[int]) -> Hashable:
     """The value of an attribute: by what it is, with the content of containers and of objects such as a config."""
     if type(value) in STATIC_TYPES:
         return type(value), value
-    if isinstance(value, nn.Module | type) or callable(value) or id(value) in seen:
+    if isinstance(value, nn.Module | type) or id(value) in seen:
         return _Same(value)
     seen.add(id(value))
     if isinstance(value, list | tuple | set | frozenset):

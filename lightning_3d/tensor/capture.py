@@ -49,10 +49,9 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -
     )
     # A mode that refuses tensors which are no arguments: they would become constants, and get no gradients.
     stand_ins = TracingContext(FakeTensorMode())
-    with _without_autocast_cache(), settings, tracing(stand_ins):
+    with _without_autocast_cache(), settings, tracing(stand_ins), _known_failures():
         # They declare a GraphModule, of which they need no more than a module.
-        with _known_failures():
-            compiled: Computation = compiler(module, list(tensors))  # type: ignore[arg-type]
+        compiled: Computation = compiler(module, list(tensors))  # type: ignore[arg-type]
     del module.computation  # what is compiled refers to the module
     return compiled
 

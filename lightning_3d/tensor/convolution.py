@@ -77,8 +77,8 @@ class Convolution:
         return output
 
     def with_bias(self, output: Tensor, bias: Tensor | None) -> Tensor:
-        """An output with the bias added to its channels."""
-        return output if bias is None else output + bias.view(-1, *[1] * (self.weight.dim() - 2))
+        """An output with the bias added to its channels; its dtype, which autocast may have chosen, stays."""
+        return output if bias is None else output + bias.view(-1, *[1] * (self.weight.dim() - 2)).to(output.dtype)
 
 
 _OPTIONS = ("stride", "padding", "dilation", "groups")

@@ -38,7 +38,8 @@ class PartialSum(Tensor):
     local: Tensor
     mesh: DeviceMesh
     is_fresh: bool
-    _reduced: Tensor | None
+    made: Tensor | None
+    """The sum, a plain tensor, once it is made; `local` is then of no use."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -47,7 +48,7 @@ class PartialSum(Tensor):
         handle = Tensor._make_wrapper_subclass(
             cls, local.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
-        handle.local, handle.mesh, handle.is_fresh, handle._reduced = local, mesh, is_fresh, None
+        handle.local, handle.mesh, handle.is_fresh, handle.made = local, mesh, is_fresh, None
         return handle
 
     @classmethod
@@ -57,11 +58,12 @@ class PartialSum(Tensor):
         raise NotImplementedError(f"{func} on a partial sum, from code that tensor parallel does not see")
 
     def reduced(self) -> Tensor:
-        """The sum, a plain tensor; made once."""
-        if self._reduced is None:
-            own = self.local if self.is_fresh else self.local.clone()
-            self._reduced = crossing.reduce_rows(own, self.mesh)
-        return self._reduced
+        """The sum; made once, with its history even if the first reader needs none."""
+        if self.made is None:
+            with torch.enable_grad():
+                own = self.local if self.is_fresh else self.local.clone()
+                self.made = crossing.reduce_rows(own, self.mesh)
+        return self.made
 
 
 def keeps_partial(

@@ -4,7 +4,9 @@
     nonzero, where(mask), tensor[mask]       as many as the longest dim is long, as if every token had come
 
 So blocks whose routing depends on data (mixtures of experts) can be planned. Only planning sees such values: the proof
-of a plan and the training see the real ones.
+of a plan and the training see the real ones. There all ranks of a tp group must read the same, as it decides which
+collectives they make. They do: what they read is replicated, computed alike from replicated tensors, and a collective
+that makes a tensor whole leaves the same bits on all ranks.
 """
 
 from __future__ import annotations

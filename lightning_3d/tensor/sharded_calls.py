@@ -119,6 +119,7 @@ class ShardedCalls(TorchFunctionMode):
         if _has_sharded(args, PartialSum) or _has_sharded(kwargs.values(), PartialSum):
             if isinstance(destination(func, args, kwargs), PartialSum):
                 raise PlanError(f"{function_name(func)} changes a sum in place that may not have been made yet")
+            args, kwargs = map_tensors(_made, (args, kwargs))
             if keeps_partial(func, args, kwargs, _is_partial, _is_plain):
                 return self._weights.on_parts_of_sum(func, args, kwargs)
             args, kwargs = map_tensors(_reduced, (args, kwargs))
@@ -327,6 +328,10 @@ def _is_partial(tensor: Tensor) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     return not isinstance(tensor, _SHARDED)
+
+
+def _made(tensor: Tensor) -> Tensor:
+    return tensor.made if isinstance(tensor, PartialSum) and tensor.made is not None else tensor
 
 
 def _reduced(tensor: Tensor) -> Tensor:

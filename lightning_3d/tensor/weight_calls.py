@@ -81,9 +81,10 @@ class WeightCalls:
             sliced = crossing.scatter_rows(partial, self._mesh, SEQUENCE_DIM)
             if bias is None:
                 return sliced
-            return crossing.as_sharded(sliced.local + self.column_input(whole(bias)), self._mesh, SEQUENCE_DIM)
+            added = self.column_input(whole(bias)).to(sliced.dtype)  # which autocast may have chosen
+            return crossing.as_sharded(sliced.local + added, self._mesh, SEQUENCE_DIM)
         output = crossing.reduce_rows(partial, self._mesh)
-        return output if bias is None else output + whole(bias)
+        return output if bias is None else output + whole(bias).to(output.dtype)
 
     def _is_weight(self, tensor: Tensor) -> bool:
         if isinstance(tensor, DTensor):
@@ -118,7 +119,8 @@ class WeightCalls:
         """The own shard; once per weight, so that the gradients of its aliases are summed before they are its own."""
         if isinstance(weight, GroupedTensor):
             return weight.local
-        return self._own.get(weight, lambda: local_shard(weight))
+        with torch.enable_grad():  # with its history, even if the first that reads it needs none
+            return self._own.get(weight, lambda: local_shard(weight))
 
     def _contract(self, call: Contraction) -> Tensor:
         """As `_project`, for a contraction with a sharded weight."""

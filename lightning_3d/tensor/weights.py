@@ -113,7 +113,7 @@ class Weights:
         )
 
     def fqn_of(self, tensor: Tensor) -> str:
-        """The first name of a weight, given itself, its transpose or a part of it."""
+        """The first name of a weight, given itself, an alias or a part of it."""
         alias = self._aliases.get(id(tensor))
         return min(self._ledger.sources([tensor]), default="") if alias is None else alias.weight.fqn
 
