@@ -51,39 +51,6 @@ class Trained(L.LightningModule):
         return torch.optim.AdamW(trainable, lr=self.lr, eps=ADAM_EPS)
 
 
-class HuggingFace(Trained):
-    """A model of transformers on a dict of its arguments; it computes its own loss."""
-
-    def __init__(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.arguments = arguments
-
-    def compute_loss(self, batch: Mapping[str, Any]) -> Tensor:
-        loss: Tensor = self.model(**batch, **self.arguments).loss
-        return loss
-
-
-def hugging_face(
-    config: str, model_class: str, *, arguments: Mapping[str, Any] | None = None, **settings: Any
-) -> HuggingFace:
-    """Build a model from ``config(**settings)`` without dropout; ``arguments`` go with every batch."""
-    transformers = importlib.import_module("transformers")
-    configuration = getattr(transformers, config)(**settings)
-    _disable_dropout(configuration)
-    build = getattr(transformers, model_class)
-    model = build.from_config(configuration) if model_class.startswith("Auto") else build(configuration)
-    return HuggingFace(model.train(), arguments or {})
-
-
-def _disable_dropout(config: Any) -> None:
-    for name, value in list(vars(config).items()):
-        if isinstance(value, float) and ("drop" in name or "mask_time" in name):
-            setattr(config, name, 0.0)
-        elif type(value).__name__.endswith("Config"):
-            _disable_dropout(value)
-
-
 # ------------------------------------------------------------------------------------------------------------- data
 
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
 from torch import nn
 
 from tests import architectures as a
+from tests.hugging_face import (
+    CLM,
+    IMAGES,
+    MLM,
+    hf_job,
+    hugging_face,
+    image_settings,
+    seq2seq_settings,
+    small_job,
+    text_settings,
+)
 from tests.parity import Job, Layout, LayoutRun, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
@@ -27,93 +37,57 @@ class Row:
     layouts: tuple[Layout, ...] = field(default=(PP2,))
 
 
-def _job(model: Any, data: Any, **settings: Any) -> Job:
-    return Job(model=model, data=data, global_batch_size=4, num_val_batches=1, **settings)
-
-
-def _hf(config: str, model_class: str, data: Any = a.text, **settings: Any) -> Job:
-    return _job(partial(a.hugging_face, config, model_class, **settings), data)
-
-
-_TEXT: dict[str, Any] = {
-    "vocab_size": a.VOCABULARY,
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
+_TEXT = text_settings(width=16, num_heads=2, num_layers=3)
 _GROUPED = {**_TEXT, "num_key_value_heads": 1, "head_dim": 8}
-_SEQ2SEQ = {
-    "vocab_size": a.VOCABULARY,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
-_IMAGE = {
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_labels": a.NUM_CLASSES,
-}
+_SEQ2SEQ = seq2seq_settings(width=16, num_heads=2)
+_IMAGE = image_settings(width=16, num_heads=2, num_layers=3)
 _TOWERS = {
     "text_config": {**_TEXT, "projection_dim": 8, "eos_token_id": 2, "bos_token_id": 1},
     "vision_config": {**_IMAGE, "projection_dim": 8},
     "projection_dim": 8,
 }
-_CLM, _MLM, _IMAGES = "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification"
 
 HUGGING_FACE = {
-    "llama": Row(job=_hf("LlamaConfig", _CLM, **_GROUPED), layouts=(PP2, Layout(pp=2, dp=2, num_microbatches=2))),
-    "llama-tied": Row(job=_hf("LlamaConfig", _CLM, **_GROUPED, tie_word_embeddings=True), layouts=(PP4,)),
-    "llama-masked": Row(job=_hf("LlamaConfig", _CLM, a.masked_text, **_GROUPED)),
+    "llama": Row(job=hf_job("LlamaConfig", CLM, **_GROUPED), layouts=(PP2, Layout(pp=2, dp=2, num_microbatches=2))),
+    "llama-tied": Row(job=hf_job("LlamaConfig", CLM, **_GROUPED, tie_word_embeddings=True), layouts=(PP4,)),
+    "llama-masked": Row(job=hf_job("LlamaConfig", CLM, a.masked_text, **_GROUPED)),
     "gpt2": Row(
-        job=_hf("GPT2Config", _CLM, vocab_size=a.VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32, n_inner=32)
+        job=hf_job(
+            "GPT2Config", CLM, vocab_size=a.VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32, n_inner=32
+        )
     ),
-    "mistral": Row(job=_hf("MistralConfig", _CLM, **_GROUPED, sliding_window=4)),
-    "qwen3": Row(job=_hf("Qwen3Config", _CLM, **_GROUPED), layouts=(Layout(pp=2, tp=2, num_microbatches=2),)),
-    "mixtral": Row(job=_hf("MixtralConfig", _CLM, **_GROUPED, num_local_experts=4)),
+    "mistral": Row(job=hf_job("MistralConfig", CLM, **_GROUPED, sliding_window=4)),
+    "qwen3": Row(job=hf_job("Qwen3Config", CLM, **_GROUPED), layouts=(Layout(pp=2, tp=2, num_microbatches=2),)),
+    "mixtral": Row(job=hf_job("MixtralConfig", CLM, **_GROUPED, num_local_experts=4)),
     "mixtral-balanced": Row(
-        job=_hf("MixtralConfig", _CLM, **_GROUPED, num_local_experts=4, output_router_logits=True), layouts=(WHOLE,)
+        job=hf_job("MixtralConfig", CLM, **_GROUPED, num_local_experts=4, output_router_logits=True),
+        layouts=(WHOLE,),
     ),
-    "gemma": Row(job=_hf("GemmaConfig", _CLM, **_GROUPED)),
-    "phi": Row(job=_hf("PhiConfig", _CLM, **_TEXT)),
+    "gemma": Row(job=hf_job("GemmaConfig", CLM, **_GROUPED)),
+    "phi": Row(job=hf_job("PhiConfig", CLM, **_TEXT)),
     "opt": Row(
-        job=_hf(
+        job=hf_job(
             "OPTConfig",
-            _CLM,
+            CLM,
             **{**_TEXT, "ffn_dim": 32, "word_embed_proj_dim": 16},
         )
     ),
-    "bloom": Row(job=_hf("BloomConfig", _CLM, vocab_size=a.VOCABULARY, hidden_size=16, n_layer=3, n_head=2)),
-    "falcon": Row(job=_hf("FalconConfig", _CLM, **_TEXT)),
-    "gpt-neox": Row(job=_hf("GPTNeoXConfig", _CLM, **_TEXT)),
+    "bloom": Row(job=hf_job("BloomConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=16, n_layer=3, n_head=2)),
+    "falcon": Row(job=hf_job("FalconConfig", CLM, **_TEXT)),
+    "gpt-neox": Row(job=hf_job("GPTNeoXConfig", CLM, **_TEXT)),
     "mamba": Row(
-        job=_hf("MambaConfig", _CLM, vocab_size=a.VOCABULARY, hidden_size=16, num_hidden_layers=3, state_size=4)
+        job=hf_job("MambaConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=16, num_hidden_layers=3, state_size=4)
     ),
     "rwkv": Row(
-        job=_hf("RwkvConfig", _CLM, vocab_size=a.VOCABULARY, hidden_size=16, num_hidden_layers=3, context_length=32)
+        job=hf_job("RwkvConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=16, num_hidden_layers=3, context_length=32)
     ),
-    "bert": Row(job=_hf("BertConfig", _MLM, a.masked_text, **_TEXT)),
-    "albert": Row(job=_hf("AlbertConfig", _MLM, **_TEXT, embedding_size=8)),
-    "roberta": Row(job=_hf("RobertaConfig", _MLM, **_TEXT)),
+    "bert": Row(job=hf_job("BertConfig", MLM, a.masked_text, **_TEXT)),
+    "albert": Row(job=hf_job("AlbertConfig", MLM, **_TEXT, embedding_size=8)),
+    "roberta": Row(job=hf_job("RobertaConfig", MLM, **_TEXT)),
     "deberta-v2": Row(
-        job=_hf(
+        job=hf_job(
             "DebertaV2Config",
-            _MLM,
+            MLM,
             **_TEXT,
             relative_attention=True,
             position_buckets=4,
@@ -122,9 +96,9 @@ HUGGING_FACE = {
             norm_rel_ebd="layer_norm",
         )
     ),
-    "electra": Row(job=_hf("ElectraConfig", _MLM, **_TEXT, embedding_size=8)),
+    "electra": Row(job=hf_job("ElectraConfig", MLM, **_TEXT, embedding_size=8)),
     "distilbert": Row(
-        job=_hf(
+        job=hf_job(
             "DistilBertConfig",
             "AutoModelForSequenceClassification",
             a.labelled_text,
@@ -138,7 +112,7 @@ HUGGING_FACE = {
         )
     ),
     "t5": Row(
-        job=_hf(
+        job=hf_job(
             "T5Config",
             "AutoModelForSeq2SeqLM",
             vocab_size=a.VOCABULARY,
@@ -151,11 +125,11 @@ HUGGING_FACE = {
         ),
         layouts=(PP2, PP4),
     ),
-    "bart": Row(job=_hf("BartConfig", "AutoModelForSeq2SeqLM", **_SEQ2SEQ, forced_eos_token_id=2)),
-    "pegasus": Row(job=_hf("PegasusConfig", "AutoModelForSeq2SeqLM", **_SEQ2SEQ)),
-    "marian": Row(job=_hf("MarianConfig", "AutoModelForSeq2SeqLM", **_SEQ2SEQ)),
+    "bart": Row(job=hf_job("BartConfig", "AutoModelForSeq2SeqLM", **_SEQ2SEQ, forced_eos_token_id=2)),
+    "pegasus": Row(job=hf_job("PegasusConfig", "AutoModelForSeq2SeqLM", **_SEQ2SEQ)),
+    "marian": Row(job=hf_job("MarianConfig", "AutoModelForSeq2SeqLM", **_SEQ2SEQ)),
     "whisper": Row(
-        job=_hf(
+        job=hf_job(
             "WhisperConfig",
             "AutoModelForSpeechSeq2Seq",
             a.spectrograms,
@@ -163,7 +137,7 @@ HUGGING_FACE = {
         )
     ),
     "wav2vec2": Row(
-        job=_hf(
+        job=hf_job(
             "Wav2Vec2Config",
             "AutoModelForAudioClassification",
             a.waveforms,
@@ -180,12 +154,12 @@ HUGGING_FACE = {
             num_labels=a.NUM_CLASSES,
         )
     ),
-    "vit": Row(job=_hf("ViTConfig", _IMAGES, a.images, **_IMAGE)),
-    "deit": Row(job=_hf("DeiTConfig", "DeiTForImageClassification", a.images, **_IMAGE)),
+    "vit": Row(job=hf_job("ViTConfig", IMAGES, a.images, **_IMAGE)),
+    "deit": Row(job=hf_job("DeiTConfig", "DeiTForImageClassification", a.images, **_IMAGE)),
     "swin": Row(
-        job=_hf(
+        job=hf_job(
             "SwinConfig",
-            _IMAGES,
+            IMAGES,
             a.images,
             image_size=16,
             patch_size=2,
@@ -197,9 +171,9 @@ HUGGING_FACE = {
         )
     ),
     "resnet": Row(
-        job=_hf(
+        job=hf_job(
             "ResNetConfig",
-            _IMAGES,
+            IMAGES,
             a.images,
             embedding_size=8,
             hidden_sizes=[8, 16],
@@ -210,9 +184,9 @@ HUGGING_FACE = {
         layouts=(WHOLE,),
     ),
     "convnext": Row(
-        job=_hf(
+        job=hf_job(
             "ConvNextConfig",
-            _IMAGES,
+            IMAGES,
             a.images,
             hidden_sizes=[8, 16],
             depths=[1, 2],
@@ -222,7 +196,7 @@ HUGGING_FACE = {
         )
     ),
     "segformer": Row(
-        job=_hf(
+        job=hf_job(
             "SegformerConfig",
             "AutoModelForSemanticSegmentation",
             a.segmented_images,
@@ -240,26 +214,26 @@ HUGGING_FACE = {
         layouts=(WHOLE,),
     ),
     "clip": Row(
-        job=_hf("CLIPConfig", "AutoModel", a.images_with_text, arguments={"return_loss": True}, **_TOWERS),
+        job=hf_job("CLIPConfig", "AutoModel", a.images_with_text, arguments={"return_loss": True}, **_TOWERS),
         layouts=(WHOLE,),
     ),
     "batch-encoding": Row(
-        job=_job(partial(a.hugging_face, "BertConfig", _MLM, **_TEXT), a.text, collate=a.collate_encoding)
+        job=small_job(partial(hugging_face, "BertConfig", MLM, **_TEXT), a.text, collate=a.collate_encoding)
     ),
 }
 
 OWN = {
-    "unet": Row(job=_job(a.UNet, a.images), layouts=(PP2, PP4)),
-    "nn-transformer": Row(job=_job(a.EncoderDecoder, a.sequences), layouts=(PP4,)),
+    "unet": Row(job=small_job(a.UNet, a.images), layouts=(PP2, PP4)),
+    "nn-transformer": Row(job=small_job(a.EncoderDecoder, a.sequences), layouts=(PP4,)),
     "residual-vit": Row(
-        job=_job(a.ResidualViT, a.images), layouts=(PP2, PP4, Layout(pp=2, dp=2, zero=3, num_microbatches=2))
+        job=small_job(a.ResidualViT, a.images), layouts=(PP2, PP4, Layout(pp=2, dp=2, zero=3, num_microbatches=2))
     ),
-    "lstm": Row(job=_job(partial(a.Recurrent, nn.LSTM), a.token_pairs), layouts=(PP2, PP4)),
-    "gru": Row(job=_job(partial(a.Recurrent, nn.GRU), a.token_pairs)),
-    "unrolled-cell": Row(job=_job(a.UnrolledCell, a.sequences), layouts=(PP2, PP4)),
-    "structures": Row(job=_job(a.Structures, a.sequences), layouts=(PP2, PP4)),
+    "lstm": Row(job=small_job(partial(a.Recurrent, nn.LSTM), a.token_pairs), layouts=(PP2, PP4)),
+    "gru": Row(job=small_job(partial(a.Recurrent, nn.GRU), a.token_pairs)),
+    "unrolled-cell": Row(job=small_job(a.UnrolledCell, a.sequences), layouts=(PP2, PP4)),
+    "structures": Row(job=small_job(a.Structures, a.sequences), layouts=(PP2, PP4)),
     "mixture": Row(
-        job=_job(a.Mixture, a.sequences),
+        job=small_job(a.Mixture, a.sequences),
         layouts=(
             PP2,
             PP4,
@@ -269,29 +243,23 @@ OWN = {
         ),
     ),
     "collected": Row(
-        job=_job(a.Collected, a.sequences),
+        job=small_job(a.Collected, a.sequences),
         layouts=(PP2, PP4, Layout(pp=2, dp=2, zero=3, num_microbatches=2)),
     ),
-    "lora": Row(job=_job(a.Adapted, a.vectors), layouts=(PP2, PP4)),
-    "parameterless": Row(job=_job(a.Parameterless, a.images)),
-    "ties": Row(job=_job(a.Ties, a.token_pairs), layouts=(PP2, PP4)),
+    "lora": Row(job=small_job(a.Adapted, a.vectors), layouts=(PP2, PP4)),
+    "parameterless": Row(job=small_job(a.Parameterless, a.images)),
+    "ties": Row(job=small_job(a.Ties, a.token_pairs), layouts=(PP2, PP4)),
     "functions": Row(
-        job=_job(partial(a.CustomFunctions, use_reentrant=False), a.sequences),
+        job=small_job(partial(a.CustomFunctions, use_reentrant=False), a.sequences),
         layouts=(PP2, Layout(pp=2, dp=2, zero=3, num_microbatches=2)),
     ),
-    "functions-reentrant": Row(job=_job(partial(a.CustomFunctions, use_reentrant=True), a.sequences)),
-    "nested-batches": Row(job=_job(a.NestedBatches, a.named_text, collate=a.collate_examples, num_missing=1)),
-    "last-batch-of-one": Row(job=_job(a.EncoderDecoder, a.sequences, num_missing=3)),
+    "functions-reentrant": Row(job=small_job(partial(a.CustomFunctions, use_reentrant=True), a.sequences)),
+    "nested-batches": Row(job=small_job(a.NestedBatches, a.named_text, collate=a.collate_examples, num_missing=1)),
+    "last-batch-of-one": Row(job=small_job(a.EncoderDecoder, a.sequences, num_missing=3)),
 }
 
 TABLE = {**HUGGING_FACE, **OWN}
 CASES = [(name, layout) for name, row in TABLE.items() for layout in row.layouts]
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[str, ReferenceRun]:
-    """The runs of one process by name, filled as they are needed."""
-    return {}
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=[f"{name}-{layout}" for name, layout in CASES])

@@ -22,6 +22,7 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.deferred import DeferredTensor, defer_init, fingerprint, recording
 from lightning_3d.deferred.replay import Contents
 from tests import architectures as a
+from tests.hugging_face import hugging_face
 from tests.models import TinyGPT, TinyMLP, features, tokens
 from tests.workers import WorkerPools
 
@@ -172,10 +173,6 @@ class Buffers(nn.Module):
         self.top = self.weight[:3]
 
 
-def _hf(config: str, model_class: str, **settings: Any) -> nn.Module:
-    return a.hugging_face(config, model_class, **settings)
-
-
 _SIZES: dict[str, Any] = {
     "vocab_size": 200,
     "hidden_size": 64,
@@ -185,10 +182,10 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 100,
     "pad_token_id": 0,
 }
-LLAMA = partial(_hf, "LlamaConfig", "LlamaForCausalLM", num_key_value_heads=2, **_SIZES)
-BERT = partial(_hf, "BertConfig", "BertForMaskedLM", **_SIZES)
+LLAMA = partial(hugging_face, "LlamaConfig", "LlamaForCausalLM", num_key_value_heads=2, **_SIZES)
+BERT = partial(hugging_face, "BertConfig", "BertForMaskedLM", **_SIZES)
 T5 = partial(
-    _hf,
+    hugging_face,
     "T5Config",
     "T5ForConditionalGeneration",
     vocab_size=a.VOCABULARY,

@@ -6,13 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
 
 import pytest
 import transformers
 
 from lightning_3d.tensor import WeightPlan
 from tests import architectures as a
+from tests.hugging_face import (
+    CLM,
+    IMAGES,
+    MLM,
+    S2S,
+    hf_job,
+    image_settings,
+    seq2seq_settings,
+    small_job,
+    text_settings,
+)
 from tests.parity import Job, Layout, LayoutRun, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
@@ -42,23 +52,7 @@ class Row:
     sizes: tuple[int, ...] = (2,)
 
 
-def _job(model: Any, data: Any) -> Job:
-    return Job(model=model, data=data, global_batch_size=4, num_val_batches=1)
-
-
-def _hf(config: str, model_class: str, data: Any = a.text, **settings: Any) -> Job:
-    return _job(partial(a.hugging_face, config, model_class, **settings), data)
-
-
-TEXT: dict[str, Any] = {
-    "vocab_size": a.VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-}
+TEXT = text_settings(width=32, num_heads=4, num_layers=2)
 GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
 ONE_KEY = {**GROUPED, "num_key_value_heads": 1}
 LATENT = {
@@ -78,36 +72,8 @@ LATENT = {
 }
 """Multi-head latent attention, and a mixture of experts in the second layer, whose narrow experts' second weights are
 columns: gathering their inputs and the sum of their outputs sends less than reducing the outputs of each expert."""
-SEQ2SEQ = {
-    "vocab_size": a.VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-}
-IMAGE = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_labels": a.NUM_CLASSES,
-}
-CLM, MLM, IMAGES, S2S = (
-    "AutoModelForCausalLM",
-    "AutoModelForMaskedLM",
-    "AutoModelForImageClassification",
-    "AutoModelForSeq2SeqLM",
-)
+SEQ2SEQ = seq2seq_settings(width=32, num_heads=4)
+IMAGE = image_settings(width=32, num_heads=4, num_layers=2)
 RESNET = {
     "embedding_size": 8,
     "hidden_sizes": [16, 32],
@@ -131,62 +97,69 @@ EXPANDED = Expected(others=1, share=0.98)
 """An inverted residual with squeeze and excitation."""
 
 TABLE = {
-    "llama": Row(job=_hf("LlamaConfig", CLM, **GROUPED), blocks={"LlamaDecoderLayer": OPTIMUM}),
+    "llama": Row(job=hf_job("LlamaConfig", CLM, **GROUPED), blocks={"LlamaDecoderLayer": OPTIMUM}),
     "llama-tied": Row(
-        job=_hf("LlamaConfig", CLM, **{**GROUPED, "num_key_value_heads": 4}, tie_word_embeddings=True),
+        job=hf_job("LlamaConfig", CLM, **{**GROUPED, "num_key_value_heads": 4}, tie_word_embeddings=True),
         blocks={"LlamaDecoderLayer": OPTIMUM},
         sizes=(2, 4),
     ),
     "llama-one-kv-head": Row(
-        job=_hf("LlamaConfig", CLM, **ONE_KEY), blocks={"LlamaDecoderLayer": Expected(share=0.84)}, sizes=(2, 4)
+        job=hf_job("LlamaConfig", CLM, **ONE_KEY),
+        blocks={"LlamaDecoderLayer": Expected(share=0.84)},
+        sizes=(2, 4),
     ),
-    "mistral": Row(job=_hf("MistralConfig", CLM, **GROUPED, sliding_window=4), blocks={"MistralDecoderLayer": OPTIMUM}),
+    "mistral": Row(
+        job=hf_job("MistralConfig", CLM, **GROUPED, sliding_window=4), blocks={"MistralDecoderLayer": OPTIMUM}
+    ),
     "qwen2": Row(
-        job=_hf("Qwen2Config", CLM, **{**TEXT, "num_key_value_heads": 2}), blocks={"Qwen2DecoderLayer": OPTIMUM}
+        job=hf_job("Qwen2Config", CLM, **{**TEXT, "num_key_value_heads": 2}),
+        blocks={"Qwen2DecoderLayer": OPTIMUM},
     ),
-    "qwen3": Row(job=_hf("Qwen3Config", CLM, **GROUPED), blocks={"Qwen3DecoderLayer": OPTIMUM}),
-    "gemma": Row(job=_hf("GemmaConfig", CLM, **GROUPED), blocks={"GemmaDecoderLayer": OPTIMUM}),
-    "phi": Row(job=_hf("PhiConfig", CLM, **TEXT), blocks={"PhiDecoderLayer": PARALLEL}),
-    "phi3": Row(job=_hf("Phi3Config", CLM, **TEXT), blocks={"Phi3DecoderLayer": OPTIMUM}),
+    "qwen3": Row(job=hf_job("Qwen3Config", CLM, **GROUPED), blocks={"Qwen3DecoderLayer": OPTIMUM}),
+    "gemma": Row(job=hf_job("GemmaConfig", CLM, **GROUPED), blocks={"GemmaDecoderLayer": OPTIMUM}),
+    "phi": Row(job=hf_job("PhiConfig", CLM, **TEXT), blocks={"PhiDecoderLayer": PARALLEL}),
+    "phi3": Row(job=hf_job("Phi3Config", CLM, **TEXT), blocks={"Phi3DecoderLayer": OPTIMUM}),
     "opt": Row(
-        job=_hf("OPTConfig", CLM, **{**TEXT, "ffn_dim": 64, "word_embed_proj_dim": 32}),
+        job=hf_job("OPTConfig", CLM, **{**TEXT, "ffn_dim": 64, "word_embed_proj_dim": 32}),
         blocks={"OPTDecoderLayer": OPTIMUM},
     ),
     "bloom": Row(
-        job=_hf("BloomConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
+        job=hf_job("BloomConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=32, n_layer=2, n_head=4),
         blocks={"BloomBlock": OPTIMUM},
         sizes=(2, 4),
     ),
     "gpt2": Row(
-        job=_hf("GPT2Config", CLM, vocab_size=a.VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=64),
+        job=hf_job(
+            "GPT2Config", CLM, vocab_size=a.VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=64
+        ),
         blocks={"GPT2Block": OPTIMUM},
         sizes=(2, 4),
     ),
-    "gpt-neox": Row(job=_hf("GPTNeoXConfig", CLM, **TEXT), blocks={"GPTNeoXLayer": OPTIMUM}, sizes=(2, 4)),
-    "falcon": Row(job=_hf("FalconConfig", CLM, **TEXT, multi_query=False), blocks={"FalconDecoderLayer": PARALLEL}),
+    "gpt-neox": Row(job=hf_job("GPTNeoXConfig", CLM, **TEXT), blocks={"GPTNeoXLayer": OPTIMUM}, sizes=(2, 4)),
+    "falcon": Row(job=hf_job("FalconConfig", CLM, **TEXT, multi_query=False), blocks={"FalconDecoderLayer": PARALLEL}),
     "mixtral": Row(
-        job=_hf("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="batched_mm"),
+        job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="batched_mm"),
         blocks={"MixtralDecoderLayer": OPTIMUM},
         sizes=(2, 4),
     ),
     "mixtral-grouped": Row(
-        job=_hf("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="grouped_mm"),
+        job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="grouped_mm"),
         blocks={"MixtralDecoderLayer": OPTIMUM},
     ),
     "mixtral-eager": Row(
-        job=_hf("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="eager"),
+        job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="eager"),
         blocks={"MixtralDecoderLayer": EXPERT_BY_EXPERT},
     ),
     "qwen3-moe": Row(
-        job=_hf("Qwen3MoeConfig", CLM, **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
+        job=hf_job("Qwen3MoeConfig", CLM, **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
         blocks={"Qwen3MoeDecoderLayer": OPTIMUM},
     ),
     "olmoe": Row(
-        job=_hf("OlmoeConfig", CLM, **TEXT, num_experts=4, num_experts_per_tok=2),
+        job=hf_job("OlmoeConfig", CLM, **TEXT, num_experts=4, num_experts_per_tok=2),
         blocks={"OlmoeDecoderLayer": Expected(forward=4)},
     ),
     "qwen2-moe": Row(
-        job=_hf(
+        job=hf_job(
             "Qwen2MoeConfig",
             CLM,
             **GROUPED,
@@ -198,7 +171,7 @@ TABLE = {
         blocks={"Qwen2MoeDecoderLayer": SHARED_EXPERT},
     ),
     "llama4": Row(
-        job=_hf(
+        job=hf_job(
             "Llama4TextConfig",
             CLM,
             **GROUPED,
@@ -209,13 +182,13 @@ TABLE = {
         blocks={"Llama4TextDecoderLayer": SHARED_EXPERT},
     ),
     "gpt-oss": Row(
-        job=_hf("GptOssConfig", CLM, **GROUPED, num_local_experts=4, num_experts_per_tok=2),
+        job=hf_job("GptOssConfig", CLM, **GROUPED, num_local_experts=4, num_experts_per_tok=2),
         blocks={"GptOssDecoderLayer": OPTIMUM},
     ),
-    "bert": Row(job=_hf("BertConfig", MLM, a.masked_text, **TEXT), blocks={"BertLayer": OPTIMUM}, sizes=(2, 4)),
-    "roberta": Row(job=_hf("RobertaConfig", MLM, **TEXT), blocks={"RobertaLayer": OPTIMUM}),
+    "bert": Row(job=hf_job("BertConfig", MLM, a.masked_text, **TEXT), blocks={"BertLayer": OPTIMUM}, sizes=(2, 4)),
+    "roberta": Row(job=hf_job("RobertaConfig", MLM, **TEXT), blocks={"RobertaLayer": OPTIMUM}),
     "deberta-v2": Row(
-        job=_hf(
+        job=hf_job(
             "DebertaV2Config",
             MLM,
             **TEXT,
@@ -225,9 +198,9 @@ TABLE = {
         ),
         blocks={"DebertaV2Layer": Expected(backward=3)},
     ),
-    "electra": Row(job=_hf("ElectraConfig", MLM, **TEXT, embedding_size=16), blocks={"ElectraLayer": OPTIMUM}),
+    "electra": Row(job=hf_job("ElectraConfig", MLM, **TEXT, embedding_size=16), blocks={"ElectraLayer": OPTIMUM}),
     "distilbert": Row(
-        job=_hf(
+        job=hf_job(
             "DistilBertConfig",
             "AutoModelForSequenceClassification",
             a.labelled_text,
@@ -242,7 +215,7 @@ TABLE = {
         blocks={"TransformerBlock": OPTIMUM},
     ),
     "t5": Row(
-        job=_hf(
+        job=hf_job(
             "T5Config",
             S2S,
             vocab_size=a.VOCABULARY,
@@ -256,14 +229,15 @@ TABLE = {
         blocks={"encoder.block.": OPTIMUM, "decoder.block.": CROSS},
     ),
     "bart": Row(
-        job=_hf("BartConfig", S2S, **SEQ2SEQ, forced_eos_token_id=2),
+        job=hf_job("BartConfig", S2S, **SEQ2SEQ, forced_eos_token_id=2),
         blocks={"BartEncoderLayer": OPTIMUM, "BartDecoderLayer": CROSS},
     ),
     "marian": Row(
-        job=_hf("MarianConfig", S2S, **SEQ2SEQ), blocks={"MarianEncoderLayer": OPTIMUM, "MarianDecoderLayer": CROSS}
+        job=hf_job("MarianConfig", S2S, **SEQ2SEQ),
+        blocks={"MarianEncoderLayer": OPTIMUM, "MarianDecoderLayer": CROSS},
     ),
     "xglm": Row(
-        job=_hf(
+        job=hf_job(
             "XGLMConfig",
             CLM,
             vocab_size=a.VOCABULARY,
@@ -276,15 +250,15 @@ TABLE = {
         blocks={"XGLMDecoderLayer": OPTIMUM},
     ),
     "deepseek-v3": Row(
-        job=_hf("DeepseekV3Config", CLM, **LATENT),
+        job=hf_job("DeepseekV3Config", CLM, **LATENT),
         blocks={"layers.0": Expected(backward=3, share=0.9), "layers.1": NARROW_EXPERTS},
     ),
     "falcon-grouped": Row(
-        job=_hf("FalconConfig", CLM, **TEXT, new_decoder_architecture=True, num_kv_heads=2),
+        job=hf_job("FalconConfig", CLM, **TEXT, new_decoder_architecture=True, num_kv_heads=2),
         blocks={"FalconDecoderLayer": OPTIMUM},
     ),
     "gptj": Row(
-        job=_hf(
+        job=hf_job(
             "GPTJConfig",
             CLM,
             vocab_size=a.VOCABULARY,
@@ -298,16 +272,16 @@ TABLE = {
         blocks={"GPTJBlock": PARALLEL},
     ),
     "mpt": Row(
-        job=_hf("MptConfig", CLM, vocab_size=a.VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
+        job=hf_job("MptConfig", CLM, vocab_size=a.VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
         blocks={"MptBlock": OPTIMUM},
         sizes=(2, 4),
     ),
     "olmo2": Row(
-        job=_hf("Olmo2Config", CLM, **{**TEXT, "num_key_value_heads": 2}),
+        job=hf_job("Olmo2Config", CLM, **{**TEXT, "num_key_value_heads": 2}),
         blocks={"Olmo2DecoderLayer": Expected(forward=4)},
     ),
     "swin": Row(
-        job=_hf(
+        job=hf_job(
             "SwinConfig",
             IMAGES,
             a.images,
@@ -321,10 +295,13 @@ TABLE = {
         ),
         blocks={"SwinStage": Expected(forward=4, backward=4, share=0.7)},
     ),
-    "vit": Row(job=_hf("ViTConfig", IMAGES, a.images, **IMAGE), blocks={"ViTLayer": OPTIMUM}, sizes=(2, 4)),
-    "deit": Row(job=_hf("DeiTConfig", "DeiTForImageClassification", a.images, **IMAGE), blocks={"DeiTLayer": OPTIMUM}),
+    "vit": Row(job=hf_job("ViTConfig", IMAGES, a.images, **IMAGE), blocks={"ViTLayer": OPTIMUM}, sizes=(2, 4)),
+    "deit": Row(
+        job=hf_job("DeiTConfig", "DeiTForImageClassification", a.images, **IMAGE),
+        blocks={"DeiTLayer": OPTIMUM},
+    ),
     "clip": Row(
-        job=_hf(
+        job=hf_job(
             "CLIPConfig",
             "AutoModel",
             a.images_with_text,
@@ -336,23 +313,23 @@ TABLE = {
         blocks={"CLIPEncoderLayer": OPTIMUM},
     ),
     "resnet": Row(
-        job=_hf("ResNetConfig", IMAGES, a.images, **{**RESNET, "layer_type": "basic"}),
+        job=hf_job("ResNetConfig", IMAGES, a.images, **{**RESNET, "layer_type": "basic"}),
         blocks={"ResNetEmbeddings": POOLED, "ResNetStage": Expected(others=1, share=0.97)},
         held=0.52,
         sizes=(2, 4),
     ),
     "resnet-bottleneck": Row(
-        job=_hf("ResNetConfig", IMAGES, a.images, **{**RESNET, "hidden_sizes": [32, 64]}),
+        job=hf_job("ResNetConfig", IMAGES, a.images, **{**RESNET, "hidden_sizes": [32, 64]}),
         blocks={"ResNetEmbeddings": POOLED, "ResNetStage": Expected(backward=3, others=2, share=0.75)},
         held=0.62,
     ),
     "regnet": Row(
-        job=_hf("RegNetConfig", IMAGES, a.images, **RESNET, groups_width=4),
+        job=hf_job("RegNetConfig", IMAGES, a.images, **RESNET, groups_width=4),
         blocks={"RegNetStage": Expected(forward=4, backward=4, others=1, share=0.9)},
         held=0.57,
     ),
     "convnext": Row(
-        job=_hf(
+        job=hf_job(
             "ConvNextConfig",
             IMAGES,
             a.images,
@@ -365,7 +342,7 @@ TABLE = {
         blocks={"ConvNextStage": Expected(share=0.7)},
     ),
     "efficientnet": Row(
-        job=_hf(
+        job=hf_job(
             "EfficientNetConfig",
             IMAGES,
             partial(a.images, size=64),
@@ -382,7 +359,7 @@ TABLE = {
         held=0.6,
     ),
     "segformer": Row(
-        job=_hf(
+        job=hf_job(
             "SegformerConfig",
             "AutoModelForSemanticSegmentation",
             a.segmented_images,
@@ -406,13 +383,13 @@ TABLE = {
         },
     ),
     "diffusion-unet": Row(
-        job=_job(a.DiffusionUNet, a.images),
+        job=small_job(a.DiffusionUNet, a.images),
         blocks={"Residual": Expected(forward=1, share=0.9), "Attention": Expected(forward=1, backward=1)},
         held=0.56,
         sizes=(2, 4),
     ),
     "wav2vec2-conformer": Row(
-        job=_hf(
+        job=hf_job(
             "Wav2Vec2ConformerConfig",
             "AutoModelForAudioClassification",
             a.waveforms,
@@ -439,17 +416,11 @@ TABLE = {
         held=0.56,
     ),
     "nn-transformer": Row(
-        job=_job(a.EncoderDecoder, a.sequences),
+        job=small_job(a.EncoderDecoder, a.sequences),
         blocks={"TransformerEncoderLayer": OPTIMUM, "TransformerDecoderLayer": CROSS},
     ),
 }
 CASES = [(name, size) for name, row in TABLE.items() for size in row.sizes]
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[str, ReferenceRun]:
-    """The runs of one process by name, filled as they are needed."""
-    return {}
 
 
 @pytest.mark.parametrize(("name", "size"), CASES, ids=[f"{name}-{size}" for name, size in CASES])

@@ -24,6 +24,7 @@ from lightning_3d.tensor.sharded_output import ShardedOutput, as_logits, plain
 from lightning_3d.tensor.vocabulary import Logits, find_vocabulary, with_vocabulary
 from lightning_3d.tensor.vocabulary_loss import shard_bounds
 from tests import architectures
+from tests.hugging_face import hf_job
 from tests.models import ADAM_EPS, TinyGPT, loader, tokens
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.test_lightning import QUIET
@@ -281,11 +282,6 @@ T5: dict[str, Any] = {
 BERT = {name: value for name, value in LLAMA.items() if name not in ("head_dim", "use_cache")}
 
 
-def _hf(config: str, model_class: str, **settings: Any) -> Job:
-    model = partial(architectures.hugging_face, config, model_class, **settings)
-    return Job(model=model, data=architectures.text, global_batch_size=4, num_val_batches=1)
-
-
 def _example(num_samples: int) -> Any:
     return tokens(num_samples, vocabulary=250, context=64)
 
@@ -304,10 +300,10 @@ class ExampleGPT(GPT):
 
 WHOLE = {
     "example": Job(model=ExampleGPT, data=_example, global_batch_size=4, num_val_batches=1),
-    "llama": _hf("LlamaConfig", "LlamaForCausalLM", **LLAMA),
-    "llama-tied": _hf("LlamaConfig", "LlamaForCausalLM", tie_word_embeddings=True, **LLAMA),
-    "bert": _hf("BertConfig", "BertForMaskedLM", **BERT),  # the table among others, the head behind a transform
-    "t5": _hf("T5Config", "T5ForConditionalGeneration", **T5),  # also tied to a table that is never called
+    "llama": hf_job("LlamaConfig", "LlamaForCausalLM", **LLAMA),
+    "llama-tied": hf_job("LlamaConfig", "LlamaForCausalLM", tie_word_embeddings=True, **LLAMA),
+    "bert": hf_job("BertConfig", "BertForMaskedLM", **BERT),  # the table among others, the head behind a transform
+    "t5": hf_job("T5Config", "T5ForConditionalGeneration", **T5),  # also tied to a table that is never called
 }
 SPARE = {"bert": 0.04, "t5": 0.05}
 """The share beyond 1 / size that a rank may hold, where it is more than 0.03: norms, transform, relative positions."""

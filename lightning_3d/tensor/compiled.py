@@ -105,7 +105,13 @@ class BlockCompiler:
         if not self._all(made is not None):
             return reason
         assert made is not None
-        return made if self._all(made.computes(expected, call)) else "what was compiled gave other values"
+        try:
+            is_right, reason = made.computes(expected, call), "what was compiled gave other values"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            is_right, reason = False, f"what was compiled raised {type(error).__name__}: {error}"
+        return made if self._all(is_right) else reason
 
     def _all(self, is_true: bool) -> bool:
         agreed = torch.tensor(int(is_true), device=_device(self._mesh))
