@@ -83,3 +83,11 @@ class ThreeDPrecision(Precision):
         for parameter in parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(scale)
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if clip_val <= 0:
+            return
+        for parameter in self.main_params(optimizer):
+            if parameter.grad is not None:  # shards and plain ones, which torch clips in one call only if all are alike
+                parameter.grad.clamp_(-clip_val, clip_val)

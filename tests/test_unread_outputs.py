@@ -130,4 +130,4 @@ def test_what_a_block_keeps_is_whole_to_its_readers(workers: WorkerPools, layout
     result = run_layout(workers, job, layout)
     assert_parity(run_reference(job), result, tolerance=1e-5)
     plans = [block.tensor for block in result.plan.blocks if block.kind == KeepingBlock.__name__]
-    assert [plan and plan.kept for plan in plans] == [("hidden",)] * 2
+    assert [plan is not None and plan.is_sharded for plan in plans] == [True, True]

@@ -23,9 +23,10 @@ from lightning_3d.tensor import crossing
 from lightning_3d.tensor.compiled import BlockCompiler
 from lightning_3d.tensor.grouped import GroupedTensor
 from lightning_3d.tensor.grouped_calls import whole
-from lightning_3d.tensor.kept import show_kept
+from lightning_3d.tensor.kept import KeptActivations
 from lightning_3d.tensor.parts import Parts, mark
 from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan
+from lightning_3d.tensor.recomputation import is_reentrant, recomputed_by
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, sequence_input
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 from lightning_3d.tensor.sharded_calls import ShardedCalls
@@ -121,28 +122,46 @@ def _run_on_shards(
     slots: Sequence[Slot],
     vocabulary: Sequence[tuple[nn.Module, str]],
 ) -> Callable[..., Any]:
-    forward = block.forward
+    forward, kept = block.forward, KeptActivations(block)
 
     @functools.wraps(forward)
     def on_shards(*args: Any, **kwargs: Any) -> Any:
         sequence = sequence_input(args, mesh.size()) if plan.is_sequence_parallel else None
         if sequence is not None:
             args = (crossing.slice_sequence(sequence, mesh, SEQUENCE_DIM), *args[1:])
-        shape = None if sequence is None else sequence.shape
-        calls = ShardedCalls(mesh, shape, defers_sums=plan.defers_sums)
+        with modes(None if sequence is None else sequence.shape):
+            output = forward(*args, **kwargs)
+        kept.show()
+        return _gathered(output, plan.unread)
+
+    @contextmanager
+    def modes(sequence: torch.Size | None) -> Iterator[None]:
+        calls = ShardedCalls(mesh, sequence, defers_sums=plan.defers_sums)
         vocabulary_calls = (
             VocabularyCalls(mesh, vocabulary, gathers_logits=plan.gathers_logits) if vocabulary else nullcontext()
         )
+
+        def again(function: Callable[..., Any]) -> Callable[..., Any]:
+            def on_shards_again(*args: Any, **kwargs: Any) -> Any:
+                with modes(sequence):
+                    return function(*args, **kwargs)
+
+            return on_shards_again
+
+        def on_custom_function(cls: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+            if is_reentrant(cls):
+                args = (again(args[0]), *args[1:])
+            return calls.on_custom_function(cls, function, args, kwargs)
+
         with (
             calls.statistics,
             _local_parameters(slots),
             calls,
             vocabulary_calls,
-            custom_functions_seen(calls.on_custom_function),
+            custom_functions_seen(on_custom_function),
+            recomputed_by(again),
         ):
-            output = forward(*args, **kwargs)
-        show_kept(block, plan.kept)
-        return _gathered(output, plan.unread)
+            yield
 
     return on_shards
 

@@ -62,17 +62,18 @@ class BlockCompiler:
             if is_answered(block):
                 return run(*args, **kwargs)
             finish = take_finish(block)  # runs what is compiled; eagerly it runs the block's own forward
+            compiled: CompiledCall | None = None
             try:
                 call = read_call(block, args, kwargs)
                 compiled = self._find(block, run, call, (block_key, call.key), call_keys)
             except NotCompilable as reason:
                 self._warn(block, str(reason))
-                if finish is not None:
-                    set_finish(block, finish)
-                return run(*args, **kwargs)
-            if finish is None:
-                return compiled(call.tensors)
-            return finish(lambda *args, **kwargs: compiled(call.tensors), args, kwargs)
+            if compiled is not None:
+                answer = functools.partial(compiled, call.tensors)
+                return answer() if finish is None else finish(lambda *args, **kwargs: answer(), args, kwargs)
+            if finish is not None:
+                set_finish(block, finish)
+            return run(*args, **kwargs)
 
         return forward
 

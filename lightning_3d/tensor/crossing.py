@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from lightning_3d.tensor.collectives import all_reduced
 from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.tensor.second_order import refuse_second_order
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 
 
@@ -37,20 +38,23 @@ class _EnterColumns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         # A copy: autograd may hand the same gradient tensor to other nodes.
-        summed = gradient.clone(memory_format=torch.contiguous_format)
-        return all_reduced(summed, ctx.group), None
+        copied = gradient.clone(memory_format=torch.contiguous_format)
+        if torch.is_grad_enabled():  # a gradient of this gradient may come
+            return _apply(_ReduceRows, copied, ctx.group), None
+        return all_reduced(copied, ctx.group), None
 
 
 class _ReduceRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
         # `data`, as user code may change the result in place, which autograd refuses for a view made here.
         return all_reduced(partial.contiguous().data, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+        return _apply(_EnterColumns, gradient, ctx.group) if torch.is_grad_enabled() else gradient, None
 
 
 class _Gather(torch.autograd.Function):
@@ -63,6 +67,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
+        refuse_second_order("a gathered activation")
         # Of a partial sum every rank's part has the full gradient.
         full = DTensor.from_local(gradient, ctx.mesh, [Replicate()], run_check=False)
         return full if ctx.dim is None else full.redistribute(placements=[Shard(ctx.dim)])
@@ -76,6 +81,7 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_order("tensor.sequence_parallel")
         return _reduce_scatter(gradient, ctx.mesh, ctx.dim), None, None
 
 
@@ -87,6 +93,7 @@ class _ScatterRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_order("tensor.sequence_parallel")
         return _all_gather(gradient, ctx.mesh, ctx.dim), None, None
 
 

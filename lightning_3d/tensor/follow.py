@@ -67,7 +67,6 @@ from lightning_3d.tensor.grouped import (
     num_parts_of,
     viewed_shape,
 )
-from lightning_3d.tensor.kept import kept_in
 from lightning_3d.tensor.ledger import Communication, Ledger
 from lightning_3d.tensor.multihead import is_multi_head_attention, multi_head_attention
 from lightning_3d.tensor.parts import Parts
@@ -124,9 +123,6 @@ class Followed:
 
     unread: frozenset[int]
     """Leaves of the output, by position, that are on shards and that nothing reads."""
-
-    kept: tuple[str, ...]
-    """FQNs of attributes that it set to sharded tensors."""
 
     output_bytes: Mapping[str, int]
     """FQN of a column or row weight -> bytes of the full outputs of its uses."""
@@ -206,7 +202,6 @@ def follow_block(
         for tensor in {id(leaf): leaf for leaf in gathered}.values():
             ledger.gather(tensor, "the block's output")
         uses.reduce_sums(gathered, "the block's output")
-        kept = kept_in(block, lambda tensor: ledger.entry(tensor) is not None or uses.was_deferred(tensor))
     return Followed(
         weights=weights.plans(),
         communications=tuple(ledger.communications),
@@ -214,7 +209,6 @@ def follow_block(
         is_sequence_parallel=sequence is not None,
         defers_sums=defers_sums,
         unread=unread,
-        kept=kept,
         output_bytes=follower.uses.output_bytes,
         stacked=weights.stacked,
         weight_cuts=weights.cuts,

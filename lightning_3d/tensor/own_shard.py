@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.tensor.second_order import refuse_second_order
+
 
 class _OwnShard(torch.autograd.Function):
     @staticmethod
@@ -27,6 +29,7 @@ class _OwnShard(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> DTensor | None:
         if gradient is None:
             return None
+        refuse_second_order("sharded weights")
         # Like autograd with plain parameters: a gradient that another node gets, too, is copied, as it becomes `.grad`.
         if gradient.stride() != ctx.stride or gradient._use_count() > 1:  # type: ignore[attr-defined]
             made = torch.empty_strided(gradient.shape, ctx.stride, dtype=gradient.dtype, device=gradient.device)

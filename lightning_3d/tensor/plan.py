@@ -81,9 +81,6 @@ class BlockTensorPlan:
     unread: frozenset[int] = frozenset()
     """Leaves of the block's output, by position, that nothing reads and that stay on shards."""
 
-    kept: tuple[str, ...] = ()
-    """FQNs of attributes that the forward sets to sharded activations."""
-
     gathers_logits: bool = False
     """Whether logits on shards are gathered at once, beside what the loss computes on shards."""
 

@@ -265,7 +265,6 @@ def _plan(block: nn.Module, followed: Followed, size: int) -> BlockTensorPlan:
         is_sequence_parallel=followed.is_sequence_parallel,
         defers_sums=followed.defers_sums,
         unread=followed.unread,
-        kept=followed.kept,
         num_all_reduces_backward=followed.num_column_inputs,
         num_other_collectives_forward=len(followed.communications) - all_reduces,
         communicated_bytes=followed.communicated_bytes,

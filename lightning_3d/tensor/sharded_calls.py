@@ -265,7 +265,7 @@ class ShardedCalls(TorchFunctionMode):
         if mask is not None:
             along = mask_dim(call, dim)
             if along is None:
-                mask = whole(mask)
+                mask = self._weights.column_input(whole(mask))  # every rank has a part of its gradient
             else:
                 mask = local_shard(mask) if shard_dim(mask, self._mesh) == along else self._slice(mask, along)
         with self._own_randomness(query.device) if call.dropout_p else nullcontext():

@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor import vocabulary_loss
 from lightning_3d.tensor.calls import Function
+from lightning_3d.tensor.second_order import refuse_second_order
 from lightning_3d.tensor.sharded_activation import ShardedActivation
 from lightning_3d.tensor.vocabulary_loss import CrossEntropy, Saved, as_cross_entropy, shard_bounds
 
@@ -219,8 +219,8 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.reshape(call.target.shape if loss.dim() else ()).to(loss.dtype if is_autocast else logits.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        refuse_second_order("a cross entropy on sharded logits")
         names = [field.name for field in fields(Saved)]
         saved = Saved(**dict(zip(names, ctx.saved_tensors, strict=True)))
         local = vocabulary_loss.backward(saved, gradient).to(ctx.dtype)

@@ -107,12 +107,11 @@ def verify_block(
     error = None
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), preserved(block):
         block.eval()
-        names = dict(block.named_parameters())
-        dense = _run(block, names, inputs)
         try:
             sharded_block, sharded_names = _sharded_copy(block, plan, mesh, excluded, compiler)
+            dense = _run(block, dict(block.named_parameters()), inputs)
             differences = _differences(dense, _run(sharded_block, sharded_names, inputs), limit)
-        except Exception as failure:  # whatever goes wrong in the planned block, the answer is "not proved"
+        except Exception as failure:  # whatever goes wrong, also in the dense block, the answer is "not proved"
             error = f"{type(failure).__name__}: {failure}"
             differences = [float("inf")] * 3
     agreed = torch.tensor(differences, dtype=torch.float32, device=device)
@@ -138,12 +137,16 @@ def _random_inputs(example: Any, device: torch.device, num_ids: int) -> Any:
     """Concrete inputs like the example; tensors that appear twice stay one tensor."""
     generator = torch.Generator().manual_seed(_SEED)
     made: dict[int, Tensor] = {}
+    floats = [leaf for leaf in _tensors(example) if leaf.is_floating_point()]
+    is_known = any(leaf.requires_grad for leaf in floats)  # else all are differentiable: a mask need not be
 
     def make(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
             made[id(leaf)] = _random_input(leaf, generator, device, num_ids)
+            if leaf.is_floating_point():
+                made[id(leaf)].requires_grad_(leaf.requires_grad or not is_known)
         return made[id(leaf)]
 
     return tree_map(make, example)
@@ -151,8 +154,7 @@ def _random_inputs(example: Any, device: torch.device, num_ids: int) -> Any:
 
 def _random_input(example: Tensor, generator: torch.Generator, device: torch.device, num_ids: int) -> Tensor:
     if example.is_floating_point():
-        values = torch.randn(example.shape, generator=generator).to(device, example.dtype)
-        return values.requires_grad_()
+        return torch.randn(example.shape, generator=generator).to(device, example.dtype)
     if example.is_complex():  # rotary embeddings
         return torch.randn(example.shape, generator=generator, dtype=example.dtype).to(device)
     has_values = not example.is_meta and type(example) is Tensor
