@@ -52,6 +52,7 @@ class Job:
     global_batch_size: int = 8
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     num_val_batches: int = 2
     """Global batches of validation; 0 for none."""
@@ -219,6 +220,7 @@ def _trainer(job: Job, strategy: Strategy | str, num_devices: int, recorder: _Re
         max_epochs=1,
         accumulate_grad_batches=job.accumulate_grad_batches,
         gradient_clip_val=job.gradient_clip_val,
+        gradient_clip_algorithm=job.gradient_clip_algorithm,
         limit_val_batches=job.num_val_batches,
         num_sanity_val_steps=0,
         callbacks=[recorder],

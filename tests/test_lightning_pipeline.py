@@ -550,14 +550,14 @@ def test_summary_learning_rate_and_throughput_monitors(workers: WorkerPools, lay
     assert set(reference["logged"]) <= set(seen[0]["logged"])  # with several devices there are global rates too
 
 
-def _averaged(kind: str) -> None:
+def _averaged(kind: str, layout: Layout) -> None:
     callbacks = {"swa": partial(StochasticWeightAveraging, swa_lrs=0.05), "average": WeightAveraging}
-    layout = Layout(pp=2)
     _trainer(layout, callbacks=[callbacks[kind]()]).fit(Scheduled(), *_loaders(layout, SIZES))
 
 
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2)], ids=str)
 @pytest.mark.parametrize("kind", ["swa", "average"])
-def test_averaging_callbacks_are_refused_on_all_ranks(workers: WorkerPools, kind: str) -> None:
+def test_averaging_callbacks_are_refused_on_all_ranks(workers: WorkerPools, kind: str, layout: Layout) -> None:
     with pytest.raises(WorkerError, match="copies the whole module and averages all of its parameters") as failed:
-        workers(2).run(_averaged, kind)
+        workers(2).run(_averaged, kind, layout)
     assert failed.value.failures.keys() == {0, 1}

@@ -6,35 +6,19 @@ replicated tensors as before. Afterwards the block can be wrapped by FSDP2 on a 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from lightning_3d.custom_functions import custom_functions_seen
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor import crossing
 from lightning_3d.tensor.compiled import BlockCompiler
-from lightning_3d.tensor.grouped import GroupedTensor
-from lightning_3d.tensor.grouped_calls import whole
-from lightning_3d.tensor.kept import KeptActivations
-from lightning_3d.tensor.parts import Parts, mark
+from lightning_3d.tensor.parts import mark
 from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan
-from lightning_3d.tensor.recomputation import is_reentrant, recomputed_by
-from lightning_3d.tensor.sequence import SEQUENCE_DIM, sequence_input
-from lightning_3d.tensor.sharded_activation import ShardedActivation
-from lightning_3d.tensor.sharded_calls import ShardedCalls
-from lightning_3d.tensor.sharded_output import as_unread
-from lightning_3d.tensor.vocabulary import VocabularyCalls
-
-Slot = tuple[nn.Module, str, Parts | None]
-"""Where a parameter hangs: the module that owns it, its name there, and its parts if it is sharded part by part."""
+from lightning_3d.tensor.sharded_forward import ShardedForward, Slot, without_shards
 
 
 def apply_block(
@@ -81,10 +65,10 @@ def apply_block(
             mark(owner, name, weight.parts)
         if weight.shard_dim is None or weight.parts is not None:
             slots[id(owner), name] = (owner, name, weight.parts)
-    run = _run_on_shards(block, plan, mesh, list(slots.values()), vocabulary)
+    run: Callable[..., Any] = ShardedForward(block, plan, mesh, list(slots.values()), vocabulary)
     if compiler is not None and not vocabulary:
         run = compiler.compiled(block, plan, run)
-    block.forward = _returned(run) if plan.unread else run
+    block.forward = without_shards(run) if plan.unread else run
 
 
 def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]) -> None:
@@ -113,110 +97,3 @@ def _distribute(parameter: nn.Parameter, weight: WeightPlan, mesh: DeviceMesh) -
     placements, shape = [weight.placement], parameter.shape  # shards need not be equal
     tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-
-
-def _run_on_shards(
-    block: nn.Module,
-    plan: BlockTensorPlan,
-    mesh: DeviceMesh,
-    slots: Sequence[Slot],
-    vocabulary: Sequence[tuple[nn.Module, str]],
-) -> Callable[..., Any]:
-    forward, kept = block.forward, KeptActivations(block)
-
-    @functools.wraps(forward)
-    def on_shards(*args: Any, **kwargs: Any) -> Any:
-        sequence = sequence_input(args, mesh.size()) if plan.is_sequence_parallel else None
-        if sequence is not None:
-            args = (crossing.slice_sequence(sequence, mesh, SEQUENCE_DIM), *args[1:])
-        with modes(None if sequence is None else sequence.shape):
-            output = forward(*args, **kwargs)
-        kept.show()
-        return _gathered(output, plan.unread)
-
-    @contextmanager
-    def modes(sequence: torch.Size | None) -> Iterator[None]:
-        calls = ShardedCalls(mesh, sequence, defers_sums=plan.defers_sums)
-        vocabulary_calls = (
-            VocabularyCalls(mesh, vocabulary, gathers_logits=plan.gathers_logits) if vocabulary else nullcontext()
-        )
-
-        def again(function: Callable[..., Any]) -> Callable[..., Any]:
-            def on_shards_again(*args: Any, **kwargs: Any) -> Any:
-                with modes(sequence):
-                    return function(*args, **kwargs)
-
-            return on_shards_again
-
-        def on_custom_function(cls: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-            if is_reentrant(cls):
-                args = (again(args[0]), *args[1:])
-            return calls.on_custom_function(cls, function, args, kwargs)
-
-        with (
-            calls.statistics,
-            _local_parameters(slots),
-            calls,
-            vocabulary_calls,
-            custom_functions_seen(on_custom_function),
-            recomputed_by(again),
-        ):
-            yield
-
-    return on_shards
-
-
-@contextmanager
-def _local_parameters(slots: Sequence[Slot]) -> Iterator[None]:
-    """Let the block's code find replicated parameters as plain tensors, which also suits custom autograd functions.
-
-    Those that are sharded part by part it finds as what they are.
-    """
-    found: list[tuple[dict[str, Any], str, DTensor]] = []
-    local: dict[int, Tensor] = {}
-    try:
-        for owner, name, parts in slots:
-            parameters: dict[str, Any] = owner._parameters
-            parameter = parameters[name]
-            if id(parameter) not in local:
-                own = crossing.local_shard(parameter)
-                local[id(parameter)] = own if parts is None else _in_parts(own, parameter, parts)
-            found.append((parameters, name, parameter))
-            parameters[name] = local[id(parameter)]
-        yield
-    finally:
-        for parameters, name, parameter in found:
-            parameters[name] = parameter
-
-
-def _in_parts(own: Tensor, parameter: DTensor, parts: Parts) -> GroupedTensor:
-    weight = GroupedTensor(own, parameter.device_mesh, parts)
-    weight.is_weight = True
-    return weight
-
-
-def _gathered(output: Any, unread: frozenset[int]) -> Any:
-    """Plain tensors, but for what nothing reads."""
-    if not unread:
-        return tree_map(_plain, output)
-    leaves, spec = tree_flatten(output)
-    gathered = [
-        leaf if i in unread and isinstance(leaf, ShardedActivation) else _plain(leaf) for i, leaf in enumerate(leaves)
-    ]
-    return tree_unflatten(gathered, spec)
-
-
-def _returned(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What callers get of what nothing reads: it is gathered only if something does after all."""
-
-    @functools.wraps(run)
-    def returned(*args: Any, **kwargs: Any) -> Any:
-        return tree_map(
-            lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedActivation) else leaf, run(*args, **kwargs)
-        )
-
-    return returned
-
-
-def _plain(leaf: Any) -> Any:
-    return whole(leaf) if isinstance(leaf, Tensor) else leaf

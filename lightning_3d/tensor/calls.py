@@ -346,14 +346,14 @@ def runs_whole(function: Function) -> bool:
     return function_name(function) in _ON_WHOLE
 
 
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 
 
 def destination(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """The tensor that a call changes in place, or None."""
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]  # type: ignore[no-any-return]  # just checked
-    if function is _SET_DATA:
+    if function == SET_DATA:  # a new object every time
         return args[0] if isinstance(args[0], Tensor) else None
     name = function_name(function)
     changes = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))

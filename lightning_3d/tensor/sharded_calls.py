@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -27,6 +27,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.own_code import is_own
 from lightning_3d.tensor import crossing
 from lightning_3d.tensor.calls import (
+    SET_DATA,
     Attention,
     Dropout,
     Function,
@@ -105,6 +106,8 @@ class ShardedCalls(TorchFunctionMode):
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func == SET_DATA and (isinstance(args[0], nn.Parameter)):
+            raise PlanError("parameter.data = ... inside of a block would change this forward's shard alone: use copy_")
         if not (_has_sharded(args) or (kwargs and _has_sharded(kwargs.values()))):
             return func(*args, **kwargs)
         if func in _READS:
