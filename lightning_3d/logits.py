@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_3d.pipeline.trace import Event, Trace
-from lightning_3d.tensor.vocabulary import Logits
+from lightning_3d.tensor.vocabulary.uses import Logits
 
 _LOSS = "cross_entropy"
 

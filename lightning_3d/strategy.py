@@ -56,7 +56,7 @@ from lightning_3d.plan import Plan
 from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.report import RankReport, gather_reports
 from lightning_3d.requirements import check_optimizers, refuse_unsupported
-from lightning_3d.tensor.sharded_output import plain
+from lightning_3d.tensor.running.sharded_output import plain
 
 
 class ThreeDStrategy(ParallelStrategy):

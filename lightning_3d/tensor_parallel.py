@@ -34,7 +34,7 @@ from lightning_3d.tensor import (
     verify_block,
 )
 from lightning_3d.tensor.plan import Role
-from lightning_3d.tensor.vocabulary import VocabularyUse, WeightUse, find_vocabulary, with_vocabulary
+from lightning_3d.tensor.vocabulary.uses import VocabularyUse, WeightUse, find_vocabulary, with_vocabulary
 from lightning_3d.unread import unread_outputs
 
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import ConfigError
-from lightning_3d.tensor import BlockCompiler, apply_block, compiled_call, plan_block, verify_block
+from lightning_3d.tensor import BlockCompiler, apply_block, plan_block, verify_block
+from lightning_3d.tensor.compiled import call as compiled_call
 from tests.models import Block, TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
 from tests.test_tensor_apply import _run

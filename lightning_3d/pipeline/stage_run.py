@@ -29,7 +29,7 @@ from lightning_3d.pipeline.interception import Call, Router, StepMode, set_finis
 from lightning_3d.pipeline.stages import StageFlow
 from lightning_3d.pipeline.trace import Event
 from lightning_3d.pipeline.trees import flatten_call
-from lightning_3d.tensor.sharded_output import plain
+from lightning_3d.tensor.running.sharded_output import plain
 
 
 class StageExit(BaseException):

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.compiled import BlockCompiler
+from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.parts import mark
 from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan
-from lightning_3d.tensor.sharded_forward import ShardedForward, Slot, without_shards
+from lightning_3d.tensor.running.sharded_forward import ShardedForward, Slot, without_shards
 
 
 def apply_block(

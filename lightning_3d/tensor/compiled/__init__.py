@@ -1,0 +1,1 @@
+"""Blocks compiled one by one."""

@@ -1,0 +1,176 @@
+"""One kind of call of a block, compiled: what tells it from others, and what is computed in its place.
+
+A block repeats a computation on tensors. In every call these are its arguments and the tensors of its state, which keep
+no place in what is compiled; all other values identify it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_3d.tensor.compiled.capture import Computation, NotCompilable, capture
+from lightning_3d.tensor.compiled.observation import copied
+from lightning_3d.tensor.compiled.state import STATIC_TYPES, own_part, read_state
+from lightning_3d.tensor.running import crossing
+from lightning_3d.tensor.running.sharded_activation import ShardedActivation
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of a block, taken apart."""
+
+    leaves: Sequence[Any]
+    """Its flat arguments."""
+
+    spec: TreeSpec
+    """Their structure, (args, kwargs)."""
+
+    tensors: Sequence[Tensor]
+    """All that it computes with: arguments, then own parts of the state."""
+
+    key: Hashable
+    """Equal for calls that compute the same."""
+
+
+def read_call(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Take a call of a block apart.
+
+    Raises:
+        NotCompilable: something that it reads can't be told apart.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    state = read_state(block)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + state.own()
+    first: dict[int, int] = {}
+    described = tuple([(_described(t), first.setdefault(id(t), i)) for i, t in enumerate(tensors)])
+    values = tuple([None if isinstance(leaf, Tensor) else _static(leaf) for leaf in leaves])
+    key = (spec, values, described, state.values, _modes(tensors))
+    return Call(leaves=leaves, spec=spec, tensors=tensors, key=key)
+
+
+def _described(tensor: Tensor) -> Hashable:
+    if type(tensor) not in _PLAIN:
+        raise NotCompilable(f"it reads a {type(tensor).__name__}")
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_inference()
+
+
+def _static(leaf: object) -> Hashable:
+    if type(leaf) not in STATIC_TYPES and not isinstance(leaf, Enum):
+        raise NotCompilable(f"an argument is a {type(leaf).__name__}, whose content could change from call to call")
+    return type(leaf), leaf
+
+
+def _modes(tensors: Sequence[Tensor]) -> Hashable:
+    kind = tensors[0].device.type if tensors else "cpu"
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Result:
+    """A tensor among what a block returns."""
+
+    mesh: DeviceMesh | None = None
+    dim: int | None = None
+    """What it is sharded on; None if it is plain."""
+
+    def of(self, own: Tensor) -> Tensor:
+        return own if self.mesh is None or self.dim is None else crossing.as_sharded(own, self.mesh, self.dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledCall:
+    """Computes what a block would."""
+
+    computation: Computation
+    """Of all tensors of a call."""
+
+    leaves: Sequence[Any]
+    """Of the output; a `_Result` where a result of the computation goes."""
+
+    spec: TreeSpec
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        """What the block returns."""
+        results = iter(self.computation(*tensors))
+        leaves = [leaf.of(next(results)) if isinstance(leaf, _Result) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.spec)
+
+    def computes(self, expected: Sequence[Tensor], call: Call) -> bool:
+        """Whether it gives what `observe` saw, within the square root of each dtype's epsilon."""
+        tensors = copied(call.tensors)
+        with torch.no_grad():
+            results = list(self.computation(*tensors))
+        state = tensors[len(tensors) - (len(expected) - len(results)) :]
+        return all(_is_close(found, wanted) for found, wanted in zip([*results, *state], expected, strict=True))
+
+
+def compile_call(block: nn.Module, run: Callable[..., Any], call: Call, backend: str) -> CompiledCall:
+    """Compile a call, without running it.
+
+    Args:
+        block: Its modules hold the tensors.
+        run: Its forward, which must do no more than compute (`observation`).
+        call: Of it.
+        backend: As for ``torch.compile``.
+
+    Raises:
+        NotCompilable: it returns something else than tensors and static values.
+        Exception: as `capture`.
+    """
+    state = read_state(block)
+    num_arguments = len(call.tensors) - len(state.tensors)
+    answer: dict[str, Any] = {}
+
+    def computation(*tensors: Tensor) -> Sequence[Tensor]:
+        arguments = iter(tensors[:num_arguments])
+        leaves = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        args, kwargs = tree_unflatten(leaves, call.spec)
+        with state.replaced(tensors[num_arguments:]):
+            output, answer["spec"] = tree_flatten(run(*args, **kwargs))
+        answer["leaves"] = [_result_of(leaf) for leaf in output]
+        return [own_part(leaf) for leaf in output if isinstance(leaf, Tensor)]
+
+    made = capture(computation, [_example(tensor) for tensor in call.tensors], backend)
+    return CompiledCall(computation=made, leaves=answer["leaves"], spec=answer["spec"])
+
+
+def _example(tensor: Tensor) -> Tensor:
+    """Without history, which tracing does not need."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _result_of(leaf: object) -> object:
+    if isinstance(leaf, ShardedActivation):
+        return _Result(mesh=leaf.mesh, dim=leaf.shard_dim)
+    if isinstance(leaf, Tensor):
+        return _Result()
+    if type(leaf) not in STATIC_TYPES and not isinstance(leaf, Enum):
+        raise NotCompilable(f"it returns a {type(leaf).__name__}")
+    return leaf
+
+
+def _is_close(found: Tensor, wanted: Tensor) -> bool:
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return False
+    if not wanted.is_floating_point() or wanted.numel() == 0:
+        return torch.equal(found, wanted)
+    finite = wanted[wanted.isfinite()]
+    tolerance = torch.finfo(wanted.dtype).eps ** 0.5
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return torch.allclose(found, wanted, rtol=0.0, atol=tolerance * largest, equal_nan=True)

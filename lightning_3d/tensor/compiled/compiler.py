@@ -1,0 +1,136 @@
+"""Blocks compiled one by one: what a block computes on this rank's shards, captured once for each kind of call.
+
+    a call -> known?  what was compiled for its kind, or eagerly
+           -> new:    run it once on copies to see that it only computes, compile it, compare the two
+
+So what can't be compiled is found before anything compiled is used. All ranks of the tp group decide alike, as what is
+compiled may leave out collectives that nobody needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.pipeline.interception import is_answered, set_finish, take_finish
+from lightning_3d.tensor.compiled.call import Call, CompiledCall, compile_call, read_call
+from lightning_3d.tensor.compiled.capture import NotCompilable
+from lightning_3d.tensor.compiled.observation import observe
+from lightning_3d.tensor.plan import BlockTensorPlan
+
+_MAX_REASON = 300
+"""Characters of a reason that a warning tells; errors of compilers are long."""
+
+
+class BlockCompiler:
+    """Compiles the blocks of one model; blocks that compute the same share what is compiled.
+
+    Args:
+        mesh: The tp axis.
+        backend: As for ``torch.compile``.
+    """
+
+    def __init__(self, mesh: DeviceMesh, backend: str) -> None:
+        self._mesh, self._backend = mesh, backend
+        self._known: dict[Hashable, CompiledCall | str] = {}  # a string: why calls of this kind run eagerly
+        self._warned: set[str] = set()
+
+    @property
+    def num_compiled(self) -> int:
+        """Kinds of calls that are compiled so far."""
+        return sum(isinstance(known, CompiledCall) for known in self._known.values())
+
+    def compiled(self, block: nn.Module, plan: BlockTensorPlan, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a block, compiled for each kind of call when it first comes.
+
+        Args:
+            block: Its modules hold the parameters.
+            plan: How it is sharded.
+            run: Its eager forward on shards.
+        """
+        block_key, call_keys = (type(block), repr(block), plan), set[Hashable]()
+
+        @functools.wraps(run)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_answered(block):
+                return run(*args, **kwargs)
+            finish = take_finish(block)  # runs what is compiled; eagerly it runs the block's own forward
+            compiled: CompiledCall | None = None
+            try:
+                call = read_call(block, args, kwargs)
+                compiled = self._find(block, run, call, (block_key, call.key), call_keys)
+            except NotCompilable as reason:
+                self._warn(block, str(reason))
+            if compiled is not None:
+                answer = functools.partial(compiled, call.tensors)
+                return answer() if finish is None else finish(lambda *args, **kwargs: answer(), args, kwargs)
+            if finish is not None:
+                set_finish(block, finish)
+            return run(*args, **kwargs)
+
+        return forward
+
+    def _find(
+        self, block: nn.Module, run: Callable[..., Any], call: Call, key: Hashable, call_keys: set[Hashable]
+    ) -> CompiledCall:
+        if key not in call_keys:
+            if len(call_keys) >= torch._dynamo.config.recompile_limit:
+                raise NotCompilable(f"it was called in more than {len(call_keys)} ways (shapes, values, modes)")
+            call_keys.add(key)
+        if key not in self._known:
+            self._known[key] = self._compile(block, run, call)
+        known = self._known[key]
+        if isinstance(known, str):
+            raise NotCompilable(known)
+        return known
+
+    def _compile(self, block: nn.Module, run: Callable[..., Any], call: Call) -> CompiledCall | str:
+        """What computes this kind of call, or why none can; the same on all ranks."""
+        made, reason = None, "another rank can't compile it"
+        try:
+            expected = observe(block, run, call.leaves, call.spec, _device(self._mesh))
+            made = compile_call(block, run, call, self._backend)
+        except torch.OutOfMemoryError:
+            raise
+        except NotCompilable as error:
+            reason = str(error)
+        except Exception as error:  # of tracing, of the compiler, or of the block itself, which eagerly says so
+            reason = f"{type(error).__name__}: {error}"
+        if not self._all(made is not None):
+            return reason
+        assert made is not None
+        try:
+            is_right, reason = made.computes(expected, call), "what was compiled gave other values"
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            is_right, reason = False, f"what was compiled raised {type(error).__name__}: {error}"
+        return made if self._all(is_right) else reason
+
+    def _all(self, is_true: bool) -> bool:
+        agreed = torch.tensor(int(is_true), device=_device(self._mesh))
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
+        return bool(agreed)
+
+    def _warn(self, block: nn.Module, reason: str) -> None:
+        """Once for each class of blocks."""
+        name = type(block).__name__
+        if name in self._warned or self._mesh.get_local_rank() != 0:
+            return
+        self._warned.add(name)
+        reason = " ".join(reason.split())
+        reason = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
+        warnings.warn(f"tensor.compile: {name} runs eagerly, at least in part: {reason}", stacklevel=3)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

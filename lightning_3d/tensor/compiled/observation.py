@@ -1,0 +1,95 @@
+"""Running a block once to see what it does besides computing on tensors, which is all that can be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_3d.pipeline.block_call import Attribute, attributes_of, changed_attributes
+from lightning_3d.rng import Generators
+from lightning_3d.tensor.compiled.capture import NotCompilable
+from lightning_3d.tensor.compiled.state import own_part, read_state
+from lightning_3d.tensor.preserve import preserved
+
+
+@torch.inference_mode(False)  # whose tensors do not tell whether they were changed
+def observe(
+    block: nn.Module, run: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, device: torch.device
+) -> list[Tensor]:
+    """Run a block on copies of its arguments and of its tensors; afterwards everything is as it was.
+
+    Args:
+        block: Whose attributes are watched.
+        run: Its forward.
+        leaves: Its flat arguments.
+        spec: Their structure, (args, kwargs).
+        device: Whose random numbers are watched, beside those of the CPU, of Python and of NumPy.
+
+    Returns:
+        Own parts of its results, and of the tensors of its state as they are then.
+
+    Raises:
+        NotCompilable: it drew random numbers, changed an argument, a parameter, or an attribute other than a buffer in
+            place.
+    """
+    copies = copied(leaves)
+    arguments = tree_unflatten(copies, spec)
+    generators, state = Generators(device), read_state(block)
+    own = copied(state.own())
+    with torch.no_grad(), state.replaced(own), preserved(block), generators.preserved():
+        attributes, buffers, states = attributes_of(block), _buffers(block), generators.states()
+        try:
+            results = tree_leaves(run(*arguments[0], **arguments[1]))
+            changed = _changed_attributes(block, attributes, buffers)
+            has_drawn = not generators.are_at(states)
+        finally:
+            _restore_containers(attributes)
+        after = copied(own)
+    if has_drawn:
+        raise NotCompilable("it draws random numbers (dropout), which would be others if it were compiled")
+    if changed:
+        raise NotCompilable(f"its forward changes the attributes {changed}")
+    found, found_spec = tree_flatten(arguments)
+    if found_spec != spec or any(a is not b for a, b in zip(found, copies, strict=True)):
+        raise NotCompilable("it changes a list or dict among its arguments")
+    if any(isinstance(copy, Tensor) and copy._version for copy in copies):
+        raise NotCompilable("it changes its arguments in place")
+    parameters = [i for i, tensor in enumerate(state.tensors) if isinstance(tensor, nn.Parameter)]
+    before = state.own()
+    if any(not torch.equal(after[i], before[i]) for i in parameters):
+        raise NotCompilable("its forward changes its parameters")
+    return [own_part(leaf) for leaf in results if isinstance(leaf, Tensor)] + after
+
+
+def copied(leaves: Sequence[Any]) -> list[Any]:
+    """The same without history, tensors in memory of their own."""
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _buffers(block: nn.Module) -> Mapping[str, Tensor]:
+    return dict(block.named_buffers(remove_duplicate=False))
+
+
+def _changed_attributes(
+    block: nn.Module, attributes: dict[str, Attribute], buffers: Mapping[str, Tensor]
+) -> Sequence[str]:
+    set_to_tensors, others = changed_attributes(block, attributes)
+    now = _buffers(block)
+    set_anew = {name for name in now.keys() | buffers.keys() if now.get(name) is not buffers.get(name)}
+    return sorted({*set_to_tensors, *others, *set_anew})
+
+
+def _restore_containers(attributes: dict[str, Attribute]) -> None:
+    for attribute in attributes.values():
+        value, content = attribute.value, attribute.content
+        if value is content:
+            continue
+        value.clear()
+        if isinstance(value, list):
+            value.extend(content)
+        else:
+            value.update(content)

@@ -1,0 +1,164 @@
+"""What the forward of a block reads besides its arguments: tensors, and values that its modules hold."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.tensor.compiled.capture import NotCompilable
+from lightning_3d.tensor.running import crossing
+from lightning_3d.tensor.running.sharded_activation import ShardedActivation
+
+STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
+"""Of values that compare by what they are."""
+
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+_OF_THIS_PACKAGE = frozenset({"forward", "_router", "_block_fqn"})
+"""Attributes that this package sets on a block."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor is found."""
+
+    module: nn.Module
+    group: str | None
+    """``_parameters`` or ``_buffers``; None for a plain attribute."""
+
+    name: str
+    at: int
+    """Among the tensors of the state."""
+
+    def put(self, tensor: Tensor) -> None:
+        attributes = vars(self.module)
+        holder = attributes if self.group is None else attributes[self.group]
+        holder[self.name] = tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockState:
+    """Tensors and values in the modules of a block, at one time."""
+
+    tensors: Sequence[Tensor]
+    """Parameters, buffers and other tensors, each once."""
+
+    places: Sequence[_Place]
+
+    values: tuple[Hashable, ...]
+    """Everything else, comparable."""
+
+    def own(self) -> list[Tensor]:
+        """The tensors, with this rank's shards in place of DTensors; differentiable."""
+        return [own_part(tensor) for tensor in self.tensors]
+
+    @contextmanager
+    def replaced(self, own: Sequence[Tensor]) -> Iterator[None]:
+        """Let the block's code find others in place of what `own` gives."""
+        stand_ins = [_like(tensor, other) for tensor, other in zip(self.tensors, own, strict=True)]
+        try:
+            for place in self.places:
+                place.put(stand_ins[place.at])
+            yield
+        finally:
+            for place in self.places:
+                place.put(self.tensors[place.at])
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's shard; a plain tensor as it is."""
+    return crossing.local_shard(tensor) if isinstance(tensor, DTensor | ShardedActivation) else tensor
+
+
+def _like(old: Tensor, own: Tensor) -> Tensor:
+    """A DTensor for a DTensor, a parameter for a parameter."""
+    if isinstance(old, DTensor):
+        shape, stride = old.shape, old.stride()
+        own = DTensor.from_local(own, old.device_mesh, old.placements, run_check=False, shape=shape, stride=stride)
+    if isinstance(old, nn.Parameter):
+        own._is_param = True  # as in `own_shard`
+    return own
+
+
+def read_state(block: nn.Module) -> BlockState:
+    """Walk the modules of a block.
+
+    Raises:
+        NotCompilable: a module inside of it has hooks, which Python must call.
+    """
+    tensors: list[Tensor] = []
+    places: list[_Place] = []
+    values: list[Any] = []
+    indices: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def note(module: nn.Module, group: str | None, name: str, tensor: Tensor) -> None:
+        if id(tensor) not in indices:
+            indices[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+        places.append(_Place(module, group, name, indices[id(tensor)]))
+
+    for module in _modules(block):
+        if module is not block and _has_hooks(module):
+            raise NotCompilable(f"{type(module).__name__} inside of it has hooks")
+        attributes = vars(module)
+        values += [type(module), module.training, len(attributes)]
+        for group in ("_parameters", "_buffers"):
+            for name, tensor in attributes[group].items():
+                if tensor is not None:
+                    note(module, group, name, tensor)
+        for name, value in attributes.items():
+            if name in _TORCH_ATTRIBUTES or (module is block and name in _OF_THIS_PACKAGE):
+                continue
+            if isinstance(value, Tensor):
+                note(module, None, name, value)
+            else:
+                values.append(_comparable(value, seen))
+    return BlockState(tensors=tensors, places=places, values=tuple(values))
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _modules(child)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class _Same:
+    """Compares an object by identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+
+def _comparable(value: object, seen: set[int]) -> Hashable:
+    """The value of an attribute: by what it is, with the content of containers and of objects such as a config."""
+    if type(value) in STATIC_TYPES:
+        return type(value), value
+    if isinstance(value, nn.Module | type) or id(value) in seen:
+        return _Same(value)
+    seen.add(id(value))
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value), tuple([_comparable(item, seen) for item in value])
+    if isinstance(value, dict):
+        return type(value), tuple([(_Same(key), _comparable(item, seen)) for key, item in value.items()])
+    content = getattr(value, "__dict__", {})
+    return _Same(value), tuple([(name, type(v), v) for name, v in content.items() if type(v) in STATIC_TYPES])

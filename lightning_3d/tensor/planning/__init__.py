@@ -1,0 +1,1 @@
+"""Finding how a block is sharded, on fake tensors."""

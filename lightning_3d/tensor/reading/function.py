@@ -1,0 +1,225 @@
+"""Calls in general: their names, tensors and destinations, and which run on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[..., Any]
+
+
+_CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+
+
+_BATCHED_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+
+
+def simplified(function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of the same call without what torch has no sharded form for.
+
+    ``torch.cat`` gets no tensors of shape (0,), which it ignores whatever the shapes of the others, and as which
+    key-value caches begin; ``x[:, [-2]]`` becomes ``x[:, -2:-1]``.
+    """
+    if function in _CONCATENATIONS and args and isinstance(args[0], list | tuple):
+        kept = [tensor for tensor in args[0] if tensor.shape != (0,)]
+        return (kept or args[0], *args[1:])
+    if function is Tensor.__getitem__ and isinstance(args[1], list | tuple):
+        items = args[1] if isinstance(args[1], tuple) else (args[1],)
+        if all(item is None or item is Ellipsis or isinstance(item, slice) or _is_one(item) for item in items):
+            return (args[0], tuple(_as_slice(item) if isinstance(item, list) else item for item in items))
+    return args
+
+
+def _is_one(item: object) -> bool:
+    return isinstance(item, list) and len(item) == 1 and type(item[0]) is int
+
+
+def _as_slice(item: list[int]) -> slice:
+    return slice(item[0], item[0] + 1 or None)
+
+
+def is_batched_matmul(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call multiplies two stacks of matrices, ``[..., n, k] @ [..., k, m]``."""
+    return function in _BATCHED_MATMULS and len(args) == 2 and not kwargs
+
+
+def batched_matmul_dim(left: Tensor, right: Tensor, left_dim: int | None, right_dim: int | None) -> int | None:
+    """The batch dim along which every rank can multiply its own shards, or None.
+
+    Args:
+        left: First operand.
+        right: Second operand.
+        left_dim: The dim that `left` is sharded on; None if it is not, or not evenly.
+        right_dim: The same for `right`.
+    """
+    if left_dim is None or left_dim != right_dim or left.dim() != right.dim() or left_dim >= left.dim() - 2:
+        return None
+    return left_dim if left.shape[left_dim] == right.shape[left_dim] else None
+
+
+def takes_every_nth(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, *, size: int) -> bool:
+    """Whether a call takes every n-th of its first argument's elements along `dim`, as ``x[..., 1::2]`` does.
+
+    Every rank can do that on its own shard along `dim`, if n divides its length.
+    """
+    if function_name(function) != "__getitem__":
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not all(item is Ellipsis or isinstance(item, slice) for item in index):
+        return False
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    others = [*index[:at], *index[at + 1 :]]
+    others[at:at] = [slice(None)] * (args[0].dim() - len(others))
+    taken = others.pop(dim)
+    if taken.stop is not None or any(other != slice(None) for other in others):
+        return False
+    start, step = taken.start or 0, taken.step or 1
+    return 0 <= start < step and args[0].shape[dim] // size % step == 0
+
+
+_NEW = frozenset({Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full})
+
+
+def new_shape(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> list[int] | None:
+    """The full shape of a tensor of constants made beside one that is sharded on `dim`, if it can be sharded alike."""
+    if function not in _NEW or len(args) < 2 or "size" in kwargs:
+        return None
+    sizes = args[1] if isinstance(args[1], list | tuple) else args[1:]
+    tensor: Tensor = args[0]
+    is_alike = len(sizes) == tensor.dim() and sizes[dim] == tensor.shape[dim]
+    return [int(size) for size in sizes] if is_alike else None
+
+
+_RANDOM = frozenset(
+    {
+        "alpha_dropout",
+        "bernoulli",
+        "bernoulli_",
+        "cauchy_",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "exponential_",
+        "feature_alpha_dropout",
+        "feature_dropout",
+        "geometric_",
+        "gumbel_softmax",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "random_",
+        "rrelu",
+        "uniform_",
+    }
+)
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    {
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+        "__setitem__",
+    }
+)
+
+
+EXPERTS_MATMULS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
+"""Names of products per expert."""
+
+
+_READS_DATA = frozenset(
+    {
+        "__bool__",
+        "__contains__",
+        "__float__",
+        "__index__",
+        "__int__",
+        "allclose",
+        "argwhere",
+        "bincount",
+        "equal",
+        "item",
+        "masked_select",
+        "nonzero",
+        "numpy",
+        "tolist",
+        "unique",
+        "unique_consecutive",
+    }
+)
+"""What they return, or its shape, depends on data."""
+
+
+_ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
+
+
+def runs_whole(function: Function) -> bool:
+    """Whether a call runs on full tensors, alike on all ranks.
+
+    It draws random numbers other than `as_dropout`, reads data, or has no rule for shards.
+    """
+    return function_name(function) in _ON_WHOLE
+
+
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
+
+
+def destination(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tensor that a call changes in place, or None."""
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]  # type: ignore[no-any-return]  # just checked
+    if function == SET_DATA:  # a new object every time
+        return args[0] if isinstance(args[0], Tensor) else None
+    name = function_name(function)
+    changes = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    return args[0] if changes and args and isinstance(args[0], Tensor) else None
+
+
+def function_name(function: Function) -> str:
+    """A name for messages: ``view``, ``linear``; for a property's getter the name of the property."""
+    name = str(getattr(function, "__name__", function))
+    owner = getattr(function, "__self__", None)
+    return str(getattr(owner, "__name__", name)) if name == "__get__" else name
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dicts, the arguments or the results of a call."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A copy of nested tuples, lists and dicts with every tensor changed; torch's result types stay what they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) is dict:
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        items = [map_tensors(change, item) for item in value]
+        make = getattr(type(value), "_make", type(value))  # a namedtuple's constructor takes no iterable
+        return make(items)
+    return value

@@ -1,0 +1,1 @@
+"""Embedding tables, output heads and cross entropy over the vocabulary."""

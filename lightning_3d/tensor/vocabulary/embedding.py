@@ -1,0 +1,67 @@
+"""Looking rows up in an embedding table whose rows are sharded over the tp axis (Megatron-LM, Shoeybi et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.tensor.reading.function import Function
+from lightning_3d.tensor.running import crossing
+from lightning_3d.tensor.vocabulary.loss import shard_bounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Embedding:
+    """The arguments of ``F.embedding`` without those that need the whole table."""
+
+    ids: Tensor
+    """``[...]``, integers."""
+
+    weight: Tensor
+    """``[rows, width]``."""
+
+    padding_idx: int | None
+    """The row that gets no gradient."""
+
+
+def as_embedding(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Embedding | None:
+    """Read a call as an embedding that can run on shards of the table, or None."""
+    return _embedding(*args, **kwargs) if function is F.embedding else None
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Embedding | None:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        return None  # they change rows in place, count rows, or make gradients that are not dense
+    if padding_idx is not None and padding_idx < 0:
+        padding_idx += weight.shape[0]
+    return Embedding(ids=input, weight=weight, padding_idx=padding_idx)
+
+
+def look_up(call: Embedding, mesh: DeviceMesh) -> Tensor:
+    """The rows of `call.ids`, ``[..., width]``, plain: own rows, zeros for those of others, and one all-reduce."""
+    assert isinstance(call.weight, DTensor)
+    start, stop = shard_bounds(call.weight.shape[0], mesh)
+    ids, padding = call.ids, None
+    is_own = (ids >= start) & (ids < stop)
+    # An id beyond the table is out of bounds on every rank, as it is in one process.
+    is_invalid = (ids < 0) | (ids >= call.weight.shape[0])
+    index = torch.where(is_own, ids - start, torch.where(is_invalid, stop - start, 0))
+    if call.padding_idx is not None and start <= call.padding_idx < stop:
+        padding = call.padding_idx - start
+    rows = F.embedding(index, crossing.local_shard(call.weight), padding_idx=padding)
+    return crossing.reduce_rows(rows.masked_fill(~is_own.unsqueeze(-1), 0.0), mesh)

@@ -1,0 +1,181 @@
+"""Cross entropy on logits whose classes are sharded over the tp axis (Megatron-LM, Shoeybi et al. 2019).
+
+No rank holds all logits: two all-reduces, of a maximum and of three sums per row, take the place of gathering them.
+What the numbers mean is what ``F.cross_entropy`` documents. This is the arithmetic alone; autograd is in
+`sharded_output`.
+
+    loss of a row = -(1 - s) w[t] log p[t]  -  s / C  sum over c of w[c] log p[c]        s: label smoothing, w: weights
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.tensor.reading.function import Function
+
+Reduction = Literal["mean", "sum", "none"]
+
+
+def shard_bounds(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """First row and the one after the last of this rank's shard, as DTensor cuts `num_rows` that need not divide."""
+    length = -(-num_rows // mesh.size())
+    start = min(mesh.get_local_rank() * length, num_rows)
+    return start, min(start + length, num_rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrossEntropy:
+    """The arguments of ``F.cross_entropy`` with class indices as targets."""
+
+    input: Tensor
+    """``[classes]`` or ``[rows, classes, ...]``."""
+
+    target: Tensor
+    """Of the input's shape without the classes; int64."""
+
+    weight: Tensor | None
+    """``[classes]``; a constant."""
+
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+
+    @property
+    def class_dim(self) -> int:
+        """The input's dim of the classes."""
+        return min(1, self.input.dim() - 1)
+
+
+def as_cross_entropy(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CrossEntropy | None:
+    """Read a call as a cross entropy that can run on shards, or None."""
+    return _cross_entropy(*args, **kwargs) if function is torch.nn.functional.cross_entropy else None
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+) -> CrossEntropy | None:
+    call = CrossEntropy(
+        input=input,
+        target=target,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    without_classes = [length for dim, length in enumerate(input.shape) if dim != call.class_dim]
+    is_known = (
+        size_average is None
+        and reduce is None
+        and reduction in ("mean", "sum", "none")
+        and 0.0 <= label_smoothing <= 1.0
+        and not target.is_floating_point()
+        and list(target.shape) == without_classes
+        and (weight is None or (not weight.requires_grad and list(weight.shape) == [input.shape[call.class_dim]]))
+    )
+    return call if is_known else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What the backward needs."""
+
+    softmax: Tensor
+    """``[rows, own classes]``, fp32 or wider."""
+
+    column: Tensor
+    """``[rows, 1]``: the target's column of the own classes; 0 where another rank has it."""
+
+    target_gradient: Tensor
+    """``[rows]``: what the gradient of the target's own logit has besides the softmax's; 0 on other ranks."""
+
+    softmax_gradient: Tensor
+    """``[rows]``: factor of the softmax in the gradient."""
+
+    smooth_gradient: Tensor | None
+    """``[rows, own classes]`` or broadcastable to it: what label smoothing takes off the gradient."""
+
+
+def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMesh) -> tuple[Tensor, Saved]:
+    """Compute the loss.
+
+    Args:
+        call: The call; of its input nothing is read.
+        logits: This rank's classes, ``[rows, own classes]``.
+        num_classes: Of all ranks.
+        mesh: The tp axis.
+
+    Returns:
+        The loss, 0-d or ``[rows]``, equal on all ranks, and what the backward needs.
+    """
+    start, stop = shard_bounds(num_classes, mesh)
+    target, smoothing = call.target.reshape(-1), call.label_smoothing
+    shifted = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    greatest = shifted.amax(-1)
+    dist.all_reduce(greatest, dist.ReduceOp.MAX, group=mesh.get_group())
+    shifted = shifted - greatest.unsqueeze(-1)
+    counted = target != call.ignore_index
+    is_own = counted & (target >= start) & (target < stop)
+    is_invalid = counted & ((target < 0) | (target >= num_classes))
+    # An invalid target is out of bounds in `gather` on every rank, as it is in one process.
+    column = torch.where(is_own, target - start, torch.where(is_invalid, stop - start, 0)).unsqueeze(-1)
+    at_target = torch.where(is_own, shifted.gather(-1, column).squeeze(-1), 0.0)
+    weight = None if call.weight is None else call.weight.to(shifted.dtype)
+    own_weight = None if weight is None else weight[start:stop]
+    sums = [at_target]
+    if smoothing:
+        sums.append((shifted if own_weight is None else shifted * own_weight).sum(-1))
+    exponentials = shifted.exp_()
+    summed = torch.stack([exponentials.sum(-1), *sums])
+    dist.all_reduce(summed, group=mesh.get_group())
+    log_sum = summed[0].log()
+
+    row_weight = counted.to(shifted.dtype)
+    if weight is not None:
+        row_weight = torch.where(counted, weight[torch.where(counted, target, 0)], 0.0)
+    scale = 1.0 / row_weight.sum() if call.reduction == "mean" else 1.0
+    target_factor = (1.0 - smoothing) * row_weight
+    softmax_factor, losses = target_factor, target_factor * (log_sum - summed[1])
+    smooth_gradient = None
+    if smoothing:
+        per_class = smoothing / num_classes
+        total_weight = num_classes if weight is None else weight.sum()
+        losses = losses + per_class * (total_weight * log_sum - summed[2])
+        softmax_factor = target_factor + per_class * total_weight
+        smooth_gradient = torch.where(counted, per_class * scale, 0.0).unsqueeze(-1)
+        smooth_gradient = smooth_gradient if own_weight is None else smooth_gradient * own_weight
+    losses = torch.where(counted, losses, 0.0)  # also where an ignored row is not finite
+    saved = Saved(
+        softmax=exponentials.div_(summed[0].unsqueeze(-1)),
+        column=column,
+        target_gradient=torch.where(is_own, target_factor * scale, 0.0),
+        softmax_gradient=torch.where(counted, softmax_factor * scale, 0.0),
+        smooth_gradient=smooth_gradient,
+    )
+    return losses if call.reduction == "none" else losses.sum() * scale, saved
+
+
+def backward(saved: Saved, gradient: Tensor) -> Tensor:
+    """The gradient of this rank's logits, ``[rows, own classes]``.
+
+    Args:
+        saved: From the forward.
+        gradient: Of the loss, 0-d or ``[rows]``.
+    """
+    logits_gradient = saved.softmax * saved.softmax_gradient.unsqueeze(-1)
+    logits_gradient.scatter_add_(-1, saved.column, -saved.target_gradient.unsqueeze(-1))
+    if saved.smooth_gradient is not None:
+        logits_gradient -= saved.smooth_gradient
+    return logits_gradient.mul_(gradient.to(logits_gradient.dtype).reshape(-1, 1))

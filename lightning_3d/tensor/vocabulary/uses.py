@@ -1,0 +1,297 @@
+"""Sharding over the vocabulary: which weights of a block it suits, and running the calls that use them.
+
+An embedding table and the weight of an output head are cut along their rows, tied or not, into as many rows per rank as
+DTensor gives it, which need not be equal. Looking up ends in an all-reduce (`vocabulary_embedding`); a head's logits
+leave the block on shards (`sharded_output`). The rest of the block is planned and run as if these weights were
+replicated, as what comes of them is a full tensor to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.tensor.plan import BlockTensorPlan, Role, WeightPlan
+from lightning_3d.tensor.planning.fakes import on_fakes
+from lightning_3d.tensor.planning.weights import named_parameters
+from lightning_3d.tensor.reading.function import Function, tensors_in
+from lightning_3d.tensor.running import crossing
+from lightning_3d.tensor.running.sharded_output import as_logits
+from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
+
+Slot = tuple[nn.Module, str]
+"""Where a parameter hangs: the module that owns it, and its name there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logits:
+    """What a block returns to a loss that runs on shards."""
+
+    num_classes: int
+
+    is_read: bool
+    """Whether the step uses them for anything else, too: then they are gathered at once, on all ranks alike."""
+
+
+_LEAST_SHARE = 0.03
+"""Of a block's parameters, for a table to be worth an all-reduce of what is looked up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightUse:
+    """How a block uses one table or head."""
+
+    num_lookups: int
+    lookup_bytes: int
+    """Of the rows that are looked up."""
+
+    num_heads: int
+    """Uses as the weight of a head."""
+
+    logits_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabularyUse:
+    """How a block uses weights that can be sharded over the vocabulary."""
+
+    weights: Mapping[str, WeightUse] = field(default_factory=dict)
+    """By FQN, ties under every name."""
+
+    biases: Mapping[str, str] = field(default_factory=dict)
+    """FQN of a head's bias -> FQN of its weight."""
+
+    gathers_logits: bool = False
+
+    def without(self, fqns: Collection[str]) -> VocabularyUse:
+        """The same without these weights and biases, and without what goes with them."""
+        dropped = {*fqns, *(weight for bias, weight in self.biases.items() if bias in fqns)}
+        return replace(
+            self,
+            weights={fqn: use for fqn, use in self.weights.items() if fqn not in dropped},
+            biases={fqn: weight for fqn, weight in self.biases.items() if weight not in dropped},
+        )
+
+    @property
+    def fqns(self) -> frozenset[str]:
+        """Of everything that is sharded."""
+        return frozenset(self.weights) | frozenset(self.biases)
+
+
+def find_vocabulary(
+    block: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    size: int,
+    logits: Logits | None,
+    excluded: Collection[nn.Parameter] = frozenset(),
+    by_hand: Mapping[str, Role] = MappingProxyType({}),
+) -> VocabularyUse:
+    """Find the tables and heads among a block's weights by running its forward on fake tensors.
+
+    A weight that is small beside the others (fewer rows than columns, or little of its block, as relative positions) is
+    left out, unless a rule by hand asks for it.
+
+    Args:
+        block: On any device, meta included; it is left as it was.
+        args: Example arguments of its forward; only the metadata of tensors counts.
+        kwargs: Example keyword arguments.
+        size: Length of the tp axis.
+        logits: What the block returns to a loss that runs on shards; None if it returns nothing of the kind.
+        excluded: Parameters that must not be sharded.
+        by_hand: FQN -> role, for weights whose role is given.
+    """
+    parameters = named_parameters(block)
+    try:
+        seen = _uses(block, args, kwargs, logits)
+    except Exception:  # the block's own code on fake tensors can raise anything; `plan_block` says so
+        return VocabularyUse()
+
+    least = _LEAST_SHARE * sum(parameter.numel() for parameter in block.parameters())
+
+    def suits(fqn: str) -> bool:
+        weight, use = parameters[fqn], seen[fqn]
+        known = [parameters[name] for name in use.biases if not seen[name].num_others]
+        return (
+            by_hand.get(fqn, "vocabulary") == "vocabulary"
+            and use.is_vocabulary
+            and len(known) == len(use.biases)
+            and not any(tensor is other for tensor in (weight, *known) for other in excluded)
+            and _can_cut(weight, size)
+            and (fqn in by_hand or (weight.shape[0] >= weight.shape[1] and weight.numel() >= least))
+        )
+
+    chosen = [fqn for fqn in parameters if suits(fqn)]
+    return VocabularyUse(
+        weights={fqn: seen[fqn].summary for fqn in chosen},
+        biases={bias: fqn for fqn in chosen for bias in seen[fqn].biases},
+        gathers_logits=logits is not None and logits.is_read,
+    )
+
+
+def _uses(
+    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: Logits | None
+) -> Mapping[str, _Seen]:
+    """Run the block; FQN -> uses, tied weights alike."""
+    with on_fakes(block, args, kwargs) as fakes, torch.no_grad(), _SeeUses(fakes.parameters, logits) as seen:
+        output = block.forward(*fakes.args, **fakes.kwargs)
+    returned = {id(leaf) for leaf in tree_leaves(output)}
+    for use in seen.uses.values():
+        use.num_others += any(id(made) not in returned for made in use.logits)
+    return {fqn: seen.uses[id(tensor)] for fqn, tensor in fakes.parameters.items()}
+
+
+def with_vocabulary(plan: BlockTensorPlan, use: VocabularyUse) -> BlockTensorPlan:
+    """A plan that replicates these weights, changed to shard them over the vocabulary."""
+    if not use.fqns:
+        return plan
+    uses = {id(weight): weight for weight in use.weights.values()}.values()  # a tied weight once
+    sent = sum(weight.lookup_bytes for weight in uses) * 2 * (plan.size - 1) // plan.size
+    num_gathers = sum(weight.num_heads for weight in uses) if use.gathers_logits else 0
+    gathered = sum(weight.logits_bytes for weight in uses) * (plan.size - 1) // plan.size if num_gathers else 0
+    return replace(
+        plan,
+        weights=tuple(_over_vocabulary(weight) if weight.fqn in use.fqns else weight for weight in plan.weights),
+        num_all_reduces_forward=plan.num_all_reduces_forward + sum(weight.num_lookups for weight in uses),
+        num_all_reduces_backward=plan.num_all_reduces_backward + sum(weight.num_heads for weight in uses),
+        num_other_collectives_forward=plan.num_other_collectives_forward + num_gathers,
+        gathers_logits=num_gathers > 0,
+        communicated_bytes=plan.communicated_bytes + sent + gathered,
+        reason=None,
+    )
+
+
+def _over_vocabulary(weight: WeightPlan) -> WeightPlan:
+    return replace(weight, role="vocabulary", shard_dim=0, reason=None)
+
+
+def _can_cut(weight: Tensor, size: int) -> bool:
+    """Whether every rank gets rows."""
+    return weight.dim() == 2 and -(-weight.shape[0] // size) * (size - 1) < weight.shape[0]
+
+
+# ------------------------------------------------------------------------------------------------------- planning
+
+
+@dataclass
+class _Seen:
+    """The uses of one parameter."""
+
+    num_lookups: int = 0
+    lookup_bytes: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+    num_others: int = 0
+    biases: tuple[str, ...] = ()
+    """FQNs of the biases that go with it as a head."""
+
+    @property
+    def is_vocabulary(self) -> bool:
+        return self.num_lookups + len(self.logits) > 0 and self.num_others == 0
+
+    @cached_property
+    def summary(self) -> WeightUse:
+        return WeightUse(
+            num_lookups=self.num_lookups,
+            lookup_bytes=self.lookup_bytes,
+            num_heads=len(self.logits),
+            logits_bytes=sum(logits.numel() * logits.element_size() for logits in self.logits),
+        )
+
+
+class _SeeUses(TorchFunctionMode):
+    """Notes how a block uses its parameters.
+
+    Args:
+        parameters: Fake parameters by FQN.
+        logits: What the block's heads make.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], logits: Logits | None) -> None:
+        super().__init__()
+        self.uses = {id(tensor): _Seen() for tensor in parameters.values()}
+        self._fqns: dict[int, tuple[str, ...]] = {}
+        for fqn, tensor in parameters.items():
+            self._fqns[id(tensor)] = (*self._fqns.get(id(tensor), ()), fqn)
+        self._logits = logits
+
+    def __enter__(self) -> _SeeUses:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
+        return self
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if not any(True for _ in tensors_in(output)):
+            return output  # it asked for a shape or the like
+        used = {id(tensor) for tensor in tensors_in((args, kwargs))} & self.uses.keys()
+        if (embedding := as_embedding(func, args, kwargs)) is not None and id(embedding.weight) in used:
+            use = self.uses[id(embedding.weight)]
+            use.num_lookups += 1
+            use.lookup_bytes += output.numel() * output.element_size()
+            used.discard(id(embedding.weight))
+        if func is F.linear:
+            used -= self._head(output, *args, **kwargs)
+        for i in used:
+            self.uses[i].num_others += 1
+        return output
+
+    def _head(self, output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> set[int]:
+        """Note a use as a head; returns the ids of the parameters that it concerns."""
+        is_ours = id(weight) in self.uses and (bias is None or id(bias) in self.uses)
+        if not is_ours or self._logits is None or weight.shape[0] != self._logits.num_classes:
+            return set()
+        use = self.uses[id(weight)]
+        use.logits.append(output)
+        if bias is None:
+            return {id(weight)}
+        use.biases = (*use.biases, *self._fqns[id(bias)])
+        return {id(weight), id(bias)}
+
+
+# ------------------------------------------------------------------------------------------------------ execution
+
+
+class VocabularyCalls(TorchFunctionMode):
+    """Answers the calls that use weights sharded over the vocabulary; active during one forward of one block.
+
+    Args:
+        mesh: The tp axis.
+        slots: Where these weights hang; their biases, too.
+        gathers_logits: Whether the step reads logits otherwise than by its loss.
+    """
+
+    def __init__(self, mesh: DeviceMesh, slots: Sequence[Slot], *, gathers_logits: bool) -> None:
+        super().__init__()
+        self._mesh, self._gathers_logits = mesh, gathers_logits
+        self._weights = [owner._parameters[name] for owner, name in slots]
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        embedding = as_embedding(func, args, kwargs)
+        if embedding is not None and self._holds(embedding.weight):
+            return look_up(embedding, self._mesh)
+        if func is F.linear and self._holds(args[1] if len(args) > 1 else kwargs["weight"]):
+            return self._logits(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _holds(self, weight: Tensor) -> bool:
+        return any(weight is known for known in self._weights)
+
+    def _logits(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, DTensor)
+        entered = crossing.enter_columns(crossing.gather(input), self._mesh)
+        own_bias = None if bias is None else crossing.local_shard(bias)
+        local = F.linear(entered, crossing.local_shard(weight), own_bias)
+        return as_logits(local, self._mesh, weight.shape[0], gather=self._gathers_logits)
