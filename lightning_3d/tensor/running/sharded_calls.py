@@ -2,7 +2,7 @@
 
 Calls on plain tensors pass through. A call with a sharded tensor among its arguments runs
 
-* locally, if it is a projection, attention, a batched matmul or dropout (`reading`): exactly the collectives of the plan;
+* locally, if it is a projection, attention, batched matmul or dropout (`reading`): exactly the collectives of the plan;
 * locally, too, if DTensor would run it without communication (`local_form`);
 * by DTensor otherwise, with its plain operands replicated;
 * on gathered tensors, if DTensor has no rule for it.
