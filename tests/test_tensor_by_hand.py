@@ -40,6 +40,7 @@ def test_patterns_name_parameters_and_modules_and_the_last_rule_holds() -> None:
             r"'blocks.\*.atention' names no parameter and no module. The nearest name is 'blocks.0.att",
         ),
         ("positions", "names positions.weight, which lies outside of blocks"),
+        ("blocks.*.norm1", r"asks for 'row' of blocks.0.norm1.weight \[32\], but biases and norms go with the weights"),
     ],
 )
 def test_rule_without_a_match_is_refused(pattern: str, message: str) -> None:

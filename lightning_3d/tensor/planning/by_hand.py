@@ -34,17 +34,17 @@ def roles_by_hand(
         FQN of a block -> name of a parameter in it -> role; blocks without a rule are absent.
 
     Raises:
-        PlanError: a rule names nothing, or only what lies outside of blocks.
+        PlanError: a rule names nothing, only what lies outside of blocks, or only vectors that it would shard.
     """
     owners = {
         f"{fqn}.{name}": (fqn, name)
         for fqn, block in blocks.items()
         for name, _ in block.named_parameters(remove_duplicate=False)
     }
-    everything = [fqn for fqn, _ in module.named_parameters(remove_duplicate=False)]
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     roles: dict[str, dict[str, Role]] = {}
     for pattern, role in rules:
-        named = [fqn for fqn in everything if _names(pattern, fqn)]
+        named = [fqn for fqn in parameters if _names(pattern, fqn)]
         if not named:
             raise PlanError(f"tensor.plan: {pattern!r} names no parameter and no module.{_nearest(pattern, module)}")
         inside = [fqn for fqn in named if fqn in owners]
@@ -52,6 +52,11 @@ def roles_by_hand(
             raise PlanError(
                 f"tensor.plan: {pattern!r} names {named[0]}, which lies outside of blocks and stays replicated. Let"
                 " pipeline.partition='type:REGEX' name the classes that are blocks, or remove the rule."
+            )
+        if role != "replicate" and all(parameters[fqn].dim() < 2 for fqn in inside):
+            raise PlanError(
+                f"tensor.plan: {pattern!r} asks for {role!r} of {inside[0]} {list(parameters[inside[0]].shape)}, but"
+                " biases and norms go with the weights beside them. Let the rule name a weight, or remove it."
             )
         for fqn in inside:
             block, name = owners[fqn]
