@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, Block, random_tokens
-from lightning_3d import ThreeDStrategy, planner, strategy
+from lightning_3d import ThreeDStrategy, parallel_model, planner
 from lightning_3d.plan import Plan
 
 NUM_BLOCKS, WIDTH, HEADS = 48, 256, 8
@@ -61,7 +61,7 @@ def measure() -> dict[str, float]:
         return call
 
     planner.plan_blocks = timed("planning", planner.plan_blocks)
-    strategy.prove_blocks = timed("proof", strategy.prove_blocks)
+    parallel_model.prove_blocks = timed("proof", parallel_model.prove_blocks)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
