@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, Block, random_tokens
-from lightning_3d import ThreeDStrategy, parallel_model, planner
-from lightning_3d.plan import Plan
+from lightning_3d import ThreeDStrategy
+from lightning_3d.planning import planner
+from lightning_3d.planning.plan import Plan
+from lightning_3d.trainer import parallel_model
 
 NUM_BLOCKS, WIDTH, HEADS = 48, 256, 8
 

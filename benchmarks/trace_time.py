@@ -19,10 +19,10 @@ from rich.table import Table
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
 from lightning_3d import ThreeDStrategy
-from lightning_3d.blocks import find_blocks
+from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline import engine
 from lightning_3d.pipeline.engine import Tracing
-from lightning_3d.pipeline.interception import Router
+from lightning_3d.trace.interception import Router
 
 NUM_BLOCKS, STEPS = 48, 20
 

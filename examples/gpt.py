@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.report import report_table
+from lightning_3d.trainer.report import report_table
 
 LAYOUT = Path(__file__).parent.parent / "conf" / "gpt_2x2x2.yaml"
 

@@ -5,7 +5,7 @@ Importing registers the strategy; Lightning has no entry point for it.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
 from lightning_3d.errors import (
     BatchError,
     CheckpointError,
@@ -15,8 +15,8 @@ from lightning_3d.errors import (
     ThreeDError,
     TraceError,
 )
-from lightning_3d.precision import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
+from lightning_3d.trainer.precision import ThreeDPrecision
 
 __all__ = [
     "BatchConfig",

@@ -43,20 +43,20 @@ from lightning_3d.checkpoint import (
     save_sharded,
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
-from lightning_3d.deferred import defer_init
+from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.distributed.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.errors import CheckpointError, ConfigError
-from lightning_3d.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
-from lightning_3d.parallel_model import ParallelModel, make_parallel
-from lightning_3d.pending import zeroes_unseen
+from lightning_3d.model.deferred import defer_init
 from lightning_3d.pipeline.engine import check_loss, loss_of
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
-from lightning_3d.plan import Plan
-from lightning_3d.precision import ThreeDPrecision
-from lightning_3d.report import RankReport, gather_reports
-from lightning_3d.requirements import check_optimizers, refuse_unsupported
-from lightning_3d.tensor.running.sharded_output import plain
+from lightning_3d.planning.plan import Plan
+from lightning_3d.tensor.run.sharded_output import plain
+from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
+from lightning_3d.trainer.pending_gradients import zeroes_unseen
+from lightning_3d.trainer.precision import ThreeDPrecision
+from lightning_3d.trainer.report import RankReport, gather_reports
+from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
 
 
 class ThreeDStrategy(ParallelStrategy):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, Subset
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.plan import Plan
+from lightning_3d.planning.plan import Plan
 from tests.models import TinyGPT, loader, reference_loader, tokens
 from tests.workers import DEFAULT_TIMEOUT, WorkerPools
 

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 from jsonargparse import ArgumentParser
 from omegaconf import OmegaConf
 
-from lightning_3d.config import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
 from lightning_3d.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.deferred import DeferredTensor, defer_init, fingerprint, recording
-from lightning_3d.deferred.replay import Contents
+from lightning_3d.model.deferred import DeferredTensor, defer_init, fingerprint, recording
+from lightning_3d.model.deferred.replay import Contents
 from tests import architectures as a
 from tests.hugging_face import hugging_face
 from tests.models import TinyGPT, TinyMLP, features, tokens

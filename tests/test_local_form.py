@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.reading.function import map_tensors, tensors_in
-from lightning_3d.tensor.running.local_form import LocalForm, Operand, call_locally, local_form, signature
+from lightning_3d.tensor.rules.function import map_tensors, tensors_in
+from lightning_3d.tensor.run.local_form import LocalForm, Operand, call_locally, local_form, signature
 
 SIZE = 2
 HEADS = (3, 4, 5, 8)  # [batch, heads, length, head_dim]

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore  # groups of any size in one process, torch 2.13
 
-from lightning_3d.config import ThreeDConfig
-from lightning_3d.errors import ConfigError
-from lightning_3d.mesh import (
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import (
     AxisName,
     Mesh,
     MeshCoordinate,
@@ -24,6 +23,7 @@ from lightning_3d.mesh import (
     resolve_mesh_shape,
     warn_of_slow_groups,
 )
+from lightning_3d.errors import ConfigError
 from tests.workers import WorkerPools
 
 CUBE = MeshShape(pp=2, dp=2, cp=1, tp=2)

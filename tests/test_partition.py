@@ -9,7 +9,7 @@ from itertools import combinations
 
 import pytest
 
-from lightning_3d.partition import StageLoad, additive, least_greatest_load, partition
+from lightning_3d.planning.partition import StageLoad, additive, least_greatest_load, partition
 
 
 def _all_cuts(num_calls: int, num_stages: int) -> Iterator[list[int]]:

@@ -17,20 +17,20 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_3d.assignment import boundary_bytes
-from lightning_3d.blocks import find_blocks
-from lightning_3d.config import ThreeDConfig
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError
-from lightning_3d.measure import measure_activations, measure_time
-from lightning_3d.mesh import MeshShape
+from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.engine import Tracing
-from lightning_3d.pipeline.ghost import TensorMeta
-from lightning_3d.pipeline.interception import Router
-from lightning_3d.pipeline.stages import cut
-from lightning_3d.pipeline.trace import Trace
-from lightning_3d.plan import Plan, make_plan
-from lightning_3d.plan_text import folded
-from lightning_3d.refinement import is_balanced, refine
+from lightning_3d.planning.assignment import boundary_bytes
+from lightning_3d.planning.measure import measure_activations, measure_time
+from lightning_3d.planning.plan import Plan, make_plan
+from lightning_3d.planning.plan_text import folded
+from lightning_3d.planning.split_blocks import is_balanced, refine
+from lightning_3d.planning.stage_flow import cut
+from lightning_3d.trace.ghost import TensorMeta
+from lightning_3d.trace.interception import Router
+from lightning_3d.trace.trace import Trace
 from tests.models import TinyGPT
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools

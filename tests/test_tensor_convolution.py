@@ -22,7 +22,7 @@ from lightning_3d.checkpoint import load_sharded, model_state, optimizer_state, 
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block
 from lightning_3d.tensor.parts import marked
-from lightning_3d.tensor.plan import Role
+from lightning_3d.tensor.plan.block_plan import Role
 from tests.models import ADAM_EPS
 from tests.test_tensor_apply import Collectives
 from tests.workers import WorkerPools

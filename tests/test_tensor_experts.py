@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
 from lightning_3d.tensor.parts import Parts
-from lightning_3d.tensor.reading.aliases import alias_dims
-from lightning_3d.tensor.running.partial_sums import keeps_partial
+from lightning_3d.tensor.rules.aliases import alias_dims
+from lightning_3d.tensor.run.partial_sums import keeps_partial
 from tests.test_tensor_apply import parity_of
 from tests.test_tensor_plan import Example, tokens
 from tests.workers import WorkerPools

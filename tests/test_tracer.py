@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.blocks import find_blocks
 from lightning_3d.errors import TraceError
-from lightning_3d.pipeline.ghost import Ghost
-from lightning_3d.pipeline.interception import Router
-from lightning_3d.pipeline.side_effects import undone
+from lightning_3d.model.blocks import find_blocks
+from lightning_3d.pipeline.effects.undone import undone
 from lightning_3d.pipeline.stage_run import StageRun
-from lightning_3d.pipeline.stages import StageFlow, cut
-from lightning_3d.pipeline.trace import Trace
-from lightning_3d.pipeline.tracer import trace_step
+from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.trace.ghost import Ghost
+from lightning_3d.trace.interception import Router
+from lightning_3d.trace.trace import Trace
+from lightning_3d.trace.tracer import trace_step
 
 WIDTH = 4
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from examples.gpt import GPT
 from lightning_3d import ThreeDStrategy
 from lightning_3d.tensor import plan_block, replicated_plan
-from lightning_3d.tensor.running.sharded_output import ShardedOutput, as_logits, plain
+from lightning_3d.tensor.run.sharded_output import ShardedOutput, as_logits, plain
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
 from lightning_3d.tensor.vocabulary.uses import Logits, find_vocabulary, with_vocabulary
 from tests import architectures

@@ -12,26 +12,26 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.rng import StepRandomness
+from lightning_3d.distributed.zero import RankModule
 from lightning_3d.errors import StepError
-from lightning_3d.mesh import Mesh
-from lightning_3d.pipeline.attributes import StepAttributes
-from lightning_3d.pipeline.interception import Router
-from lightning_3d.pipeline.joining import join
-from lightning_3d.pipeline.lazy_hooks import LazyHooks
-from lightning_3d.pipeline.metric_calls import metrics_of
+from lightning_3d.pipeline.effects.attributes import StepAttributes
+from lightning_3d.pipeline.effects.hooks import LazyHooks
+from lightning_3d.pipeline.effects.join import join
+from lightning_3d.pipeline.effects.metrics import metrics_of
+from lightning_3d.pipeline.effects.recorder import StepRecorder
+from lightning_3d.pipeline.effects.report import StepReport, make_metric_calls, replay, share
+from lightning_3d.pipeline.effects.undone import undone
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
 from lightning_3d.pipeline.schedule import Schedule, StageCall
-from lightning_3d.pipeline.side_effects import undone
 from lightning_3d.pipeline.spans import Span, SpanRecorder
 from lightning_3d.pipeline.stage_run import StageRun
-from lightning_3d.pipeline.stages import StageFlow, cut
-from lightning_3d.pipeline.step_recorder import StepRecorder
-from lightning_3d.pipeline.step_report import StepReport, make_metric_calls, replay, share
-from lightning_3d.pipeline.trace import Trace
-from lightning_3d.pipeline.tracer import trace_step
-from lightning_3d.plan import Plan
-from lightning_3d.rng import StepRandomness
-from lightning_3d.zero import RankModule
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.trace.interception import Router
+from lightning_3d.trace.trace import Trace
+from lightning_3d.trace.tracer import trace_step
 
 _MAX_CACHED = 64  # batch signatures whose flow and schedule are kept
 

@@ -28,7 +28,7 @@ from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tens
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from lightning_3d.pipeline.spans import Computation, Kind, Span, SpanRecorder, play
-from lightning_3d.pipeline.stages import StageFlow
+from lightning_3d.planning.stage_flow import StageFlow
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _KINDS: Mapping[_ComputationType, Kind] = {

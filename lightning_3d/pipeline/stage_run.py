@@ -16,7 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
-from lightning_3d.pipeline.block_call import (
+from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.tensor.run.sharded_output import plain
+from lightning_3d.trace.ghost import Ghost
+from lightning_3d.trace.interception import Call, Router, StepMode, set_finish
+from lightning_3d.trace.pytrees import flatten_call
+from lightning_3d.trace.side_outputs import (
     SideOutputs,
     call_hook,
     call_own_hooks,
@@ -24,12 +29,7 @@ from lightning_3d.pipeline.block_call import (
     hooks_noted,
     scatter,
 )
-from lightning_3d.pipeline.ghost import Ghost
-from lightning_3d.pipeline.interception import Call, Router, StepMode, set_finish
-from lightning_3d.pipeline.stages import StageFlow
-from lightning_3d.pipeline.trace import Event
-from lightning_3d.pipeline.trees import flatten_call
-from lightning_3d.tensor.running.sharded_output import plain
+from lightning_3d.trace.trace import Event
 
 
 class StageExit(BaseException):

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.parts import mark
-from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan
-from lightning_3d.tensor.running.sharded_forward import ShardedForward, Slot, without_shards
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
+from lightning_3d.tensor.run.sharded_forward import ShardedForward, Slot, without_shards
 
 
 def apply_block(

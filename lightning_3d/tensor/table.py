@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from lightning_3d.tensor.plan import BlockTensorPlan, WeightPlan
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
 
 
 def tensor_table(blocks: Iterable[tuple[str, str, BlockTensorPlan]]) -> Table:

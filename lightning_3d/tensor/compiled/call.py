@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_3d.tensor.compiled.capture import Computation, NotCompilable, capture
 from lightning_3d.tensor.compiled.observation import copied
 from lightning_3d.tensor.compiled.state import STATIC_TYPES, own_part, read_state
-from lightning_3d.tensor.running import crossing
-from lightning_3d.tensor.running.sharded_activation import ShardedActivation
+from lightning_3d.tensor.run import crossing
+from lightning_3d.tensor.run.sharded_activation import ShardedActivation
+from lightning_3d.torch_internals.capture import Computation, NotCompilable, capture
 
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.pipeline.interception import is_answered, set_finish, take_finish
 from lightning_3d.tensor.compiled.call import Call, CompiledCall, compile_call, read_call
-from lightning_3d.tensor.compiled.capture import NotCompilable
 from lightning_3d.tensor.compiled.observation import observe
-from lightning_3d.tensor.plan import BlockTensorPlan
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
+from lightning_3d.torch_internals.capture import NotCompilable
+from lightning_3d.trace.interception import is_answered, set_finish, take_finish
 
 _MAX_REASON = 300
 """Characters of a reason that a warning tells; errors of compilers are long."""

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_3d.pipeline.block_call import Attribute, attributes_of, changed_attributes
-from lightning_3d.rng import Generators
-from lightning_3d.tensor.compiled.capture import NotCompilable
+from lightning_3d.distributed.rng import Generators
+from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.compiled.state import own_part, read_state
-from lightning_3d.tensor.preserve import preserved
+from lightning_3d.torch_internals.capture import NotCompilable
+from lightning_3d.trace.side_outputs import Attribute, attributes_of, changed_attributes
 
 
 @torch.inference_mode(False)  # whose tensors do not tell whether they were changed

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor.compiled.capture import NotCompilable
-from lightning_3d.tensor.running import crossing
-from lightning_3d.tensor.running.sharded_activation import ShardedActivation
+from lightning_3d.tensor.run import crossing
+from lightning_3d.tensor.run.sharded_activation import ShardedActivation
+from lightning_3d.torch_internals.capture import NotCompilable
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 """Of values that compare by what they are."""

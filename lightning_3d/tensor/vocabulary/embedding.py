@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor.reading.function import Function
-from lightning_3d.tensor.running import crossing
+from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.run import crossing
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
 
 

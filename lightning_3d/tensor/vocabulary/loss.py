@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.tensor.reading.function import Function
+from lightning_3d.tensor.rules.function import Function
 
 Reduction = Literal["mean", "sum", "none"]
 

@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_3d.tensor.plan import BlockTensorPlan, Role, WeightPlan
-from lightning_3d.tensor.planning.fakes import on_fakes
-from lightning_3d.tensor.planning.weights import named_parameters
-from lightning_3d.tensor.reading.function import Function, tensors_in
-from lightning_3d.tensor.running import crossing
-from lightning_3d.tensor.running.sharded_output import as_logits
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, WeightPlan
+from lightning_3d.tensor.plan.fakes import on_fakes
+from lightning_3d.tensor.plan.weights import named_parameters
+from lightning_3d.tensor.rules.function import Function, tensors_in
+from lightning_3d.tensor.run import crossing
+from lightning_3d.tensor.run.sharded_output import as_logits
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
 
 Slot = tuple[nn.Module, str]

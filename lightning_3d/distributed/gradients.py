@@ -1,0 +1,102 @@
+"""Gradients across the mesh: their norm, and the sum for parameters that several stages hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.planning.plan import Plan
+
+
+class Gradients:
+    """Knows on which ranks each parameter of the model lies.
+
+    Args:
+        module: The user's module, sharded.
+        plan: Says which stages hold each parameter.
+        mesh: This rank's.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        stage = mesh.pp_rank
+        self._fqns = {p: fqn for fqn, p in module.named_parameters() if not p.is_meta}
+        self._counted = {p for p, fqn in self._fqns.items() if plan.is_owner(stage, fqn) and self._is_first_copy(p)}
+        self._shared = _shared_parameters(self._fqns, plan)
+        self._groups = _stage_groups(self._shared, mesh)
+
+    def _is_first_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether, of all ranks that hold the same values, this one is the first along each axis."""
+        coordinate = {"cp": self._mesh.cp_rank, "tp": self._mesh.tp_rank}
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            for axis, name in enumerate(names):
+                coordinate.pop(name, None)
+                if parameter.placements[axis].is_replicate() and parameter.device_mesh.get_local_rank(axis) > 0:
+                    return False
+        return not any(coordinate.values())
+
+    def norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> Tensor:
+        """Norm of the gradients of ``parameters`` (all by default) as if they lay in one process; a 0-d tensor.
+
+        Every rank calls it.
+        """
+        chosen = self._fqns if parameters is None else parameters
+        local = [_local(p.grad) for p in chosen if p in self._counted and p.grad is not None]
+        norms = torch._foreach_norm(local, norm_type) if local else []
+        stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=self._device)
+        if norm_type == float("inf"):
+            total = stacked.max()
+            dist.all_reduce(total, dist.ReduceOp.MAX)
+            return total
+        total = stacked.pow(norm_type).sum()
+        dist.all_reduce(total)
+        return total.pow(1.0 / norm_type)
+
+    def sum_shared(self) -> None:
+        """Sum the gradients of tied and glue parameters over the stages that hold them."""
+        for stages, parameters in self._shared.items():
+            local = []
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                local.append(_local(parameter.grad))
+            flat = torch.cat([gradient.reshape(-1) for gradient in local])
+            dist.all_reduce(flat, group=self._groups[stages])
+            for gradient, total in zip(local, flat.split([g.numel() for g in local]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _shared_parameters(fqns: Mapping[nn.Parameter, str], plan: Plan) -> dict[tuple[int, ...], list[nn.Parameter]]:
+    """Stages -> the trainable parameters that exactly these hold, in an order that is the same on all of them."""
+    shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+    for parameter, fqn in sorted(fqns.items(), key=lambda item: item[1]):
+        ranks = plan.state_ranks[fqn]
+        if len(ranks) > 1 and parameter.requires_grad:
+            shared.setdefault(ranks, []).append(parameter)
+    return shared
+
+
+def _stage_groups(
+    shared: Mapping[tuple[int, ...], list[nn.Parameter]], mesh: Mesh
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A group for every set of stages that shares parameters. All ranks make all groups, in the same order."""
+    everyone: list[set[tuple[int, ...]] | None] = [None] * mesh.shape.world_size
+    dist.all_gather_object(everyone, set(shared))
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for stages in sorted(set().union(*(found for found in everyone if found))):
+        for ranks in mesh.shape.pipelines():
+            group = dist.new_group([ranks[stage] for stage in stages])
+            if ranks[mesh.pp_rank] == dist.get_rank() and mesh.pp_rank in stages:
+                groups[stages] = group
+    return groups

@@ -1,0 +1,184 @@
+"""Which rank is what: the shape of the mesh, the coordinate of each rank on it, and the process groups along it.
+
+`resolve_mesh_shape` and `MeshShape` are pure, so a mesh of any size can be planned in one process; `build_mesh` makes
+the process groups. Axes from outermost to innermost are pp, dp, cp, tp: consecutive ranks share blocks, so tensor
+parallel stays inside a node. Nothing here communicates beyond making groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.errors import ConfigError
+
+AxisName = Literal["pp", "dp", "cp", "tp"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshCoordinate:
+    """The index of one rank along each axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshShape:
+    """The number of ranks along each axis, outermost first."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+    @property
+    def world_size(self) -> int:
+        """The number of all ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    def coordinate(self, rank: int) -> MeshCoordinate:
+        """The coordinate of a global rank, ``0 <= rank < world_size``."""
+        assert 0 <= rank < self.world_size, f"rank {rank} is outside a mesh of {self.world_size}"
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return MeshCoordinate(pp=pp, dp=dp, cp=cp, tp=tp)
+
+    def replica_ranks(self, dp: int) -> list[int]:
+        """The global ranks that together hold the model replica with data-parallel index `dp`, ascending.
+
+        They work on the same batch; the first one is on the first stage.
+        """
+        inner = self.cp * self.tp
+        return [(pp * self.dp + dp) * inner + index for pp in range(self.pp) for index in range(inner)]
+
+    def index_in_stage(self, rank: int) -> int:
+        """Which of the lines of `pipelines` a global rank is on."""
+        return rank % (self.world_size // self.pp)
+
+    def pipelines(self) -> list[list[int]]:
+        """The global ranks along each line of the pp axis, first stage first."""
+        ranks_per_stage = self.world_size // self.pp
+        return [[stage * ranks_per_stage + index for stage in range(self.pp)] for index in range(ranks_per_stage)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """The mesh as seen by this process: its coordinate, and a process group along every axis."""
+
+    shape: MeshShape
+    """Sizes of the axes."""
+
+    coordinate: MeshCoordinate
+    """Place of this rank."""
+
+    device_mesh: DeviceMesh
+    """Axes ``pp, dp_replicate, dp_shard, cp, tp``: the dp axis is ``dp_replicate`` at ZeRO stage 0, else
+    ``dp_shard``, and the other of the two has size 1."""
+
+    dp_axis: Literal["dp_replicate", "dp_shard"]
+    """The name of the dp axis in `device_mesh`."""
+
+    replica_group: dist.ProcessGroup
+    """All ranks of this rank's model replica: pp x cp x tp."""
+
+    @property
+    def pp_rank(self) -> int:
+        """The pipeline stage of this rank."""
+        return self.coordinate.pp
+
+    @property
+    def dp_rank(self) -> int:
+        """The model replica that this rank belongs to."""
+        return self.coordinate.dp
+
+    @property
+    def cp_rank(self) -> int:
+        """The part of the sequence that this rank works on."""
+        return self.coordinate.cp
+
+    @property
+    def tp_rank(self) -> int:
+        """The shard of each block that this rank holds."""
+        return self.coordinate.tp
+
+    def axis(self, name: AxisName) -> DeviceMesh:
+        """The one-dimensional mesh along an axis, through this rank; all of them share `device_mesh` as their root."""
+        return self.device_mesh[self.dp_axis if name == "dp" else name]
+
+    def group(self, name: AxisName | Literal["replica"]) -> dist.ProcessGroup:
+        """The process group along an axis, or of the model replica, through this rank."""
+        return self.replica_group if name == "replica" else self.axis(name).get_group()
+
+
+def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
+    """Fit the configured sizes to the number of processes.
+
+    Raises:
+        ConfigError: the sizes do not divide `world_size`, or an explicit `data_parallel_size` does not fill it.
+
+    """
+    pp, cp, tp = config.pipeline_parallel_size, config.context_parallel_size, config.tensor_parallel_size
+    replica_size = pp * cp * tp
+    sizes = f"pipeline {pp} x context {cp} x tensor {tp} = {replica_size}"
+    if world_size % replica_size != 0:
+        fitting = [multiple for multiple in (world_size // replica_size, world_size // replica_size + 1) if multiple]
+        numbers = " or ".join(str(multiple * replica_size) for multiple in fitting)
+        raise ConfigError(
+            f"world size {world_size} is not divisible by {sizes}: use {numbers} processes, or change "
+            "pipeline_parallel_size, context_parallel_size or tensor_parallel_size"
+        )
+    dp = world_size // replica_size
+    if config.data_parallel_size not in ("auto", dp):
+        needed = replica_size * config.data_parallel_size
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size} x {sizes} needs {needed} processes, but the world size "
+            f"is {world_size}: use {needed} processes, or data_parallel_size={dp} or 'auto'"
+        )
+    return MeshShape(pp=pp, dp=dp, cp=cp, tp=tp)
+
+
+def warn_of_slow_groups(shape: MeshShape, ranks_per_node: int) -> None:
+    """Warn if ranks of one tensor-parallel group are on different nodes; tp is the innermost axis."""
+    if shape.world_size > ranks_per_node and ranks_per_node % shape.tp:
+        rank_zero_warn(
+            f"tensor_parallel_size={shape.tp} with {ranks_per_node} processes per node puts tensor-parallel groups"
+            " across nodes, and each block then waits for the network several times. Use a size that divides"
+            f" {ranks_per_node}."
+        )
+
+
+def build_mesh(shape: MeshShape, *, zero_stage: int, device_type: str) -> Mesh:
+    """Make the process groups of a mesh; every rank calls it at the same point, with the same arguments.
+
+    Args:
+        shape: Sizes of the axes; their product is the world size of the initialised default process group.
+        zero_stage: 0 puts the data-parallel ranks on the axis ``dp_replicate``, 1 to 3 on ``dp_shard``.
+        device_type: ``"cpu"``, ``"cuda"``, ...
+
+    """
+    assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
+    dp_replicate, dp_shard = (shape.dp, 1) if zero_stage == 0 else (1, shape.dp)
+    device_mesh = init_device_mesh(
+        device_type,
+        (shape.pp, dp_replicate, dp_shard, shape.cp, shape.tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    )
+    # Slicing an axis flattened from `device_mesh` is deprecated (torch 2.13), so the replica has a group of its own.
+    replicas = [shape.replica_ranks(dp) for dp in range(shape.dp)]
+    replica_group, _ = dist.new_subgroups_by_enumeration(replicas)
+    return Mesh(
+        shape=shape,
+        coordinate=shape.coordinate(dist.get_rank()),
+        device_mesh=device_mesh,
+        dp_axis="dp_replicate" if zero_stage == 0 else "dp_shard",
+        replica_group=replica_group,
+    )

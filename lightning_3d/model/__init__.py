@@ -1,0 +1,1 @@
+"""The user's model: its blocks, names, state, initial weights, and deferred construction."""

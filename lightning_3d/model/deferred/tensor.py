@@ -1,0 +1,126 @@
+"""A parameter or buffer without data, until something uses it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_3d.model.deferred.replay import Contents, View, compute
+
+
+class LazyStorage:
+    """A storage whose contents are computed when they are first asked for.
+
+    Args:
+        contents: What it holds.
+    """
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+        self.storage: UntypedStorage | None = None
+
+    def get(self) -> UntypedStorage:
+        """The storage, there for good from now on."""
+        if self.storage is None:
+            self.storage = compute(self.contents)
+        return self.storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a tensor's data is."""
+
+    lazy: LazyStorage
+    view: View
+
+
+class DeferredTensor(Tensor):
+    """Any use but asking for its shape and the like computes its data and keeps it.
+
+    Args:
+        like: A strided tensor that has the shape, dtype and device.
+        lazy: Its storage.
+        is_parameter: Whether to count as an ``nn.Parameter``.
+        requires_grad: Whether to collect gradients.
+    """
+
+    _place: _Place
+
+    @staticmethod
+    def __new__(cls, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> DeferredTensor:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            like.size(),
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=like.device,
+            requires_grad=requires_grad,
+        )
+
+    def __init__(self, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> None:
+        self._place = _Place(lazy=lazy, view=View.of(like))
+        if is_parameter:
+            self._is_param = True  # what isinstance(_, nn.Parameter) asks for
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # `.data`, state_dict()
+            return DeferredTensor(args[0], args[0]._place.lazy, is_parameter=False, requires_grad=False)
+        args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialised, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @property
+    def contents(self) -> Contents | None:
+        """The record of its data; None once it was used, and maybe changed."""
+        return None if self._place.lazy.storage is not None else self._place.lazy.contents
+
+    def materialised(self) -> Tensor:
+        """A plain tensor on its data, which is computed if it is not there yet and then kept."""
+        return self._place.view.on(self._place.lazy.get())
+
+    def computed(self) -> Tensor:
+        """A plain tensor with its data, which is not kept if it is not there yet."""
+        contents = self.contents
+        return self.materialised() if contents is None else self._place.view.on(compute(contents))
+
+    def replace_data(self, data: Tensor) -> None:
+        """Replace its data without computing it; ``data`` has the same shape."""
+        contents = self.contents
+        if contents is not None:
+            self._place.lazy.storage = UntypedStorage(contents.num_bytes, device=contents.device)
+        self.materialised().copy_(data)
+
+    def plain(self) -> Tensor:
+        """The parameter or tensor that it stands for, on the same data and with the same attributes."""
+        data = self.materialised()
+        plain = nn.Parameter(data, self.requires_grad) if isinstance(self, nn.Parameter) else data
+        plain.__dict__.update(attributes(self))
+        return plain
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = copy.deepcopy(self.plain(), memo)
+        copied: Tensor = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has a private argument
+        return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+
+def attributes(tensor: Tensor) -> dict[str, Any]:
+    """What its user hung on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in ("_place", "_is_param")}

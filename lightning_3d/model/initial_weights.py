@@ -1,0 +1,147 @@
+"""Making all ranks start from the same weights, and dropping what lies on other stages."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.distributed.agreement import gather_numbers
+from lightning_3d.errors import PlanError
+from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint
+from lightning_3d.model.named_state import named_state
+from lightning_3d.planning.plan import Plan
+
+
+def check_same_model(module: nn.Module, device: torch.device) -> None:
+    """Check that names, shapes and dtypes are the same on all ranks, which every later collective relies on.
+
+    Raises:
+        PlanError: the ranks built different models, or a parameter or buffer is on the meta device; on all ranks.
+    """
+    state = _state(module)
+    described = [
+        f"{fqn} {tuple(tensor.shape)} {tensor.dtype}" + (" on the meta device" if tensor.is_meta else "")
+        for tensor, fqn in state.items()
+    ]
+    sums = gather_numbers(zlib.crc32("\n".join(described).encode()), device)
+    other = next((rank for rank, value in enumerate(sums) if value != sums[0]), None)
+    if other is not None:
+        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, described)
+        pairs = zip_longest(everyone[0], everyone[other], fillvalue="nothing")
+        first, second = next(pair for pair in pairs if pair[0] != pair[1])
+        raise PlanError(
+            f"The ranks built different models: where rank 0 has {first}, rank {other} has {second}. Build the model"
+            " from the same code and arguments on every rank."
+        )
+    if missing := [fqn for tensor, fqn in state.items() if tensor.is_meta]:
+        raise PlanError(
+            f"{len(missing)} parameters or buffers are on the meta device ({', '.join(missing[:3])}, ...): the model"
+            " has no weights yet. Build it without torch.device('meta'): in configure_model and under"
+            " trainer.init_module() a rank does not keep the weights of other pipeline stages anyway."
+        )
+
+
+def place_weights(module: nn.Module, plan: Plan, stage: int, device: torch.device) -> None:
+    """Give this stage its weights and buffers, the same as on rank 0, and put those of other stages on meta.
+
+    The ranks differ if the model was built without a seed. Seeded ranks only exchange checksums.
+    """
+    state = _state(module)
+    if not _is_alike(_checksum(state), device):
+        _broadcast(state, lambda fqn: plan.holds(stage, fqn), device)
+    del state
+    _replace(module, lambda fqn, tensor: tensor if plan.holds(stage, fqn) else _on_meta(tensor))
+    computed = {fqn for tensor, fqn in _state(module).items() if isinstance(tensor, DeferredTensor)}
+    _replace(module, lambda fqn, tensor: tensor if tensor.is_meta else _moved(tensor, device))
+    _agree({fqn: tensor for tensor, fqn in _state(module).items() if fqn in computed}, module, device)
+
+
+def _state(module: nn.Module) -> dict[Tensor, str]:
+    """Distinct parameters and buffers -> the last of their names."""
+    return {tensor: fqn for fqn, tensor, _ in named_state(module)}
+
+
+def _checksum(state: Mapping[Tensor, str]) -> int:
+    deferred = [tensor for tensor in state if isinstance(tensor, DeferredTensor)]
+    recorded = fingerprint([tensor.contents for tensor in deferred if tensor.contents is not None])
+    present = [t.detach() for t in state if not isinstance(t, DeferredTensor)]
+    present += [tensor.materialised() for tensor in deferred if tensor.contents is None]
+    return zlib.crc32(repr([recorded, *(_hash(tensor) for tensor in present)]).encode())
+
+
+def _hash(tensor: Tensor) -> int:
+    return int(torch.hash_tensor(tensor).view(torch.int64))
+
+
+def _is_alike(number: int, device: torch.device) -> bool:
+    return len(set(gather_numbers(number, device))) == 1
+
+
+def _broadcast(state: Mapping[Tensor, str], holds: Callable[[str], bool], device: torch.device) -> None:
+    """Take the data of rank 0, one tensor at a time."""
+    for tensor, fqn in state.items():
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if dist.get_rank() == 0:
+            there.copy_(tensor.computed() if isinstance(tensor, DeferredTensor) else tensor.detach())
+        dist.broadcast(there, src=0)
+        if holds(fqn) and isinstance(tensor, DeferredTensor):
+            tensor.replace_data(there)
+        elif holds(fqn):
+            tensor.detach().copy_(there)
+
+
+def _agree(computed: Mapping[str, Tensor], module: nn.Module, device: torch.device) -> None:
+    """Ranks of different hardware may compute different bits from the same record: take those of the lowest rank."""
+    hashes = {fqn: _hash(tensor.detach()) for fqn, tensor in computed.items()}
+    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, hashes)
+    for fqn in sorted(set().union(*everyone)):
+        holders = [rank for rank, held in enumerate(everyone) if fqn in held]
+        if len({everyone[rank][fqn] for rank in holders}) == 1:
+            continue
+        owner, _, name = fqn.rpartition(".")
+        like = getattr(module.get_submodule(owner), name)
+        there = torch.empty(like.shape, dtype=like.dtype, device=device)
+        if dist.get_rank() == holders[0]:
+            there.copy_(like.detach())
+        dist.broadcast(there, src=holders[0])
+        if fqn in computed:
+            like.detach().copy_(there)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    plain = tensor.plain() if isinstance(tensor, DeferredTensor) else tensor
+    return plain if plain.device == device else plain.detach().to(device)
+
+
+def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Put ``change(fqn, tensor)`` in place of every parameter and buffer; ties stay ties."""
+    changed: dict[Tensor, Tensor] = {}
+    for fqn, tensor, owner in list(named_state(module)):
+        if tensor not in changed:
+            new = change(fqn, tensor)
+            if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            if new is not tensor:
+                new.__dict__.update(attributes(tensor))
+            changed[tensor] = new
+        if changed[tensor] is not tensor:
+            _put(owner, fqn.rpartition(".")[2], changed[tensor])
+
+
+def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    if type(owner).__setattr__ is not nn.Module.__setattr__:  # an RNN keeps further references to its weights
+        setattr(owner, name, tensor)
+        return
+    members = owner._parameters if name in owner._parameters else owner._buffers
+    members[name] = tensor  # type: ignore[assignment]

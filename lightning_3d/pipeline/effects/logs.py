@@ -1,0 +1,126 @@
+"""``self.log`` under microbatches: the calls of all microbatches joined to those that one step would have made."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from lightning_3d.errors import StepError
+from lightning_3d.pipeline.effects.join import weighted_mean
+
+_SIGNATURE = inspect.signature(LightningModule.log)
+_REDUCTIONS: Mapping[Any, str] = {
+    "mean": "mean",
+    "avg": "mean",
+    torch.mean: "mean",
+    "sum": "sum",
+    torch.sum: "sum",
+    sum: "sum",
+    "max": "max",
+    torch.max: "max",
+    max: "max",
+    "min": "min",
+    torch.min: "min",
+    min: "min",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricReference:
+    """Stands for a metric of the module."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardValue:
+    """Stands for what a metric's ``forward`` returned for the batch."""
+
+    call: int
+    """Which of the step's metric calls it was."""
+    key: str | None
+    """Which value, if it was a collection."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogCall:
+    """One call of ``self.log``."""
+
+    name: str
+    value: Any
+    """A tensor or number, a dict of them, a ``MetricReference`` or a ``ForwardValue``."""
+    arguments: Mapping[str, Any]
+    """The other arguments, without ``batch_size``."""
+    batch_size: int | None
+
+    @classmethod
+    def bound(cls, *args: Any, **kwargs: Any) -> LogCall:
+        """The call ``self.log(*args, **kwargs)``."""
+        arguments = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
+        del arguments["self"]
+        name, value, batch_size = arguments.pop("name"), arguments.pop("value"), arguments.pop("batch_size", None)
+        return cls(name=name, value=value, arguments=arguments, batch_size=batch_size)
+
+
+def join_logs(per_microbatch: Sequence[Sequence[LogCall]], sizes: Sequence[int]) -> list[LogCall]:
+    """The calls that one step on the whole batch would have made.
+
+    Args:
+        per_microbatch: The calls of each microbatch, in order.
+        sizes: Samples in each microbatch.
+
+    Raises:
+        StepError: the microbatches logged different names, or a reduction is not known.
+    """
+    names = [[call.name for call in calls] for calls in per_microbatch]
+    if any(other != names[0] for other in names):
+        raise StepError(
+            f"The microbatches of one batch logged different names: {names}. Log the same names in every step."
+        )
+    return [_join(calls, sizes) for calls in zip(*per_microbatch, strict=True)]
+
+
+def _join(calls: Sequence[LogCall], sizes: Sequence[int]) -> LogCall:
+    first = calls[0]
+    counts, batch_size = _join_batch_sizes([call.batch_size for call in calls], sizes)
+    if isinstance(first.value, (MetricReference, ForwardValue)):
+        return replace(first, batch_size=batch_size)
+    reduction = first.arguments.get("reduce_fx", "mean")
+    if reduction not in _REDUCTIONS:
+        raise StepError(
+            f"self.log({first.name!r}, reduce_fx={reduction!r}): with a pipeline the values of microbatches are joined"
+            " by 'mean', 'sum', 'max' or 'min'. Use one of them, or a torchmetrics.Metric."
+        )
+    known = _REDUCTIONS[reduction]
+    value = tree_map(lambda *values: _reduce(values, counts, known), *(call.value for call in calls))
+    return replace(first, value=value, batch_size=batch_size)
+
+
+def _join_batch_sizes(given: Sequence[int | None], sizes: Sequence[int]) -> tuple[Sequence[int], int | None]:
+    """What the microbatches weigh, and the batch size to log with.
+
+    The same number for all, of which some microbatch's samples are no divisor, can't count samples (or tokens): it is a
+    constant such as ``batch_size=1``.
+    """
+    counts = [size if count is None else count for count, size in zip(given, sizes, strict=True)]
+    if given[0] is None:
+        return sizes, None
+    if len(set(counts)) == 1 and any(counts[0] % size for size in sizes):
+        return sizes, counts[0]
+    return counts, sum(counts)
+
+
+def _reduce(values: Sequence[Any], counts: Sequence[int], reduction: str) -> Tensor:
+    if reduction == "mean":
+        return weighted_mean(values, counts)
+    stacked = torch.stack([torch.as_tensor(value) for value in values])
+    if reduction == "sum":
+        return stacked.sum(0)
+    return stacked.amax(0) if reduction == "max" else stacked.amin(0)

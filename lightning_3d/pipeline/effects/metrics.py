@@ -1,0 +1,223 @@
+"""Metrics of torchmetrics under microbatches: one update per batch, with the arguments of all microbatches joined.
+
+    microbatch 0   self.accuracy(logits_0, y_0)   noted; returns the value of this microbatch; no state changes
+    microbatch 1   self.accuracy(logits_1, y_1)   the same
+    after both     self.accuracy(cat(logits), cat(y))
+
+So a metric that counts its updates (MeanMetric of a loss, SumMetric of a number) gets those of one process, and so does
+the value that ``self.accuracy(...)`` returns for the batch if it is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torchmetrics import Metric, MetricCollection
+
+from lightning_3d.errors import StepError
+from lightning_3d.pipeline.effects.join import join
+
+_METHODS = ("update", "forward", "reset", "compute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricCall:
+    """A call of ``update``, ``forward`` or ``reset``."""
+
+    fqn: str
+    method: str
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def metrics_of(module: nn.Module) -> dict[str, nn.Module]:
+    """FQN -> metric or collection of metrics."""
+    return {fqn: m for fqn, m in module.named_modules() if isinstance(m, (Metric, MetricCollection))}
+
+
+@contextmanager
+def metric_calls_seen(
+    metrics: Mapping[str, nn.Module], note: Callable[[MetricCall], None], value_of: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Give ``note`` the calls that are made inside, instead of doing them.
+
+    Args:
+        metrics: FQN -> metric.
+        note: Called with arguments as they were given.
+        value_of: Called with what ``forward`` returned for the microbatch.
+    """
+    seen = _Seen(note, value_of)
+    before = [
+        (metric, {name: vars(metric)[name] for name in _METHODS if name in vars(metric)}) for metric in metrics.values()
+    ]
+    for fqn, metric in metrics.items():
+        vars(metric).update({name: partial(seen.call, fqn, metric, name, getattr(metric, name)) for name in _METHODS})
+    try:
+        yield
+    finally:
+        for metric, own in before:
+            for name in _METHODS:
+                del vars(metric)[name]
+            vars(metric).update(own)
+
+
+class _Seen:
+    def __init__(self, note: Callable[[MetricCall], None], value_of: Callable[[Any], Any]) -> None:
+        self._note, self._value_of = note, value_of
+        self._is_inside = False  # of a metric's own code, which may call other metrics
+
+    def call(
+        self, fqn: str, metric: nn.Module, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._is_inside:
+            return method(*args, **kwargs)
+        if name == "compute":
+            raise StepError(
+                f"{fqn}.compute() was called in a step, but with a pipeline metrics are updated after all microbatches"
+                f" of a batch have run. Log the metric itself (self.log(name, self.{fqn})), or call compute() in"
+                " on_train_epoch_end, on_validation_epoch_end or another hook."
+            )
+        self._note(MetricCall(fqn=fqn, method=name, arguments=(args, kwargs)))
+        if name != "forward":
+            return None
+        self._is_inside = True
+        try:
+            with _scratch_state(metric):
+                value = method(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        return self._value_of(value)
+
+
+@contextmanager
+def _scratch_state(metric: nn.Module) -> Iterator[None]:
+    """Run a metric on states of its own, and forget them."""
+    saved = [(inner, dict(vars(inner))) for inner in metric.modules()]
+    for inner, attributes in saved:
+        vars(inner).update(
+            {name: _shallow(value) for name, value in attributes.items() if not name.startswith("_modules")}
+        )
+        if isinstance(inner, Metric):
+            vars(inner).update({name: _fresh(default) for name, default in inner._defaults.items()})
+            vars(inner).update(_update_count=0, _computed=None)
+    try:
+        yield
+    finally:
+        for inner, attributes in saved:
+            vars(inner).clear()
+            vars(inner).update(attributes)
+
+
+def _shallow(value: Any) -> Any:
+    return value.copy() if type(value) in (list, dict, set) else value
+
+
+def _fresh(default: Any) -> Any:
+    return default.detach().clone() if isinstance(default, Tensor) else []
+
+
+def join_calls(per_microbatch: Sequence[Sequence[MetricCall]], sizes: Sequence[int]) -> list[MetricCall]:
+    """The calls that one step on the whole batch would have made.
+
+    Raises:
+        StepError: the microbatches made different calls, or their arguments can't be joined.
+    """
+    names = [[f"{call.fqn}.{call.method}" for call in calls] for calls in per_microbatch]
+    if any(other != names[0] for other in names):
+        raise StepError(
+            f"The microbatches of one batch made different calls of metrics: {names}. Make the same"
+            " calls in every step."
+        )
+    return [_joined_call(calls, sizes) for calls in zip(*per_microbatch, strict=True)]
+
+
+def _joined_call(calls: Sequence[MetricCall], sizes: Sequence[int]) -> MetricCall:
+    first, where = calls[0], f"an argument of {calls[0].fqn}.{calls[0].method}"
+    columns = zip(*(call.arguments[0] for call in calls), strict=True)
+    args = tuple(_join_argument(values, sizes, where) for values in columns)
+    names = first.arguments[1]
+    kwargs = {n: _join_argument([call.arguments[1][n] for call in calls], sizes, f"{where}, {n}") for n in names}
+    return replace(first, arguments=(args, kwargs))
+
+
+def _join_argument(values: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
+    if all(
+        isinstance(value, Tensor) and value.ndim > 0 for value in values
+    ):  # rows, be it of samples, tokens or pixels
+        return torch.cat(list(values))
+    if all(type(value) is int for value in values) and list(values) == list(sizes):  # a number of samples
+        return sum(sizes)
+    return join(values, sizes, where)
+
+
+def make_calls(calls: Sequence[MetricCall], metrics: Mapping[str, nn.Module]) -> list[Any]:
+    """Make the calls and return what they returned."""
+    answers = []
+    for call in calls:
+        args, kwargs = call.arguments
+        metric = metrics[call.fqn]
+        method = metric if call.method == "forward" else getattr(metric, call.method)
+        answers.append(method(*args, **kwargs))
+    return answers
+
+
+class MetricChanges:
+    """What metrics changed in themselves since this was made; of list states only the new entries are sent."""
+
+    def __init__(self, metrics: Mapping[str, nn.Module]) -> None:
+        self._metrics = metrics
+        self._before = {fqn: _state(metric) for fqn, metric in metrics.items()}
+
+    def found(self, calls: Sequence[MetricCall]) -> dict[str, dict[str, Any]]:
+        """FQN of a metric -> its changed attributes, for all that the calls may have reached."""
+        was_reset = any(call.method == "reset" for call in calls)
+        touched = {id(inner) for call in calls for inner in self._metrics[call.fqn].modules()}
+        return {
+            fqn: {
+                name: _Appended(entries=tuple(value[len(before.get(name, ())) :]))
+                if not was_reset and _grew(before.get(name), value)
+                else value
+                for name, value in _state(metric).items()
+                if isinstance(value, (Tensor, list, dict)) or before.get(name, self) is not value
+            }
+            for fqn, metric in self._metrics.items()
+            if id(metric) in touched
+            for before in [self._before[fqn]]
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Appended:
+    entries: tuple[Any, ...]
+
+
+def _grew(before: Any, after: Any) -> bool:
+    return type(before) is list and type(after) is list and len(after) >= len(before)
+
+
+_OWN_NAMES = frozenset(vars(nn.Module()))
+
+
+def _state(metric: nn.Module) -> dict[str, Any]:
+    """Attributes that updates may change."""
+    fixed = _OWN_NAMES | {"_defaults", "_persistent", "_reductions", "process_group", *_METHODS}
+    return {name: _shallow(value) for name, value in vars(metric).items() if name not in fixed and not callable(value)}
+
+
+def apply_changes(
+    changes: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, nn.Module], move: Callable[[Any], Any]
+) -> None:
+    """Put changes of another rank's metrics into this rank's; ``move`` puts a tensor on this rank's device."""
+    for fqn, attributes in changes.items():
+        own = vars(metrics[fqn])
+        for name, value in attributes.items():
+            if isinstance(value, _Appended):
+                own[name] = [*own[name], *tree_map(move, list(value.entries))]
+            else:
+                own[name] = tree_map(move, value)

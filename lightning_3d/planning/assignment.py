@@ -1,0 +1,143 @@
+"""Which pipeline stage runs each call of a block."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.errors import PlanError
+from lightning_3d.planning.loads import Loads, Unit, find_loads, num_parameters
+from lightning_3d.planning.partition import partition
+from lightning_3d.planning.stage_flow import cut
+from lightning_3d.trace.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One pipeline stage."""
+
+    load: int
+    """What the partition method balances, per microbatch, in the plan's unit."""
+    num_sent: int
+    """Tensors that it sends to the next stage, per microbatch."""
+    bytes_sent: int
+    """Their size; about as much comes back as gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """The blocks' calls on stages."""
+
+    stages_of_calls: Mapping[str, tuple[int, ...]]
+    """Block FQN -> stage of its first call, its second, ...; for a block without calls the stage that holds it."""
+    stages: tuple[StagePlan, ...]
+    unit: Unit
+
+
+def assign_stages(
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace | None,
+    config: ThreeDConfig,
+    shape: MeshShape,
+    device: torch.device,
+) -> Assignment:
+    """Cut the sequence of the blocks' calls into stages by ``config.pipeline.partition``.
+
+    Args:
+        module: The whole model.
+        blocks: From ``find_blocks``.
+        trace: One step on one microbatch; needed for more than one stage.
+        device: Where ``"time"`` and ``"memory"`` measure.
+
+    Raises:
+        PlanError: there are more stages than calls, a named block can't begin a stage, or a block can't be measured.
+    """
+    num_stages = len(config.pipeline.stage_ranks(shape.pp))
+    if num_stages == 1:
+        whole = StagePlan(load=sum(map(num_parameters, blocks.values())), num_sent=0, bytes_sent=0)
+        return Assignment(stages_of_calls=dict.fromkeys(blocks, (0,)), stages=(whole,), unit="parameters")
+    assert trace is not None, "a pipeline is planned along a trace"
+    calls = [event.name for event in trace.block_calls]
+    if len(calls) < num_stages:
+        raise PlanError(
+            f"{num_stages} pipeline stages: the model has only {len(calls)} calls of blocks to share out"
+            f" ({', '.join(calls) or 'none'}). Use at most {max(len(calls), 1)} stages, or name finer blocks with"
+            " pipeline.partition='type:REGEX'."
+        )
+    loads = find_loads(blocks, trace, config, shape, device)
+    if isinstance(config.pipeline.partition, tuple):
+        stages = _begun_with(config.pipeline.partition, module, blocks, calls)
+    else:
+        stages = partition(loads.of_stage, boundary_bytes(trace), num_stages)
+    of_calls: dict[str, tuple[int, ...]] = {}
+    for fqn, stage in zip(calls, stages, strict=True):
+        of_calls[fqn] = (*of_calls.get(fqn, ()), stage)
+    previous: tuple[int, ...] = (0,)
+    for fqn in blocks:  # a block that the step never calls stays with the one defined before it
+        previous = of_calls.setdefault(fqn, previous[-1:])
+    return Assignment(stages_of_calls=of_calls, stages=_stage_plans(trace, of_calls, stages, loads), unit=loads.unit)
+
+
+def boundary_bytes(trace: Trace) -> list[int]:
+    """Bytes that would cross between each call of a block and the next, if a stage ended there."""
+    num_calls = len(trace.block_calls)
+    each_alone: dict[str, tuple[int, ...]] = {}
+    for stage, event in enumerate(trace.block_calls):
+        each_alone[event.name] = (*each_alone.get(event.name, ()), stage)
+    flow = cut(trace, each_alone, num_calls)
+    return [sum(trace.tensors[i].num_bytes for i in ids) for ids in flow.crossings]
+
+
+def _stage_plans(
+    trace: Trace, of_calls: Mapping[str, tuple[int, ...]], stages: Sequence[int], loads: Loads
+) -> tuple[StagePlan, ...]:
+    flow = cut(trace, of_calls, stages[-1] + 1)
+    plans = []
+    for stage in range(flow.num_stages):
+        start, stop = stages.index(stage), len(stages) - stages[::-1].index(stage)
+        sent = flow.metas(flow.sent(stage))
+        plans.append(
+            StagePlan(
+                load=loads.of_stage(stage, start, stop),
+                num_sent=len(sent),
+                bytes_sent=sum(meta.num_bytes for meta in sent),
+            )
+        )
+    return tuple(plans)
+
+
+def _begun_with(
+    cut_points: Sequence[str], module: nn.Module, blocks: Mapping[str, nn.Module], calls: Sequence[str]
+) -> list[int]:
+    """Stage of each call, if each stage after the first begins with the first call of a named block."""
+    names = {block: fqn for fqn, block in blocks.items()}
+    starts = []
+    for fqn in cut_points:
+        name = names.get(module.get_submodule(fqn))  # a shared module may be named by any of its names
+        if name is None or name not in calls:
+            why = "is no block: it has no parameters, or lies inside a block" if name is None else "is never called"
+            nearest = difflib.get_close_matches(fqn, calls, n=1, cutoff=0)[0]
+            raise PlanError(f"pipeline.partition: {fqn!r} {why}. The nearest block that is called is {nearest!r}.")
+        starts.append(calls.index(name))
+        if starts[-1] == 0:
+            raise PlanError(
+                f"pipeline.partition: {fqn!r} is the first block that the step calls, so stage 0 would be empty. Name"
+                f" the blocks with which the later stages begin; in the order of their calls: {_listed(calls)}."
+            )
+    if starts != sorted(starts):
+        raise PlanError(
+            f"pipeline.partition={list(cut_points)} is not in the order in which the step calls the blocks first:"
+            f" {_listed(calls)}."
+        )
+    return [sum(start <= call for start in starts) for call in range(len(calls))]
+
+
+def _listed(calls: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(calls))

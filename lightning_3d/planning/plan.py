@@ -1,0 +1,222 @@
+"""The plan: what lies where. Made before anything is done, by pure functions of the model, a trace and the config.
+
+No collectives and no process groups: sizes are ints, so a plan for any number of ranks can be made in one process.
+Applying a plan only executes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from torch import Tensor, nn
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.model.named_state import named_state
+from lightning_3d.planning.assignment import StagePlan, assign_stages
+from lightning_3d.planning.loads import Unit, num_parameters
+from lightning_3d.planning.plan_text import folded, quantity
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
+from lightning_3d.tensor.table import tensor_table
+from lightning_3d.trace.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """Where one block lies."""
+
+    fqn: str
+    kind: str
+    """Name of its class."""
+    num_parameters: int
+    stages: tuple[int, ...]
+    """Pipeline stage of its first call, its second, ..."""
+    tensor: BlockTensorPlan | None
+    """How its weights are sharded over tp; None if they are replicated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where everything lies, for all ranks."""
+
+    shape: MeshShape
+    zero_stage: int
+    schedule: str
+    num_microbatches: int
+    blocks: tuple[BlockPlan, ...]
+    """In the order of their first call."""
+    stages: tuple[StagePlan, ...]
+    load_unit: Unit
+    """Of the stages' loads."""
+    stage_ranks: tuple[int, ...]
+    """Index on the pp axis of the rank that runs each stage; several stages may lie on one rank."""
+    state_ranks: Mapping[str, tuple[int, ...]]
+    """FQN of a parameter or of a block's buffer -> indices on the pp axis of the ranks that hold it, ascending. Glue
+    buffers are everywhere."""
+    ties: Mapping[str, str]
+    """FQN -> first FQN of the same tensor, where a tensor has several."""
+    used_by_glue: frozenset[str]
+    """FQNs of blocks' parameters and buffers that code outside of their block uses."""
+
+    @property
+    def stages_of_calls(self) -> Mapping[str, tuple[int, ...]]:
+        """Block FQN -> stages of its calls."""
+        return {block.fqn: block.stages for block in self.blocks}
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages, over all ranks."""
+        return len(self.stage_ranks)
+
+    def stages_on(self, pp_rank: int) -> tuple[int, ...]:
+        """The stages that a rank of the pp axis runs, ascending."""
+        return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == pp_rank)
+
+    def blocks_of(self, stage: int) -> tuple[BlockPlan, ...]:
+        """The blocks that a stage runs."""
+        return tuple(block for block in self.blocks if stage in block.stages)
+
+    def blocks_on(self, pp_rank: int) -> tuple[BlockPlan, ...]:
+        """The blocks that a rank of the pp axis runs."""
+        stages = set(self.stages_on(pp_rank))
+        return tuple(block for block in self.blocks if stages.intersection(block.stages))
+
+    def holds(self, pp_rank: int, fqn: str) -> bool:
+        """Whether a rank of the pp axis holds this parameter or buffer."""
+        return fqn not in self.state_ranks or pp_rank in self.state_ranks[fqn]
+
+    def is_owner(self, pp_rank: int, fqn: str) -> bool:
+        """Whether a rank is the first on the pp axis that holds this parameter: there it counts in norms."""
+        return self.state_ranks[fqn][0] == pp_rank
+
+    @property
+    def imbalance(self) -> float:
+        """Load of the slowest stage over the mean; 1 is perfect."""
+        loads = [stage.load for stage in self.stages]
+        return max(loads) * len(loads) / max(sum(loads), 1)
+
+    def __rich__(self) -> RenderableType:
+        """A row per stage, for terminals of 100 columns; with tensor parallel, then a row per weight."""
+        if self.shape.tp == 1:
+            return self._stage_table()
+        planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
+        return Group(self._stage_table(), tensor_table(planned))
+
+    def _stage_table(self) -> Table:
+        shape = self.shape
+        schedule = f", {self.schedule} with {self.num_microbatches} microbatches" if shape.pp > 1 else ""
+        table = Table(
+            title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}",
+            caption=None if self.num_stages == 1 else f"the slowest stage has {self.imbalance:.2f} x the mean load",
+        )
+        columns = [self._row(stage) for stage in range(self.num_stages)]
+        for name in columns[0]:
+            table.add_column(name, justify="left" if name in ("ranks", "blocks") else "right")
+        for row in columns:
+            table.add_row(*row.values())
+        return table
+
+    @property
+    def _shows_loads(self) -> bool:
+        """Whether the loads are anything but the numbers of parameters."""
+        sums = [sum(block.num_parameters for block in self.blocks_of(stage)) for stage in range(self.num_stages)]
+        return self.load_unit != "parameters" or sums != [stage.load for stage in self.stages]
+
+    def _row(self, stage: int) -> dict[str, str]:
+        """Column -> text; only columns that say something for this layout."""
+        blocks, plan = self.blocks_of(stage), self.stages[stage]
+        per_stage = self.shape.dp * self.shape.cp * self.shape.tp
+        first = self.stage_ranks[stage] * per_stage
+        row = {
+            "stage": str(stage),
+            "ranks": str(first) if per_stage == 1 else f"{first}-{first + per_stage - 1}",
+            "blocks": "\n".join(folded([(block.fqn, block.kind) for block in blocks])),
+            "parameters": f"{sum(block.num_parameters for block in blocks):,}",
+        }
+        if self._shows_loads:
+            row["load"] = quantity(plan.load, self.load_unit)
+        if self.num_stages > 1:
+            row["share"] = f"{plan.load / max(sum(stage.load for stage in self.stages), 1):.0%}"
+            row["sends (tensors)"] = f"{quantity(plan.bytes_sent, 'bytes')} ({plan.num_sent})" if plan.num_sent else ""
+        return row
+
+
+def make_plan(
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace | None,
+    config: ThreeDConfig,
+    shape: MeshShape,
+    device: torch.device,
+) -> Plan:
+    """Assign blocks to stages and weights to shards.
+
+    Args:
+        module: The whole model.
+        blocks: From ``find_blocks``.
+        trace: One step of the model; needed if there is more than one stage or tensor-parallel rank.
+        device: Where the partition methods ``"time"`` and ``"memory"`` measure blocks; the others compute nothing.
+
+    Raises:
+        PlanError: the blocks can't be shared out among the stages.
+    """
+    stage_ranks = config.pipeline.stage_ranks(shape.pp)
+    assignment = assign_stages(module, blocks, trace, config, shape, device)
+    stages = assignment.stages_of_calls
+    order = sorted(blocks, key=lambda fqn: stages[fqn][0])
+    ranks = {fqn: {stage_ranks[stage] for stage in of_calls} for fqn, of_calls in stages.items()}
+    state_ranks, ties = _place_state(module, blocks, ranks, trace, shape.pp)
+    return Plan(
+        shape=shape,
+        zero_stage=config.zero.stage,
+        schedule=config.pipeline.schedule,
+        num_microbatches=config.num_microbatches,
+        blocks=tuple(
+            BlockPlan(
+                fqn=fqn,
+                kind=type(blocks[fqn]).__name__,
+                num_parameters=num_parameters(blocks[fqn]),
+                stages=stages[fqn],
+                tensor=None,
+            )
+            for fqn in order
+        ),
+        stages=assignment.stages,
+        load_unit=assignment.unit,
+        stage_ranks=stage_ranks,
+        state_ranks=state_ranks,
+        ties=ties,
+        used_by_glue=_used_by_glue(trace),
+    )
+
+
+def _place_state(
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    ranks: Mapping[str, set[int]],
+    trace: Trace | None,
+    pp: int,
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """A tensor lies on the ranks of the blocks that own it, and on all if glue uses it, whatever its names."""
+    owners = {inner: fqn for fqn, block in blocks.items() for inner in block.modules()}
+    everywhere = set(range(pp))
+    used_by_glue = _used_by_glue(trace)
+    names: dict[Tensor, list[str]] = {}
+    held: dict[Tensor, set[int]] = {}
+    for fqn, tensor, owner in named_state(module):
+        if owner not in owners and not isinstance(tensor, nn.Parameter):
+            continue
+        names.setdefault(tensor, []).append(fqn)
+        place = ranks[owners[owner]] if owner in owners and fqn not in used_by_glue else everywhere
+        held.setdefault(tensor, set()).update(place)
+    state_ranks = {fqn: tuple(sorted(held[tensor])) for tensor, fqns in names.items() for fqn in fqns}
+    ties = {fqn: fqns[0] for fqns in names.values() for fqn in fqns if len(fqns) > 1}
+    return state_ranks, ties
+
+
+def _used_by_glue(trace: Trace | None) -> frozenset[str]:
+    return frozenset(fqn for event in (trace.events if trace else ()) for fqn in event.parameters)

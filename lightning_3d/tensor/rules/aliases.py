@@ -1,0 +1,104 @@
+"""Tensors that a block makes of a weight before it multiplies with it: transposes, casts, what is picked by index.
+
+    w.t(), w.mT, w.transpose(1, 2), w.to(dtype)     the same dims, perhaps in another order
+    w[expert], w[experts], w.unbind()               dim 0, that of experts, is picked; the others stay
+
+To tensor parallel such an alias is the weight: every rank makes it of its own shard. Planning (`weights`) and
+execution (`weight_calls`) read the calls here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
+
+AliasDims = tuple[int | None, ...]
+"""By dim of an alias: the dim of what it was made of; None for a dim that was picked."""
+
+_PRIMES = (2, 3, 5, 7, 11, 13, 17)
+
+_SLICED_FROM_DIM = 3
+"""Weights of fewer dims have their features along dim 0: a slice of it cuts features, and picks nothing."""
+
+
+def alias_dims(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AliasDims | None:
+    """For a call that makes aliases of its first argument the dims of each of them; None for any other call."""
+    read = _READERS.get(function_name(function))
+    if read is None or not args or not isinstance(args[0], Tensor) or args[0].dim() > len(_PRIMES):
+        return None
+    return read(function, args[0], *args[1:], **kwargs)
+
+
+def only_first_is_sharded(args: Sequence[Any], kwargs: Mapping[str, Any], is_sharded: Callable[[Tensor], bool]) -> bool:
+    """Whether what picks from a weight, if it is a tensor, is whole on every rank."""
+    return not any(is_sharded(tensor) for tensor in tensors_in((tuple(args[1:]), dict(kwargs))))
+
+
+def _same(function: Function, tensor: Tensor, *args: object, **kwargs: object) -> AliasDims | None:
+    # The memory format is the only option that changes more than the numbers' type and place.
+    return None if "memory_format" in kwargs else tuple(range(tensor.dim()))
+
+
+def _permuted(function: Function, tensor: Tensor, *args: Any, **kwargs: Any) -> AliasDims | None:
+    whole = torch.empty(_PRIMES[: tensor.dim()], device="meta")  # no two dims are alike
+    return tuple(whole.stride().index(stride) for stride in function(whole, *args, **kwargs).stride())
+
+
+def _item(function: Function, tensor: Tensor, index: Any) -> AliasDims | None:
+    first, *others = index if isinstance(index, tuple) and index else (index,)
+    if not all(other is Ellipsis or (isinstance(other, slice) and other == slice(None)) for other in others):
+        return None
+    if isinstance(first, slice):
+        return _sliced(tensor)
+    if isinstance(first, Tensor):
+        return None if first.dtype == torch.bool else _picked(tensor, first.dim())
+    if isinstance(first, list) and all(type(item) is int for item in first):
+        return _picked(tensor, 1)
+    return _picked(tensor, 0) if type(first) is int else None
+
+
+def _select(function: Function, tensor: Tensor, dim: int, index: int) -> AliasDims | None:
+    return _picked(tensor, 0) if dim % tensor.dim() == 0 else None
+
+
+def _index_select(function: Function, tensor: Tensor, dim: int, index: Tensor) -> AliasDims | None:
+    return _picked(tensor, 1) if dim % tensor.dim() == 0 else None
+
+
+def _unbind(function: Function, tensor: Tensor, dim: int = 0) -> AliasDims | None:
+    return _picked(tensor, 0) if dim % tensor.dim() == 0 else None
+
+
+def _narrow(function: Function, tensor: Tensor, dim: int, start: int, length: int) -> AliasDims | None:
+    return _sliced(tensor) if dim % tensor.dim() == 0 else None
+
+
+def _split(function: Function, tensor: Tensor, pieces: object, dim: int = 0) -> AliasDims | None:
+    return _sliced(tensor) if dim % tensor.dim() == 0 else None
+
+
+def _picked(tensor: Tensor, num_dims: int) -> AliasDims | None:
+    """Dim 0 becomes so many dims."""
+    return (*[None] * num_dims, *range(1, tensor.dim())) if tensor.dim() > 1 else None
+
+
+def _sliced(tensor: Tensor) -> AliasDims | None:
+    return _picked(tensor, 1) if tensor.dim() >= _SLICED_FROM_DIM else None
+
+
+_READERS: Mapping[str, Callable[..., AliasDims | None]] = {
+    **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim"), _permuted),
+    **dict.fromkeys(("to", "contiguous", "float", "half", "bfloat16", "type_as"), _same),
+    **dict.fromkeys(("split", "chunk"), _split),
+    "__getitem__": _item,
+    "select": _select,
+    "index_select": _index_select,
+    "unbind": _unbind,
+    "narrow": _narrow,
+}
+"""By the function's name."""

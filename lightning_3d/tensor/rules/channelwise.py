@@ -1,0 +1,174 @@
+"""Calls that every rank makes on its own channels: norms over a channel or a group of them, pooling, resizing, padding.
+
+They do to every channel the same, or the same with that channel's element of a vector. DTensor has rules for some of
+them; here is one table for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.tensor.rules.function import Function
+
+DimOf = Callable[[Tensor], int | None]
+"""The dim that a tensor is evenly sharded on, or None."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelCall:
+    """How a rank makes one call on its own channels."""
+
+    args: tuple[Any, ...]
+    """The full tensors; what depends on the number of channels is that of one rank."""
+
+    kwargs: Mapping[str, Any]
+
+    dim: int | None
+    """That the input and the result are sharded on; None: the call needs full tensors."""
+
+    vectors: tuple[Tensor, ...] = ()
+    """Arguments with one element per channel."""
+
+    statistics: tuple[Tensor, ...] = ()
+    """Buffers with one element per channel, which the call reads."""
+
+    changes_statistics: bool = False
+
+    is_random: bool = False
+    """Every rank draws numbers of its own."""
+
+
+def as_channel_call(
+    function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim_of: DimOf, size: int
+) -> ChannelCall | None:
+    """Read a call, one of whose tensors is sharded.
+
+    Args:
+        function: What is called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        dim_of: How its tensors are sharded.
+        size: Length of the tp axis.
+
+    Returns:
+        None for a call that is none of these, or not on own channels.
+    """
+    if function not in _CALLS:
+        return None
+    if function in _NORMS:
+        return _norm(function, args, kwargs, dim_of, size)
+    input = args[0] if args else kwargs.get("input")
+    if not isinstance(input, Tensor) or (dim := dim_of(input)) is None:
+        return None
+    if function is F.prelu:
+        slopes = args[1] if len(args) > 1 else kwargs["weight"]
+        if dim != 1 or slopes.numel() != input.shape[1]:
+            return None
+        return ChannelCall(args=tuple(args), kwargs=kwargs, dim=dim, vectors=(slopes,))
+    if function in _DROPOUTS:
+        return _dropout(function, args, kwargs, dim)
+    if not _is_independent(function, args, kwargs, dim, size):
+        return None
+    return ChannelCall(args=tuple(args), kwargs=kwargs, dim=dim)
+
+
+_ALONG: Mapping[Function, int] = {
+    F.max_pool1d: 1,
+    F.max_pool2d: 2,
+    F.max_pool3d: 3,
+    F.max_pool1d_with_indices: 1,
+    F.max_pool2d_with_indices: 2,
+    F.max_pool3d_with_indices: 3,
+    F.avg_pool1d: 1,
+    F.avg_pool2d: 2,
+    F.avg_pool3d: 3,
+    F.lp_pool1d: 1,
+    F.lp_pool2d: 2,
+    F.lp_pool3d: 3,
+    F.adaptive_max_pool1d: 1,
+    F.adaptive_max_pool2d: 2,
+    F.adaptive_max_pool3d: 3,
+    F.adaptive_max_pool1d_with_indices: 1,
+    F.adaptive_max_pool2d_with_indices: 2,
+    F.adaptive_max_pool3d_with_indices: 3,
+    F.adaptive_avg_pool1d: 1,
+    F.adaptive_avg_pool2d: 2,
+    F.adaptive_avg_pool3d: 3,
+}
+"""Function -> how many last dims it works along."""
+
+_NORMS: frozenset[Function] = frozenset({F.batch_norm, F.instance_norm, F.group_norm})
+
+_DROPOUTS: frozenset[Function] = frozenset({F.dropout1d, F.dropout2d, F.dropout3d})
+
+_OTHERS: frozenset[Function] = frozenset({F.prelu, F.interpolate, F.pad, F.pixel_shuffle, F.pixel_unshuffle})
+
+_CALLS = _NORMS | _DROPOUTS | _OTHERS | _ALONG.keys()
+
+_WITH_OPTIONS: Sequence[Function] = (*_NORMS, *_DROPOUTS, F.pad)
+
+_SIGNATURES = {function: inspect.signature(function) for function in _WITH_OPTIONS}
+
+
+def _is_independent(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, size: int) -> bool:
+    """Whether a call works along other dims than the sharded one."""
+    num_dims: int = (args[0] if args else kwargs["input"]).dim()
+    if function in _ALONG:
+        return dim < num_dims - _ALONG[function]
+    if function is F.interpolate:
+        return dim < 2
+    if function is F.pad:
+        num_padded = len(_arguments(function, args, kwargs)["pad"]) // 2
+        return dim < num_dims - num_padded
+    if function in (F.pixel_shuffle, F.pixel_unshuffle):
+        return _shuffles_own(function, args, kwargs, dim, size)
+    return False
+
+
+def _shuffles_own(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, size: int) -> bool:
+    """Blocks of channels become pixels of one channel, or the other way round."""
+    if len(args) != 2 or kwargs:
+        return False
+    block = args[1] ** 2 if function is F.pixel_shuffle else 1
+    channels_dim: int = args[0].dim() - 3
+    num_blocks: int = args[0].shape[dim] // block
+    return dim < channels_dim or (dim == channels_dim and num_blocks % size == 0)
+
+
+def _norm(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim_of: DimOf, size: int) -> ChannelCall:
+    given = _arguments(function, args, kwargs)
+    changes = given.get("training") or given.get("use_input_stats")
+    is_local = dim_of(given["input"]) == 1
+    if function is F.group_norm:
+        is_local = is_local and given["num_groups"] % size == 0
+        given["num_groups"] //= size if is_local else 1
+    statistics = tuple(given[name] for name in ("running_mean", "running_var") if given.get(name) is not None)
+    return ChannelCall(
+        args=(),
+        kwargs=given,
+        dim=1 if is_local else None,
+        vectors=tuple(given[name] for name in ("weight", "bias") if given[name] is not None),
+        statistics=statistics,
+        changes_statistics=bool(changes and statistics),
+    )
+
+
+def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> ChannelCall | None:
+    """Whole channels of a sample are dropped."""
+    given = _arguments(function, args, kwargs)
+    if dim > 1 or given["input"].dim() < 3:
+        return None
+    is_random = bool(given["training"] and given["p"])
+    return ChannelCall(args=(), kwargs=given, dim=dim, is_random=is_random)
+
+
+def _arguments(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    bound = _SIGNATURES[function].bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments

@@ -1,0 +1,1 @@
+"""Tracing a step on tensors without data: which calls it makes, and what they consume and produce."""

@@ -1,0 +1,75 @@
+"""Which blocks make logits that a step only hands to its loss, as a trace shows it: those may stay sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_3d.tensor.vocabulary.uses import Logits
+from lightning_3d.trace.trace import Event, Trace
+
+_LOSS = "cross_entropy"
+
+_KEEPING = frozenset(
+    {
+        "__getitem__",
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "clone",
+        "contiguous",
+        "div",
+        "flatten",
+        "float",
+        "mul",
+        "permute",
+        "reshape",
+        "squeeze",
+        "tanh",
+        "to",
+        "transpose",
+        "true_divide",
+        "unsqueeze",
+        "view",
+    }
+)
+"""Calls that logits go through on shards; a further use of them elsewhere gathers them once."""
+
+
+def find_logits(trace: Trace) -> Mapping[str, Logits]:
+    """Find blocks whose output reaches ``F.cross_entropy`` as logits.
+
+    A step that changes them or a view of them in place has none.
+
+    Returns:
+        Block FQN -> what it returns to the loss.
+    """
+    found: dict[str, Logits] = {}
+    refused: set[str] = set()
+    for position, event in enumerate(trace.events):
+        if not event.is_block:
+            continue
+        logits = _logits(event, trace.events[position + 1 :], trace)
+        if logits is None or found.get(event.name, logits) != logits:
+            refused.add(event.name)
+        else:
+            found[event.name] = logits
+    return {fqn: logits for fqn, logits in found.items() if fqn not in refused}
+
+
+def _logits(block: Event, later: tuple[Event, ...], trace: Trace) -> Logits | None:
+    outputs = [result.tensor for result in block.results if result.tensor is not None]
+    family, reaches_loss, is_read = set(outputs[:1]), False, trace.stopped_by is not None
+    for event in later:
+        if not family.intersection(event.inputs):
+            continue
+        if event.mutated or family.intersection(event.aliased):
+            return None
+        if event.name == _LOSS and event.inputs[0] in family:
+            reaches_loss = True
+        elif event.name in _KEEPING and not event.is_block:
+            family.update(event.outputs)
+        else:
+            is_read = True
+    if not reaches_loss or not (shape := trace.tensors[outputs[0]].shape):
+        return None
+    return Logits(num_classes=shape[-1], is_read=is_read)

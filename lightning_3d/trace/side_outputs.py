@@ -1,0 +1,288 @@
+"""What a block gives besides its return value: tensors that it leaves in attributes, and what forward hooks see.
+
+[Note: side outputs]
+A mixture of experts leaves its auxiliary loss in ``self.aux_loss``; a model collects hidden states or router logits by
+forward hooks on its layers. Glue reads both, on the last stage, where the block may be absent. So both count as outputs
+of the block: they become ghosts where it is absent and cross the boundaries if a later stage uses them. While a block
+runs, forward hooks on it and on the modules inside of it are only noted; they are called in glue, on every stage alike.
+A hook that returns something changes an output inside of the block; it stays there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_3d.errors import TraceError
+from lightning_3d.model.own_code import is_own
+from lightning_3d.trace.pytrees import Container, argument_containers, holds_tensors, set_content
+
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookCall:
+    """A call of a forward hook on a module inside of a block."""
+
+    module: str
+    """Name of the hooked module in the block."""
+    hook: int
+    """Position among ``user_hooks`` of the module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideOutputs:
+    """What a call of a block gives besides its return value."""
+
+    attributes: tuple[str, ...] = ()
+    """Names in the block of the attributes that its forward sets to something with tensors."""
+    containers: tuple[int, ...] = ()
+    """Which of the lists and dicts among its arguments it changes, by their place in ``argument_containers``."""
+    hooks: tuple[HookCall, ...] = ()
+    """The forward hooks inside of it, in the order of their calls."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noted:
+    """A call of a forward hook that was not made."""
+
+    call: HookCall
+    values: tuple[Any, ...]
+    """Its arguments: those of the module, its keyword arguments and its output."""
+
+
+def run_and_gather(
+    block: nn.Module, kept: frozenset[HookCall], arguments: Any, call: Callable[..., Any]
+) -> tuple[Any, SideOutputs]:
+    """Run a block and collect all that it gives.
+
+    Args:
+        kept: Forward hooks inside of it that are called as always.
+        arguments: (args, kwargs) to give to ``call``.
+
+    Returns:
+        A pytree of what it returned and of its side outputs, and what the latter are.
+    """
+    attributes = attributes_of(block)
+    containers = argument_containers(*arguments)
+    contents = [container.copy() for container in containers]
+    with hooks_noted(block, kept) as noted:
+        output = call(*arguments)
+    side = SideOutputs(
+        attributes=changed_attributes(block, attributes)[0],
+        containers=changed_containers(containers, contents),
+        hooks=tuple(note.call for note in noted),
+    )
+    return gather(block, output, arguments, side, noted), side
+
+
+def gather(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:
+    """What a call returned and its side outputs, as one pytree."""
+    attributes = tuple(get_attribute(block, name) for name in side.attributes)
+    containers = argument_containers(*arguments) if side.containers else []
+    return output, attributes, tuple(containers[i] for i in side.containers), tuple(note.values for note in noted)
+
+
+def scatter(block: nn.Module, gathered: Any, arguments: Any, side: SideOutputs) -> tuple[Any, tuple[Any, ...]]:
+    """Put what ``gather`` collected in its place.
+
+    Args:
+        arguments: Those that the user's code called the block with.
+
+    Returns:
+        What the block returned, and the arguments of the forward hooks to call.
+    """
+    output, attributes, contents, hook_values = gathered
+    for name, value in zip(side.attributes, attributes, strict=True):
+        set_attribute(block, name, value)
+    containers = argument_containers(*arguments) if side.containers else []
+    for i, content in zip(side.containers, contents, strict=True):
+        set_content(containers[i], content)
+    return output, hook_values
+
+
+def changed_containers(containers: Sequence[Container], before: Sequence[Container]) -> tuple[int, ...]:
+    """Which of the containers have another content than ``before``."""
+    return tuple(i for i, (old, new) in enumerate(zip(before, containers, strict=True)) if not _is_same(old, new))
+
+
+# ---- forward hooks
+
+
+@contextmanager
+def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[Noted]]:
+    """Note the calls of the user's forward hooks inside of ``block`` instead of making them; skip those on it.
+
+    Args:
+        kept: Hooks that are called as always.
+
+    Yields:
+        A list that fills while the block runs.
+    """
+    noted: list[Noted] = []
+    saved = []
+    for name, module in block.named_modules():
+        calls = {key: HookCall(module=name, hook=i) for i, key in enumerate(user_hooks(module))}
+        calls = {key: call for key, call in calls.items() if call not in kept}
+        if calls:
+            saved.append((module, module._forward_hooks, module._forward_hooks_with_kwargs))
+            module._forward_hooks = module._forward_hooks.copy()
+            module._forward_hooks_with_kwargs = module._forward_hooks_with_kwargs.copy()
+        for key, call in calls.items():
+            if module is block:
+                del module._forward_hooks[key]
+            else:
+                module._forward_hooks[key] = _note_into(noted, call)
+                module._forward_hooks_with_kwargs[key] = True
+    try:
+        yield noted
+    finally:
+        for module, hooks, with_kwargs in saved:
+            module._forward_hooks, module._forward_hooks_with_kwargs = hooks, with_kwargs
+
+
+def _note_into(noted: list[Noted], call: HookCall) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        noted.append(Noted(call=call, values=(args, kwargs, output)))
+
+    return note
+
+
+def user_hooks(module: nn.Module) -> list[int]:
+    """Keys of the forward hooks that neither torch's parallel modules nor this package registered."""
+    hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
+    return [key for key, hook in hooks.items() if not is_own(getattr(hook, "__module__", ""))]
+
+
+def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> Any:
+    """Make a call of a hook that was noted; returns what the hook returns."""
+    module = block.get_submodule(call.module)
+    return _call_hook(module, user_hooks(module)[call.hook], *values)
+
+
+def call_own_hooks(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Call the user's forward hooks on the block itself; returns the output that they leave."""
+    for key in user_hooks(block):
+        changed = _call_hook(block, key, args, kwargs, output)
+        output = output if changed is None else changed
+    return output
+
+
+def _call_hook(module: nn.Module, key: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    hook = module._forward_hooks[key]
+    if key in module._forward_hooks_with_kwargs:
+        return hook(module, args, kwargs, output)
+    return hook(module, args, output)
+
+
+# ---- attributes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribute:
+    """The value of an attribute at some time."""
+
+    value: Any
+    content: Any
+    """A shallow copy of a list, dict or set; else the value."""
+
+
+def attributes_of(block: nn.Module) -> dict[str, Attribute]:
+    """What is set on the block and on the modules inside of it, besides torch's own, by its name in the block."""
+    return {
+        f"{prefix}.{name}" if prefix else name: Attribute(
+            value=value, content=value.copy() if isinstance(value, (list, dict, set)) else value
+        )
+        for prefix, module in block.named_modules()
+        for name, value in vars(module).items()
+        if name not in _TORCH_ATTRIBUTES
+    }
+
+
+def changed_attributes(block: nn.Module, before: dict[str, Attribute]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """What a call left in attributes.
+
+    Args:
+        before: ``attributes_of(block)`` before the call.
+
+    Returns:
+        Names of the attributes that were set to something with tensors, and of those changed otherwise.
+    """
+    set_to_tensors, others = [], set()
+    for name, now in attributes_of(block).items():
+        old = before.get(name)
+        if old is not None and _is_same(old.content, now.content):
+            continue
+        is_set = old is None or old.value is not now.value
+        if is_set and holds_tensors(now.value):
+            set_to_tensors.append(name)
+        else:
+            others.add(name)
+    return tuple(set_to_tensors), frozenset(others)
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if isinstance(after, (list, dict, set)) and type(before) is type(after):
+        old, new = (list(x.items()) if isinstance(x, dict) else list(x) for x in (before, after))
+        return len(old) == len(new) and all(_is_same(a, b) for a, b in zip(old, new, strict=True))
+    if isinstance(after, tuple) and isinstance(before, tuple):
+        return len(before) == len(after) and all(_is_same(a, b) for a, b in zip(before, after, strict=True))
+    if isinstance(after, (bool, int, float, str)):
+        return type(before) is type(after) and bool(before == after)
+    return before is after
+
+
+def get_attribute(block: nn.Module, name: str) -> Any:
+    """Value of an attribute by its name from ``attributes_of``."""
+    path, _, attribute = name.rpartition(".")
+    return vars(block.get_submodule(path))[attribute]
+
+
+def set_attribute(block: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute by its name from ``attributes_of``."""
+    path, _, attribute = name.rpartition(".")
+    vars(block.get_submodule(path))[attribute] = value
+
+
+def guard_attributes(fqn: str, block: nn.Module, names: Iterable[str], is_glue: Callable[[], bool]) -> None:
+    """Refuse that glue reads attributes which a call of ``block`` changes, where the block is absent.
+
+    Args:
+        names: Names in the block.
+        is_glue: Whether the present code is glue of a running step.
+    """
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        module = block.get_submodule(path)
+        cls = type(module)
+        members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        members[attribute] = _Guard(fqn, attribute, is_glue)
+        module.__class__ = type(cls)(cls.__name__, (cls,), members)  # type: ignore[misc]  # the metaclass
+
+
+class _Guard:
+    """A descriptor in place of an attribute."""
+
+    def __init__(self, fqn: str, name: str, is_glue: Callable[[], bool]) -> None:
+        self._fqn, self._name, self._is_glue = fqn, name, is_glue
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return self
+        if self._is_glue():
+            raise TraceError(
+                f"{cls.__name__}.{self._name} was read outside of the block {self._fqn}, whose forward changes it, but"
+                " the block lives on another pipeline stage. Return the value from the block's forward. (Tensors that"
+                " forward sets as attributes do reach later stages; numbers and changes of lists and dicts don't.)"
+            )
+        if self._name not in vars(module):
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
+        return vars(module)[self._name]
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        vars(module)[self._name] = value

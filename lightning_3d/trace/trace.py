@@ -1,0 +1,86 @@
+"""The dataflow of a step: which calls it makes on tensors that come out of blocks, what each consumes and produces.
+
+``tracer.py`` finds it, ``stages.py`` cuts it, ``stage_run.py`` follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils._pytree import TreeSpec
+
+from lightning_3d.trace.ghost import TensorMeta
+from lightning_3d.trace.side_outputs import HookCall, SideOutputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One leaf of what a call returned: one of its arguments, a new tensor, or a constant."""
+
+    argument: int | None = None
+    """Position among the flat arguments of the call."""
+    result: int | None = None
+    """Position among the leaves of what it returned, of an earlier one that is the same tensor."""
+    tensor: int | None = None
+    """Id of a new tensor."""
+    constant: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A call that has a tensor of some block among its arguments, or the call of a block."""
+
+    name: str
+    """FQN of the block, or name of the torch function."""
+    is_block: bool
+    call_index: int
+    """How many calls of the same block came before."""
+    where: str
+    """File, line and function of the user's code."""
+    inputs: tuple[int, ...]
+    """Ids of the tensors consumed."""
+    parameters: tuple[str, ...]
+    """FQNs of the parameters and buffers that a glue call consumes."""
+    results: tuple[Result, ...]
+    spec: TreeSpec
+    mutated: Mapping[int, int]
+    """Position among the flat arguments -> id of the tensor's new value, for in-place calls."""
+    is_random: bool
+    """Whether it draws random numbers."""
+    aliased: Mapping[int, int] = field(default_factory=dict)
+    """Tensor that shares memory with one that an in-place call changes -> id of its new value."""
+    side: SideOutputs = field(default_factory=SideOutputs)
+    """What the block gives besides its return value."""
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Ids of the tensors that it makes."""
+        new = tuple(result.tensor for result in self.results if result.tensor is not None)
+        return (*new, *self.mutated.values(), *self.aliased.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The dataflow of one step for one batch signature."""
+
+    events: tuple[Event, ...]
+    tensors: Mapping[int, TensorMeta]
+    returned: frozenset[int]
+    """Ids of the tensors that the step returns or logs, or that were alive where the trace stopped."""
+    stopped_by: str | None
+    """Why the trace ended before the step did, after the last block: the rest runs unseen on the last stage."""
+    block_inputs: Mapping[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(repr=False)
+    """Block FQN -> arguments of its first call, tensors as ``TensorMeta``."""
+    kept_hooks: Mapping[str, frozenset[HookCall]] = field(default_factory=dict)
+    """Block FQN -> forward hooks in it that change outputs, and so are part of the block."""
+    unsent_attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Block FQN -> names in the block of attributes that its forward changes otherwise than by setting tensors."""
+    changed_buffers: frozenset[str] = frozenset()
+    """FQNs of buffers that their block's forward changes."""
+
+    @property
+    def block_calls(self) -> tuple[Event, ...]:
+        """The calls of blocks, in order."""
+        return tuple(event for event in self.events if event.is_block)

@@ -1,0 +1,453 @@
+"""Tracing a step: running it once with every block absent, and writing down what it does to what blocks return.
+
+A block answers with ghosts whose shapes come from running it on fake tensors. A glue call with a ghost among its
+arguments is an *event*, run on fake tensors too. A glue call without one (masks, positions: derived from the batch)
+runs for real, and will on every stage. A glue call on parameters alone also runs on every stage; here its result is a
+ghost without an id, since parameters may be sharded or absent.
+
+Nothing here communicates, and the model's weights are neither read nor changed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_3d.errors import TraceError
+from lightning_3d.model.named_state import named_state
+from lightning_3d.trace.fake_run import RandomRun, run_with_state, running_statistics
+from lightning_3d.trace.ghost import Ghost, TensorMeta
+from lightning_3d.trace.interception import Call, Router, StepMode
+from lightning_3d.trace.pytrees import as_called, copied, holds_tensors, is_opaque, register_dataclasses
+from lightning_3d.trace.side_outputs import (
+    HookCall,
+    SideOutputs,
+    attributes_of,
+    call_hook,
+    call_own_hooks,
+    changed_attributes,
+    run_and_gather,
+    scatter,
+    set_attribute,
+)
+from lightning_3d.trace.trace import Event, Result, Trace
+
+
+def trace_step(
+    step: Callable[[], Any],
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    router: Router,
+    device: torch.device,
+    *,
+    calls_all: bool,
+) -> Trace:
+    """Trace ``step``, a call of one of the module's step methods on one microbatch.
+
+    Args:
+        step: Runs the step; what it returns counts as consumed by the last stage.
+        module: The whole model, for the names of parameters.
+        blocks: FQN -> block, routed by ``router``.
+        device: Where parameters live when they are at hand.
+        calls_all: Whether the step is expected to call all blocks, as in training.
+
+    Raises:
+        TraceError: the step needs data of a block before all blocks were called, or a block can't run on fake tensors.
+    """
+    kept_hooks: dict[str, frozenset[HookCall]] = {}
+    while True:
+        tracer = _Tracer(module, blocks, router, device, kept_hooks)
+        try:
+            return _trace(step, tracer, blocks, calls_all=calls_all)
+        except _HookChangesOutput as change:  # it is part of its block: trace again, with the hook left there
+            kept_hooks[change.fqn] = kept_hooks.get(change.fqn, frozenset()) | {change.hook}
+
+
+def _trace(step: Callable[[], Any], tracer: _Tracer, blocks: Mapping[str, nn.Module], *, calls_all: bool) -> Trace:
+    output, stopped_by = None, None
+    try:
+        with tracer:
+            output = step()
+    except TraceError:
+        raise
+    except Exception as error:
+        if tracer.failed_call is None:
+            raise
+        missing = [fqn for fqn in blocks if fqn not in tracer.block_inputs] if calls_all else []
+        if tracer.failed_in_block or missing:
+            raise _explained(error, tracer.failed_call, missing, in_block=tracer.failed_in_block) from error
+        stopped_by = f"{tracer.failed_call}: {type(error).__name__}"
+    register_dataclasses(output)
+    returned = {tracer.ids[leaf] for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf in tracer.ids}
+    if stopped_by is not None:
+        returned |= {i for _, i in tracer.ids.items()}
+    return Trace(
+        events=tuple(tracer.events),
+        tensors=tracer.tensors,
+        returned=frozenset(returned),
+        stopped_by=stopped_by,
+        block_inputs=tracer.block_inputs,
+        kept_hooks=tracer.kept_hooks,
+        unsent_attributes=tracer.unsent_attributes,
+        changed_buffers=frozenset(tracer.changed_buffers),
+    )
+
+
+def _explained(error: Exception, failed_call: str, missing: list[str], *, in_block: bool) -> TraceError:
+    cause = f"({type(error).__name__}: {error})"
+    if in_block:
+        return TraceError(
+            f"Block {failed_call} failed on fake and on random tensors, which tell the shapes of its outputs {cause}."
+            " If it fails in one process too, mend the model; else name finer or coarser blocks with"
+            " pipeline.partition='type:REGEX'."
+        )
+    before = f"before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
+    if _needs_data(error, failed_call):
+        return TraceError(
+            f"The step can't be traced: {failed_call} needs the data of a tensor that comes from a block, {before}"
+            f" {cause}. Pipeline and tensor parallel plan without data, and with a pipeline the data may be on another"
+            " rank: move the call into a block, or after the last block."
+        )
+    return TraceError(
+        f"The step can't be traced: {failed_call} failed on fake tensors, {before} {cause}. If it fails in one process"
+        " too, mend the model; else move the call into a block, or after the last block."
+    )
+
+
+def _needs_data(error: Exception, failed_call: str) -> bool:
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return True
+    return failed_call.partition(" ")[0] in ("tolist", "numpy", "__format__", "__array__", "__contains__")
+
+
+class _HookChangesOutput(BaseException):
+    """A forward hook inside of a block returned something. Not an ``Exception``, so that no user code catches it."""
+
+    def __init__(self, fqn: str, hook: HookCall) -> None:
+        super().__init__(fqn, hook)
+        self.fqn, self.hook = fqn, hook
+
+
+class _Tracer(StepMode):
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        router: Router,
+        device: torch.device,
+        kept_hooks: Mapping[str, frozenset[HookCall]],
+    ):
+        super().__init__(router)
+        self.events: list[Event] = []
+        self.tensors: dict[int, TensorMeta] = {}
+        self.ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> id of its present value
+        self.block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.failed_call: str | None = None
+        self.failed_in_block = False
+        self.kept_hooks = kept_hooks
+        self.unsent_attributes: dict[str, frozenset[str]] = {}
+        self.changed_buffers: set[str] = set()
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fakes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or real tensor -> fake tensor
+        self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
+        self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
+        self._calls: dict[str, int] = {}
+        self._device = device
+        self._block_state: dict[str, dict[str, Tensor]] = {fqn: {} for fqn in blocks}
+        owners = {inner: (fqn, name) for fqn, block in blocks.items() for name, inner in block.named_modules()}
+        in_block: set[Tensor] = set()
+        for name, tensor, owner in named_state(module):
+            fake = self._fake_state(tensor)
+            if owner in owners:
+                fqn, inner = owners[owner]
+                self._block_state[fqn][f"{inner}.{name.rpartition('.')[2]}".removeprefix(".")] = fake
+                in_block.add(tensor)
+            if isinstance(tensor, nn.Parameter) or tensor in in_block:
+                self._sources[tensor] = frozenset({name})
+
+    def _fake_state(self, tensor: Tensor) -> Tensor:
+        if tensor not in self._fakes:
+            with self._fake_mode:
+                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            self._fakes[tensor] = fake.requires_grad_(tensor.requires_grad)
+        fake_state: Tensor = self._fakes[tensor]
+        return fake_state
+
+    # ---- calls
+
+    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        name = getattr(func, "__name__", str(func))
+        self._check_followed(tensors, name)
+        is_event = any(tensor in self.ids for tensor in tensors)
+        if not is_event and not any(tensor in self._sources for tensor in tensors):
+            return func(*args, **kwargs)
+        return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_event=is_event)
+
+    def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        register_dataclasses((args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
+        self._check_followed([leaf for leaf in leaves if isinstance(leaf, Tensor)], fqn)
+        _check_arguments(leaves, fqn)
+        if fqn not in self.block_inputs:
+            metas = [TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self.block_inputs[fqn] = as_called(tree_unflatten(metas, spec))
+        side: list[SideOutputs] = []
+
+        def run(*arguments: Any) -> Any:
+            gathered, outputs = self._run_block(fqn, block, leaves, arguments)
+            side.append(outputs)
+            return gathered
+
+        with self.paused():
+            gathered = self._record(fqn, leaves, spec, run, is_event=True, side=side)
+            output, hook_values = scatter(block, gathered, (args, kwargs), side[0])
+        self._calls[fqn] = self._calls.get(fqn, 0) + 1
+        for hook, values in zip(side[0].hooks, hook_values, strict=True):
+            if call_hook(block, hook, values) is not None:
+                raise _HookChangesOutput(fqn, hook)
+        return call_own_hooks(block, args, kwargs, output)
+
+    def _run_block(self, fqn: str, block: nn.Module, leaves: list[Any], arguments: Any) -> tuple[Any, SideOutputs]:
+        """Run a block on fakes.
+
+        Args:
+            leaves: What it was called with.
+            arguments: The fakes of that, as (args, kwargs).
+
+        Returns:
+            What ``gather`` makes of its outputs, and what the side outputs are.
+        """
+        fakes, spec = tree_flatten(arguments)
+        state = dict(self._block_state[fqn])
+        versions = {name: tensor._version for name, tensor in state.items()}
+        kept = self.kept_hooks.get(fqn, frozenset())
+        before = attributes_of(block)
+        opaque = {i: copied(leaf) for i, leaf in enumerate(fakes) if is_opaque(leaf)}  # a failing run changes them
+        try:
+            gathered, side = run_and_gather(block, kept, arguments, partial(run_with_state, block, state))
+        except TraceError:
+            raise
+        except Exception:  # the run on random tensors raises the same if the block is to blame
+            for name, attribute in before.items():
+                set_attribute(block, name, attribute.value)
+            known = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._is_known(leaf)}
+            random = RandomRun(fakes, known, self._fake_mode)
+            with random:
+                arguments = tree_unflatten([opaque.get(i, leaf) for i, leaf in enumerate(random.arguments)], spec)
+                random_state = random.tensors_like(self._block_state[fqn])
+                gathered, side = run_and_gather(block, kept, arguments, partial(run_with_state, block, random_state))
+            gathered = random.as_fakes(gathered)
+        _, others = changed_attributes(block, before)
+        self.unsent_attributes[fqn] = self.unsent_attributes.get(fqn, frozenset()) | others
+        fresh, normalised = self._block_state[fqn], running_statistics(block)
+        self.changed_buffers |= {
+            f"{fqn}.{name}"
+            for name, tensor in state.items()
+            if tensor is not fresh[name] or tensor._version != versions[name] or name in normalised
+        }
+        return gathered, side
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        """Whether its data comes from the batch alone."""
+        is_real = not isinstance(tensor, (Ghost, FakeTensor)) and not tensor.is_meta
+        return is_real and tensor not in self.ids and tensor not in self._sources
+
+    def _check_followed(self, tensors: list[Tensor], name: str) -> None:
+        """Raise for tensors of blocks that came here by ways that a stage can't follow."""
+        for tensor in tensors:
+            if tensor in self.ids or tensor in self._sources:
+                continue
+            if isinstance(tensor, (Ghost, FakeTensor)):
+                raise TraceError(
+                    f"{name} (called at {_user_frame()}) got a tensor that a block made, of shape"
+                    f" {tuple(tensor.shape)}, which the block did not return in this step. Return it from the block's"
+                    " forward, and don't keep it from one step to the next."
+                )
+            if self._written and tensor.untyped_storage()._cdata in self._written:
+                _, where = self._written[tensor.untyped_storage()._cdata]
+                raise TraceError(
+                    f"{name} (called at {_user_frame()}) reads a tensor into which a block's output was written through"
+                    f" a view (at {where}), so a pipeline stage that lacks the output would read the old values. Write"
+                    " to the tensor itself (x[...] = y), or build it with torch.stack or torch.cat."
+                )
+
+    # ---- events
+
+    def _record(
+        self,
+        name: str,
+        leaves: list[Any],
+        spec: TreeSpec,
+        run: Callable[..., Any],
+        *,
+        is_event: bool,
+        side: Sequence[SideOutputs] | None = None,
+    ) -> Any:
+        """Run a call on fakes and write it down.
+
+        Args:
+            run: Called with the fake (args, kwargs).
+            side: Of a block, whose call fills it.
+        """
+        where, is_block = _user_frame(), side is not None
+        self.failed_call, self.failed_in_block = f"{name} at {where}", is_block
+        fakes = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        versions = [fake._version if isinstance(fake, Tensor) else 0 for fake in fakes]
+        arguments = {id(fake): i for i, fake in reversed(list(enumerate(fakes))) if isinstance(fake, Tensor)}
+        inputs = tuple(self.ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.ids)
+        sources = frozenset[str]().union(
+            *(self._sources.get(leaf, frozenset()) for leaf in leaves if isinstance(leaf, Tensor))
+        )
+        with self._fake_mode, _RandomnessSeen() as randomness:
+            output = run(*tree_unflatten(fakes, spec))
+        register_dataclasses(output)
+        outputs, out_spec = tree_flatten(output)
+        if is_block:
+            for leaf in tree_leaves(output[0]):
+                _check_constant(leaf, name, where)
+        self.failed_call = None
+
+        mutated = {
+            i: fake
+            for i, (fake, version) in enumerate(zip(fakes, versions, strict=True))
+            if isinstance(fake, Tensor) and fake._version != version and is_event and arguments[id(fake)] == i
+        }
+        aliased = self._retag_aliases([(leaves[i], fake) for i, fake in mutated.items()], where) if mutated else {}
+        new_ids = {i: self._new_id(leaves[i], fake) for i, fake in mutated.items()}
+        results, answer = [], []
+        earlier: dict[int, int] = {}
+        for position, output in enumerate(outputs):
+            if not isinstance(output, Tensor):
+                results.append(Result(constant=output))
+                answer.append(output)
+            elif id(output) in arguments:
+                results.append(Result(argument=arguments[id(output)]))
+                answer.append(leaves[arguments[id(output)]])
+            elif id(output) in earlier:
+                results.append(Result(result=earlier[id(output)]))
+                answer.append(answer[earlier[id(output)]])
+            else:
+                earlier[id(output)] = position
+                ghost = Ghost(TensorMeta.of(output))
+                self._fakes[ghost] = output
+                results.append(Result(tensor=self._new_id(ghost, output) if is_event else None))
+                if not is_event:
+                    self._sources[ghost] = sources
+                answer.append(ghost)
+        if is_event:
+            self.events.append(
+                Event(
+                    name=name,
+                    is_block=is_block,
+                    call_index=self._calls.get(name, 0) if is_block else 0,
+                    where=where,
+                    inputs=inputs,
+                    parameters=tuple(sorted(sources)),
+                    results=tuple(results),
+                    spec=out_spec,
+                    mutated=new_ids,
+                    is_random=randomness.seen,
+                    aliased=aliased,
+                    side=side[0] if side else SideOutputs(),
+                )
+            )
+        return tree_unflatten(answer, out_spec)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor not in self._fakes:
+            self._fakes[tensor] = self._fake_mode.from_tensor(tensor)
+        fake: Tensor = self._fakes[tensor]
+        return fake
+
+    def _new_id(self, tensor: Tensor, fake: Tensor) -> int:
+        new = len(self.tensors)
+        self.tensors[new] = TensorMeta.of(fake)
+        self.ids[tensor] = new
+        return new
+
+    def _retag_aliases(self, mutated: list[tuple[Tensor, Tensor]], where: str) -> dict[int, int]:
+        """Give a new id to every tensor that shares memory with one that was changed in place."""
+        storages = {fake.untyped_storage()._cdata for _, fake in mutated}
+        changed = {id(tensor) for tensor, _ in mutated}
+        for tensor, _ in mutated:
+            if self._is_known(tensor):
+                storage = tensor.untyped_storage()
+                self._written[storage._cdata] = (storage, where)
+        aliases = [
+            (tensor, i)
+            for tensor, i in self.ids.items()
+            if id(tensor) not in changed and self._fakes[tensor].untyped_storage()._cdata in storages
+        ]
+        return {i: self._new_id(tensor, self._fakes[tensor]) for tensor, i in aliases}
+
+
+class _RandomnessSeen(TorchDispatchMode):
+    """Notes whether an operator that draws random numbers was called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether it is an attention whose dropout is off: those count as random whatever their dropout."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given == 0.0  # type: ignore[no-any-return]
+    return False
+
+
+def _check_constant(value: Any, name: str, where: str) -> None:
+    if isinstance(value, Tensor) or not holds_tensors(list(getattr(value, "__dict__", {}).values())):
+        return
+    raise TraceError(
+        f"{name} (called at {where}) returned a {type(value).__name__} that holds tensors and is not a pytree, so they"
+        " can't be sent to another pipeline stage. Return a tensor, tuple, list, dict, NamedTuple or dataclass, or"
+        " register the class with torch.utils._pytree.register_pytree_node."
+    )
+
+
+def _check_arguments(leaves: Sequence[Any], name: str) -> None:
+    for leaf in leaves:
+        if is_opaque(leaf) and any(isinstance(member, Ghost) for member in tree_leaves(list(vars(leaf).values()))):
+            raise TraceError(
+                f"{name} (called at {_user_frame()}) got a {type(leaf).__name__} that holds tensors of blocks and is"
+                " not a pytree, so they can't be sent to another pipeline stage. Pass a tensor, tuple, list, dict,"
+                " NamedTuple or dataclass, or register the class with torch.utils._pytree.register_pytree_node."
+            )
+
+
+def _user_frame() -> str:
+    """Where the innermost frame outside torch and this package stands."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "lightning_3d", "contextlib"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "unknown"

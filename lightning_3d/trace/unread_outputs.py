@@ -1,0 +1,28 @@
+"""Which outputs of blocks a step does not read, as a trace shows it: they need not be gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning_3d.trace.trace import Trace
+
+
+def unread_outputs(trace: Trace) -> Mapping[str, frozenset[int]]:
+    """Find outputs such as attention weights that a block returns and nothing uses.
+
+    Returns:
+        Block FQN -> leaves of its return value, by position, that no call of it has read; blocks without are absent.
+    """
+    if trace.stopped_by is not None:
+        return {}
+    read = {*trace.returned}.union(*({*event.inputs, *event.aliased} for event in trace.events))
+    found: dict[str, frozenset[int]] = {}
+    for event in trace.block_calls:
+        copied = {result.result for result in event.results}
+        unread = frozenset(
+            position
+            for position, result in enumerate(event.results)
+            if result.tensor is not None and result.tensor not in read and position not in copied
+        )
+        found[event.name] = found.get(event.name, unread) & unread
+    return {fqn: unread for fqn, unread in found.items() if unread}

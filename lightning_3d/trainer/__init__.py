@@ -1,0 +1,1 @@
+"""What meets Lightning's Trainer: precision, batches, requirements, reports, and making the model parallel."""

@@ -1,0 +1,122 @@
+"""Batches: an example for planning, and the check that all ranks of a replica hold the same one."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_3d.config.settings import BatchConfig
+from lightning_3d.distributed.agreement import gather_numbers
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.errors import BatchError
+from lightning_3d.pipeline.microbatches import leaves_of
+
+_START_STEPS = 4  # steps that check="start" compares
+
+
+def example_batch(trainer: Trainer) -> Any:
+    """The first batch of the loop that is about to run, fetched without disturbing its dataloader or random numbers.
+
+    A map-style dataset is read in this process, without starting dataloader workers.
+
+    Raises:
+        BatchError: there is no batch.
+    """
+    loop = trainer._active_loop
+    assert loop is not None
+    loop.setup_data()
+    combined = loop._combined_loader
+    if combined is None or not combined.flattened:
+        raise BatchError(
+            "Cutting the model into stages or tensor-parallel shards takes an example batch, but there is no dataloader"
+            f" for trainer.{trainer.state.fn.value if trainer.state.fn else 'fit'}(), or its number of batches is"
+            " limited to 0. Give it one, or use pipeline_parallel_size=1 and tensor_parallel_size=1."
+        )
+    try:
+        with isolate_rng():
+            if combined._mode == "sequential":
+                return _first_batch(combined.flattened[0])
+            return tree_unflatten([_first_batch(loader) for loader in combined.flattened], combined._spec)
+    except StopIteration:
+        raise BatchError(
+            "A dataloader is empty, so there is no example batch to cut the model into stages or tensor-parallel shards"
+            " with. It needs at least one batch for each data-parallel rank (mind drop_last=True)."
+        ) from None
+
+
+def _first_batch(loader: Any) -> Any:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return next(iter(loader))
+    indices = next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler))
+    if loader.batch_sampler is None:
+        return loader.collate_fn(loader.dataset[indices])
+    return loader.collate_fn([loader.dataset[index] for index in indices])
+
+
+class BatchGuard:
+    """Keeps the ranks of a replica on the same batch.
+
+    Args:
+        config: When to compare, and whether to broadcast.
+        mesh: Its replica group is compared.
+        device: Where the checksum is sent from.
+    """
+
+    def __init__(self, config: BatchConfig, mesh: Mesh, device: torch.device) -> None:
+        self._config, self._mesh, self._device = config, mesh, device
+        self._num_checked = 0
+        self._replica_size = mesh.shape.world_size // mesh.shape.dp
+
+    def __call__(self, batch: Any) -> Any:
+        """Broadcast or compare as configured; every rank calls it with its batch.
+
+        Raises:
+            BatchError: on all ranks, if two ranks of a replica hold different batches.
+        """
+        if self._replica_size == 1:
+            return batch
+        if self._config.broadcast:
+            return self._broadcast(batch)
+        if self._config.check == "always" or (self._config.check == "start" and self._num_checked < _START_STEPS):
+            self._num_checked += 1
+            self._compare(batch)
+        return batch
+
+    def _broadcast(self, batch: Any) -> Any:
+        objects = [batch]
+        source = self._mesh.shape.replica_ranks(self._mesh.dp_rank)[0]
+        dist.broadcast_object_list(objects, src=source, group=self._mesh.group("replica"), device=self._device)
+        return objects[0]
+
+    def _compare(self, batch: Any) -> None:
+        sums = gather_numbers(checksum(batch), self._device)
+        for dp in range(self._mesh.shape.dp):
+            ranks = self._mesh.shape.replica_ranks(dp)
+            if len({sums[rank] for rank in ranks}) > 1:
+                listed = ", ".join(f"rank {rank}: {sums[rank]:08x}" for rank in ranks)
+                raise BatchError(
+                    f"The ranks of model replica {dp} got different batches (checksums {listed}), but pipeline"
+                    " and tensor parallel ranks work on one batch together. Make the dataset, its random augmentation"
+                    " and its shuffling depend on the data-parallel rank only, or set batch.broadcast=true to send the"
+                    " first rank's batch to the others."
+                )
+
+
+def checksum(batch: Any) -> int:
+    """A number that differs if a leaf of the batch differs: CRC-32 of the bytes of tensors, and of other values."""
+    value = 0
+    for path, leaf in leaves_of(batch):
+        value = zlib.crc32(path.encode(), value)
+        if isinstance(leaf, Tensor):
+            value = zlib.crc32(leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, value)
+        elif isinstance(leaf, (str, bytes, int, float, bool, type(None))):
+            value = zlib.crc32(repr(leaf).encode(), value)
+    return value

@@ -1,0 +1,117 @@
+"""Making a model parallel: plan, weights, tensor parallel, ZeRO, pipeline, in this order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.pytorch import LightningModule, Trainer
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.distributed.gradients import Gradients
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.rng import StepRandomness, join_replica
+from lightning_3d.distributed.zero import Zero
+from lightning_3d.model.initial_weights import check_same_model, place_weights
+from lightning_3d.pipeline.engine import PipelineEngine
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.planner import Planned, Planner
+from lightning_3d.planning.tensor_blocks import apply_blocks, prove_blocks
+from lightning_3d.tensor import BlockCompiler
+from lightning_3d.trainer.batches import BatchGuard
+from lightning_3d.trainer.pending_gradients import PendingGradients
+from lightning_3d.trainer.precision import ThreeDPrecision
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelModel:
+    """The model as this rank trains it."""
+
+    plan: Plan
+    zero: Zero
+    gradients: Gradients
+    pending: PendingGradients
+    engine: PipelineEngine | None
+    """None without a pipeline."""
+    guard: BatchGuard
+    randomness: StepRandomness
+
+
+def make_parallel(
+    *,
+    trainer: Trainer,
+    module: LightningModule,
+    config: ThreeDConfig,
+    mesh: Mesh,
+    precision: ThreeDPrecision,
+    device: torch.device,
+) -> ParallelModel:
+    """Plan a model, and carry out what the plan says of this rank; every rank calls it.
+
+    Raises:
+        PlanError: no layout of this model fits the mesh.
+        ConfigError: the ranks were given different models.
+    """
+    check_same_model(module, device)
+    join_replica(mesh, device)
+    planned = Planner(
+        trainer=trainer, module=module, config=config, shape=mesh.shape, precision=precision, device=device
+    ).plan()
+    place_weights(module, planned.plan, mesh.pp_rank, device)
+    _update_properties(module, device=device)
+    plan = _shard_blocks(planned, module, config, mesh)
+    own = {block.fqn: planned.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
+    planned.router.absent = frozenset(planned.blocks) - frozenset(own)
+    zero = Zero(module, own.values(), mesh=mesh, stage=config.zero.stage)
+    gradients = Gradients(module, plan, mesh, device)
+    randomness = StepRandomness(
+        seed=on_rank_zero(torch.initial_seed, device),
+        num_replicas=mesh.shape.dp,
+        dp_rank=mesh.dp_rank,
+        stage=mesh.pp_rank,
+        device=device,
+    )
+    engine = None
+    if mesh.shape.pp > 1:
+        engine = PipelineEngine(
+            module=module,
+            rank_module=zero.root,
+            tracing=planned.tracing,
+            router=planned.router,
+            plan=plan,
+            mesh=mesh,
+            randomness=randomness,
+            device=device,
+        )
+    _join_metrics(module, mesh.group("dp"))
+    precision.attach(device_type=device.type, norm=gradients.norm)
+    return ParallelModel(
+        plan=plan,
+        zero=zero,
+        gradients=gradients,
+        pending=PendingGradients(p for p in module.parameters() if not p.is_meta),
+        engine=engine,
+        guard=BatchGuard(config.batch, mesh, device),
+        randomness=randomness,
+    )
+
+
+def _shard_blocks(planned: Planned, module: LightningModule, config: ThreeDConfig, mesh: Mesh) -> Plan:
+    """Tensor parallel; returns the plan with what was proved."""
+    plan, blocks, trace, tensor = planned.plan, planned.blocks, planned.trace, config.tensor
+    compiler = BlockCompiler(mesh.axis("tp"), tensor.compile_backend) if tensor.compile else None
+    if trace is not None and mesh.shape.tp > 1 and tensor.verify:
+        plan = prove_blocks(plan, module, blocks, trace, mesh, tensor, compiler)
+    apply_blocks(plan, module, blocks, mesh, compiler)
+    return plan
+
+
+def _join_metrics(module: LightningModule, group: dist.ProcessGroup) -> None:
+    """Let torchmetrics join over the replicas alone; the other axes hold copies."""
+    for metric in module.modules():
+        if isinstance(metric, torchmetrics.Metric) and metric.process_group is None:
+            metric.process_group = group

@@ -1,0 +1,81 @@
+"""What every rank holds, gathered for a table."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """One rank's share."""
+
+    rank: int
+    coordinate: MeshCoordinate
+    num_parameters: int
+    """Elements of parameters held between steps; tied ones once."""
+    num_optimizer_elements: int
+    """Elements of optimizer state tensors."""
+    peak_memory: int
+    """Bytes: allocated on the accelerator, or resident in the process without one."""
+
+
+def gather_reports(
+    module: nn.Module, optimizers: Iterable[Optimizer], mesh: Mesh, device: torch.device
+) -> list[RankReport]:
+    """The reports of all ranks, by rank; every rank calls it."""
+    state = [t for optimizer in optimizers for values in optimizer.state.values() for t in values.values()]
+    mine = RankReport(
+        rank=dist.get_rank(),
+        coordinate=mesh.coordinate,
+        num_parameters=_num_elements(module.parameters()),
+        num_optimizer_elements=_num_elements(t for t in state if isinstance(t, Tensor) and t.ndim > 0),
+        peak_memory=_peak_memory(device),
+    )
+    everyone: list[RankReport] = [mine] * mesh.shape.world_size
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def report_table(reports: Sequence[RankReport]) -> Table:
+    """The reports as a table for people."""
+    table = Table(title="what each rank holds")
+    for column in ("rank", "stage", "data", "tensor", "parameters", "optimizer state", "peak memory"):
+        table.add_column(column, justify="right")
+    for report in reports:
+        at = report.coordinate
+        table.add_row(
+            str(report.rank),
+            str(at.pp),
+            str(at.dp),
+            str(at.tp),
+            f"{report.num_parameters:,}",
+            f"{report.num_optimizer_elements:,}",
+            f"{report.peak_memory / _MIB:,.0f} MiB",
+        )
+    return table
+
+
+def _num_elements(tensors: Iterable[Tensor]) -> int:
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(tensor.numel() for tensor in local if not tensor.is_meta)
+
+
+def _peak_memory(device: torch.device) -> int:
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
