@@ -256,7 +256,7 @@ class Skips(L.LightningModule):
 def test_boundary_bytes_are_what_any_cut_sends(module: L.LightningModule) -> None:
     blocks = find_blocks(module)
     trace = _traced(module, blocks)
-    calls = [event.name for event in trace.block_calls]
+    calls = [call.name for call in trace.block_calls]
     per_boundary = boundary_bytes(trace)
     rng = random.Random(0)
     for _ in range(30):

@@ -1,6 +1,6 @@
-"""Running one microbatch on one stage: own events for real, events of other stages as ghosts.
+"""Running one microbatch on one stage: own calls for real, calls of other stages as ghosts.
 
-Every stage runs the user's whole step. It counts events along the trace; when the last tensor that must be sent exists,
+Every stage runs the user's whole step. It counts calls along the trace; when the last tensor that must be sent exists,
 it leaves the user's code by ``StageExit``. The last stage runs on into the loss.
 """
 
@@ -25,11 +25,11 @@ from lightning_3d.trace.side_outputs import (
     SideOutputs,
     call_hook,
     call_own_hooks,
-    gather,
     hooks_noted,
-    scatter,
+    pack_outputs,
+    unpack_outputs,
 )
-from lightning_3d.trace.trace import Event
+from lightning_3d.trace.trace import TracedCall
 
 
 class StageExit(BaseException):
@@ -46,7 +46,7 @@ class StageRun(StepMode):
         flow: The trace of this batch signature, cut into stages.
         stage: Index of this stage.
         received: The tensors of ``flow.received(stage)``.
-        randomness: Number of an event -> context in which it draws random numbers of this stage's own.
+        randomness: Number of a call -> context in which it draws random numbers of this stage's own.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class StageRun(StepMode):
         self._flow, self._stage = flow, stage
         self._position = 0
         self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or own tensor -> id of its value
-        events = self._own_events()
-        mutated = {i for event in events for i in event.inputs if event.mutated}
-        self._changed_views = mutated.union(*(event.aliased for event in events))
+        calls = self._own_calls()
+        mutated = {i for call in calls for i in call.inputs if call.mutated}
+        self._changed_views = mutated.union(*(call.aliased for call in calls))
         self._values: dict[int, Tensor] = {  # a received leaf that an own in-place call changes is copied first
             i: tensor.clone() if i in mutated else tensor
             for i, tensor in zip(flow.received(stage), received, strict=True)
@@ -74,9 +74,9 @@ class StageRun(StepMode):
         self._to_send = dict.fromkeys(flow.sent(stage))
         self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
 
-    def _own_events(self) -> list[Event]:
-        pairs = zip(self._flow.trace.events, self._flow.event_stages, strict=True)
-        return [event for event, stage in pairs if stage == self._stage]
+    def _own_calls(self) -> list[TracedCall]:
+        pairs = zip(self._flow.trace.calls, self._flow.call_stages, strict=True)
+        return [call for call, stage in pairs if stage == self._stage]
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step.
@@ -88,7 +88,7 @@ class StageRun(StepMode):
         if self._stage == self._flow.num_stages - 1:
             with self:
                 output = step()
-            if self._flow.trace.stopped_by is None and self._position != len(self._flow.trace.events):
+            if self._flow.trace.stopped_by is None and self._position != len(self._flow.trace.calls):
                 raise self._changed("the step ended")
             return tree_map(lambda leaf: plain(self._value(leaf)), output)
         try:
@@ -110,7 +110,7 @@ class StageRun(StepMode):
             value_args, value_kwargs = with_leaves(values)
             return func(*value_args, **value_kwargs)
 
-        return self._on_event(name, False, leaves, run)
+        return self._on_call(name, False, leaves, run)
 
     def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, with_leaves = flatten_call(args, kwargs)
@@ -126,52 +126,52 @@ class StageRun(StepMode):
         def run(values: list[Any]) -> Any:
             with hooks_noted(block, kept) as noted:
 
-                def forward_and_gather(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                def forward_and_pack(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                     output = forward(*args, **kwargs)
                     if tuple(note.call for note in noted) != side.hooks:
                         raise self._changed(f"{fqn} made other calls of forward hooks")
-                    return gather(block, output, (args, kwargs), side, noted)
+                    return pack_outputs(block, output, (args, kwargs), side, noted)
 
-                set_finish(block, forward_and_gather)
+                set_finish(block, forward_and_pack)
                 return run_block(*with_leaves(values))
 
         with self.paused():
-            gathered = self._on_event(fqn, True, leaves, run)
-            output, hook_values = scatter(block, gathered, (args, kwargs), side)
+            packed = self._on_call(fqn, True, leaves, run)
+            output, hook_values = unpack_outputs(block, packed, (args, kwargs), side)
         for hook, values in zip(side.hooks, hook_values, strict=True):
             if call_hook(block, hook, values) is not None:
                 raise self._changed(f"a forward hook on {fqn}.{hook.module} returned something")
         return call_own_hooks(block, args, kwargs, output)
 
     def _side_outputs(self, fqn: str) -> SideOutputs:
-        """Those of the next event, if it is a call of this block."""
-        events = self._flow.trace.events
-        if self._position < len(events) and events[self._position].is_block and events[self._position].name == fqn:
-            return events[self._position].side
+        """Side outputs traced for the next call of this block."""
+        calls = self._flow.trace.calls
+        if self._position < len(calls) and calls[self._position].is_block and calls[self._position].name == fqn:
+            return calls[self._position].side
         return SideOutputs()
 
-    def _on_event(self, name: str, is_block: bool, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
-        events = self._flow.trace.events
-        if self._position == len(events) and self._flow.trace.stopped_by is not None and not is_block:
+    def _on_call(self, name: str, is_block: bool, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        calls = self._flow.trace.calls
+        if self._position == len(calls) and self._flow.trace.stopped_by is not None and not is_block:
             return run([self._value(leaf) for leaf in leaves])  # past the end of the trace, on the last stage
-        if self._position == len(events) or (events[self._position].name, events[self._position].is_block) != (
+        if self._position == len(calls) or (calls[self._position].name, calls[self._position].is_block) != (
             name,
             is_block,
         ):
             raise self._changed(f"it called {name}")
-        event, stage = events[self._position], self._flow.event_stages[self._position]
-        if tuple(self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids) != event.inputs:
+        call, stage = calls[self._position], self._flow.call_stages[self._position]
+        if tuple(self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids) != call.inputs:
             raise self._changed(f"{name} got other tensors of blocks")
         self._position += 1
         if stage != self._stage:
-            return self._skip(event, leaves)
-        answer = self._execute(event, leaves, run)
+            return self._skip(call, leaves)
+        answer = self._execute(call, leaves, run)
         self._leave_if_done()
         return answer
 
-    def _skip(self, event: Event, leaves: list[Any]) -> Any:
+    def _skip(self, call: TracedCall, leaves: list[Any]) -> Any:
         answer = []
-        for result in event.results:
+        for result in call.results:
             if result.argument is not None:
                 answer.append(leaves[result.argument])
             elif result.result is not None:
@@ -182,23 +182,23 @@ class StageRun(StepMode):
                 answer.append(ghost)
             else:
                 answer.append(result.constant)
-        for position, i in event.mutated.items():
+        for position, i in call.mutated.items():
             self._ids[leaves[position]] = i
-        self._retag(event.aliased)
-        return tree_unflatten(answer, event.spec)
+        self._retag(call.aliased)
+        return tree_unflatten(answer, call.spec)
 
-    def _execute(self, event: Event, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
         values = [self._value(leaf) for leaf in leaves]
-        replaced = [self._ids[leaves[position]] for position in event.mutated if leaves[position] in self._ids]
-        for old in (*replaced, *event.aliased):  # a later stage may read the value from before this in-place call
+        replaced = [self._ids[leaves[position]] for position in call.mutated if leaves[position] in self._ids]
+        for old in (*replaced, *call.aliased):  # a later stage may read the value from before this in-place call
             if old in self._made:
                 self._made[old] = self._made[old].clone()
-        with self._randomness(self._position) if event.is_random else nullcontext():
+        with self._randomness(self._position) if call.is_random else nullcontext():
             outputs, spec = tree_flatten(run(values))
-        if len(outputs) != len(event.results) or spec != event.spec:
-            raise self._changed(f"{event.name} returned another structure")
+        if len(outputs) != len(call.results) or spec != call.spec:
+            raise self._changed(f"{call.name} returned another structure")
         answer = []
-        for output, result in zip(outputs, event.results, strict=True):
+        for output, result in zip(outputs, call.results, strict=True):
             if result.argument is not None:
                 answer.append(leaves[result.argument])
                 continue
@@ -207,14 +207,14 @@ class StageRun(StepMode):
                 continue
             if result.tensor is not None:
                 output = output.view_as(output) if output in self._ids else output
-                if event.is_block and result.tensor in self._changed_views and output._base is not None:
+                if call.is_block and result.tensor in self._changed_views and output._base is not None:
                     output = output.clone()  # an in-place change of a view drops the hook that FSDP2 put on it
                 self._keep(output, result.tensor, output)
             answer.append(output)
-        for position, i in event.mutated.items():
+        for position, i in call.mutated.items():
             self._keep(leaves[position], i, values[position])
-        self._retag(event.aliased)
-        return tree_unflatten(answer, event.spec)
+        self._retag(call.aliased)
+        return tree_unflatten(answer, call.spec)
 
     def _retag(self, aliased: Mapping[int, int]) -> None:
         """After an in-place change: what shares memory with the changed tensor has new values."""
@@ -252,15 +252,15 @@ class StageRun(StepMode):
             raise StageExit
 
     @staticmethod
-    def _describe(event: Event) -> str:
-        return f"{event.name} (at {event.where})"
+    def _describe(call: TracedCall) -> str:
+        return f"{call.name} (at {call.where})"
 
     def _changed(self, what: str) -> TraceError:
-        events = self._flow.trace.events
-        at_end = self._position >= len(events)
-        expected = "the end of the step" if at_end else self._describe(events[self._position])
+        calls = self._flow.trace.calls
+        at_end = self._position >= len(calls)
+        expected = "the end of the step" if at_end else self._describe(calls[self._position])
         return TraceError(
             f"Pipeline stage {self._stage}: it took another path than when it was traced: {what}, where the"
-            f" trace has {expected} as call {self._position + 1} of {len(events)}. Control flow may depend on"
+            f" trace has {expected} as call {self._position + 1} of {len(calls)}. Control flow may depend on"
             " shapes of the batch and on Python values that are equal on all ranks, not on random numbers or tensors."
         )

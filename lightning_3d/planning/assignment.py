@@ -64,7 +64,7 @@ def assign_stages(
         whole = StagePlan(load=sum(map(num_parameters, blocks.values())), num_sent=0, bytes_sent=0)
         return Assignment(stages_of_calls=dict.fromkeys(blocks, (0,)), stages=(whole,), unit="parameters")
     assert trace is not None, "a pipeline is planned along a trace"
-    calls = [event.name for event in trace.block_calls]
+    calls = [call.name for call in trace.block_calls]
     if len(calls) < num_stages:
         raise PlanError(
             f"{num_stages} pipeline stages: the model has only {len(calls)} calls of blocks to share out"
@@ -89,8 +89,8 @@ def boundary_bytes(trace: Trace) -> list[int]:
     """Bytes that would cross between each call of a block and the next, if a stage ended there."""
     num_calls = len(trace.block_calls)
     each_alone: dict[str, tuple[int, ...]] = {}
-    for stage, event in enumerate(trace.block_calls):
-        each_alone[event.name] = (*each_alone.get(event.name, ()), stage)
+    for stage, call in enumerate(trace.block_calls):
+        each_alone[call.name] = (*each_alone.get(call.name, ()), stage)
     flow = cut(trace, each_alone, num_calls)
     return [sum(trace.tensors[i].num_bytes for i in ids) for ids in flow.crossings]
 

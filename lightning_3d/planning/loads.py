@@ -42,7 +42,7 @@ def find_loads(
     Raises:
         PlanError: a block fails on random inputs of the example's shapes.
     """
-    calls = [event.name for event in trace.block_calls]
+    calls = [call.name for call in trace.block_calls]
     method = config.pipeline.partition
     if method == "uniform":
         return Loads(of_stage=additive([1] * len(calls)), unit="calls")

@@ -219,4 +219,4 @@ def _place_state(
 
 
 def _used_by_glue(trace: Trace | None) -> frozenset[str]:
-    return frozenset(fqn for event in (trace.events if trace else ()) for fqn in event.parameters)
+    return frozenset(fqn for call in (trace.calls if trace else ()) for fqn in call.parameters)

@@ -165,12 +165,12 @@ def _with_opened(blocks: Mapping[str, nn.Module], opened: Collection[str]) -> di
 
 
 def _called(blocks: Mapping[str, nn.Module], trace: Trace, *, glue: int) -> _Calls:
-    return _Calls(calls=tuple((event.name, blocks[event.name]) for event in trace.block_calls), glue=glue)
+    return _Calls(calls=tuple((call.name, blocks[call.name]) for call in trace.block_calls), glue=glue)
 
 
 def _num_glue_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace) -> int:
     """Elements of the parameters that every stage holds."""
-    used = {fqn for event in trace.events for fqn in event.parameters}
+    used = {fqn for call in trace.calls for fqn in call.parameters}
     in_blocks = {parameter for block in blocks.values() for parameter in block.parameters()}
     return sum(p.numel() for fqn, p in module.named_parameters() if fqn in used or p not in in_blocks)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lightning_3d.errors import PlanError, TraceError
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.trace.trace import Event, Trace
+from lightning_3d.trace.trace import Trace, TracedCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,8 @@ class StageFlow:
 
     trace: Trace
     num_stages: int
-    event_stages: tuple[int, ...]
-    """Stage of each event."""
+    call_stages: tuple[int, ...]
+    """Stage of each call."""
     crossings: tuple[tuple[int, ...], ...]
     """For each boundary between stage k and k + 1, the ids of the tensors sent, ascending."""
 
@@ -38,9 +38,9 @@ class StageFlow:
 
 
 def cut(trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages: int) -> StageFlow:
-    """Give every event its stage and find what crosses.
+    """Give every call its stage and find what crosses.
 
-    A glue event belongs to the latest stage that it reads from. A tensor made in stage s and used in stage t > s
+    A glue call belongs to the latest stage that it reads from. A tensor made in stage s and used in stage t > s
     crosses every boundary between them.
 
     Args:
@@ -52,45 +52,45 @@ def cut(trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages
             shares memory with, or a buffer that a block of another stage changes.
     """
     made: dict[int, int] = {}
-    stale: dict[int, Event] = {}  # tensor -> the in-place call on another stage that should have changed it
+    stale: dict[int, TracedCall] = {}  # tensor -> the in-place call on another stage that should have changed it
     used: dict[int, int] = {}
-    event_stages = []
-    for event in trace.events:
-        earliest = max((made[i] for i in event.inputs), default=0)
-        stage = _stage_of_call(event, stages_of_calls) if event.is_block else earliest
+    call_stages = []
+    for call in trace.calls:
+        earliest = max((made[i] for i in call.inputs), default=0)
+        stage = _stage_of_call(call, stages_of_calls) if call.is_block else earliest
         if stage < earliest:
             raise PlanError(
-                f"Block {event.name} (called at {event.where}) is on pipeline stage {stage} but reads a tensor of stage"
+                f"Block {call.name} (called at {call.where}) is on pipeline stage {stage} but reads a tensor of stage"
                 f" {earliest}. The blocks were called in another order when the stages were planned. Name other blocks"
                 " with pipeline.partition='type:REGEX', or use fewer stages."
             )
-        event_stages.append(stage)
-        _check_inputs(event, stale, trace)
-        for i in event.inputs:
+        call_stages.append(stage)
+        _check_inputs(call, stale, trace)
+        for i in call.inputs:
             used[i] = max(used.get(i, 0), stage)
-        for i in event.outputs:
+        for i in call.outputs:
             made[i] = stage
-        stale |= {new: event for old, new in event.aliased.items() if made[old] != stage}
+        stale |= {new: call for old, new in call.aliased.items() if made[old] != stage}
     for i in trace.returned:
         if i in stale and trace.stopped_by is None:
             raise _stale("What the step returns or logs", stale[i])
         used[i] = num_stages - 1
     crossings = tuple(tuple(sorted(i for i in made if made[i] <= k < used.get(i, -1))) for k in range(num_stages - 1))
-    return StageFlow(trace=trace, num_stages=num_stages, event_stages=tuple(event_stages), crossings=crossings)
+    return StageFlow(trace=trace, num_stages=num_stages, call_stages=tuple(call_stages), crossings=crossings)
 
 
-def _check_inputs(event: Event, stale: Mapping[int, Event], trace: Trace) -> None:
-    for i in event.inputs:
+def _check_inputs(call: TracedCall, stale: Mapping[int, TracedCall], trace: Trace) -> None:
+    for i in call.inputs:
         if i in stale:
-            raise _stale(f"{event.name} (called at {event.where})", stale[i])
-    if changed := sorted(trace.changed_buffers.intersection(event.parameters)):
+            raise _stale(f"{call.name} (called at {call.where})", stale[i])
+    if changed := sorted(trace.changed_buffers.intersection(call.parameters)):
         raise TraceError(
-            f"{event.name} (called at {event.where}) reads the buffer {changed[0]}, which its block's forward changes,"
+            f"{call.name} (called at {call.where}) reads the buffer {changed[0]}, which its block's forward changes,"
             " but the block may live on another pipeline stage. Return the value from the block's forward."
         )
 
 
-def _stale(reader: str, change: Event) -> TraceError:
+def _stale(reader: str, change: TracedCall) -> TraceError:
     return TraceError(
         f"{reader} reads a tensor that shares memory with one that {change.name} (called at {change.where}) changes in"
         " place, but the two are made on different pipeline stages, where they don't share memory. Make the change out"
@@ -98,6 +98,6 @@ def _stale(reader: str, change: Event) -> TraceError:
     )
 
 
-def _stage_of_call(event: Event, stages_of_calls: Mapping[str, tuple[int, ...]]) -> int:
-    stages = stages_of_calls[event.name]
-    return stages[min(event.call_index, len(stages) - 1)]
+def _stage_of_call(call: TracedCall, stages_of_calls: Mapping[str, tuple[int, ...]]) -> int:
+    stages = stages_of_calls[call.name]
+    return stages[min(call.call_index, len(stages) - 1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_3d.tensor.vocabulary.uses import Logits
-from lightning_3d.trace.trace import Event, Trace
+from lightning_3d.trace.trace import Trace, TracedCall
 
 _LOSS = "cross_entropy"
 
@@ -45,29 +45,29 @@ def find_logits(trace: Trace) -> Mapping[str, Logits]:
     """
     found: dict[str, Logits] = {}
     refused: set[str] = set()
-    for position, event in enumerate(trace.events):
-        if not event.is_block:
+    for position, call in enumerate(trace.calls):
+        if not call.is_block:
             continue
-        logits = _logits(event, trace.events[position + 1 :], trace)
-        if logits is None or found.get(event.name, logits) != logits:
-            refused.add(event.name)
+        logits = _logits(call, trace.calls[position + 1 :], trace)
+        if logits is None or found.get(call.name, logits) != logits:
+            refused.add(call.name)
         else:
-            found[event.name] = logits
+            found[call.name] = logits
     return {fqn: logits for fqn, logits in found.items() if fqn not in refused}
 
 
-def _logits(block: Event, later: tuple[Event, ...], trace: Trace) -> Logits | None:
+def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> Logits | None:
     outputs = [result.tensor for result in block.results if result.tensor is not None]
     family, reaches_loss, is_read = set(outputs[:1]), False, trace.stopped_by is not None
-    for event in later:
-        if not family.intersection(event.inputs):
+    for call in later:
+        if not family.intersection(call.inputs):
             continue
-        if event.mutated or family.intersection(event.aliased):
+        if call.mutated or family.intersection(call.aliased):
             return None
-        if event.name == _LOSS and event.inputs[0] in family:
+        if call.name == _LOSS and call.inputs[0] in family:
             reaches_loss = True
-        elif event.name in _KEEPING and not event.is_block:
-            family.update(event.outputs)
+        elif call.name in _KEEPING and not call.is_block:
+            family.update(call.outputs)
         else:
             is_read = True
     if not reaches_loss or not (shape := trace.tensors[outputs[0]].shape):

@@ -56,7 +56,7 @@ class Noted:
     """Its arguments: those of the module, its keyword arguments and its output."""
 
 
-def run_and_gather(
+def run_and_pack(
     block: nn.Module, kept: frozenset[HookCall], arguments: Any, call: Callable[..., Any]
 ) -> tuple[Any, SideOutputs]:
     """Run a block and collect all that it gives.
@@ -78,18 +78,18 @@ def run_and_gather(
         containers=changed_containers(containers, contents),
         hooks=tuple(note.call for note in noted),
     )
-    return gather(block, output, arguments, side, noted), side
+    return pack_outputs(block, output, arguments, side, noted), side
 
 
-def gather(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:
+def pack_outputs(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:
     """What a call returned and its side outputs, as one pytree."""
     attributes = tuple(get_attribute(block, name) for name in side.attributes)
     containers = argument_containers(*arguments) if side.containers else []
     return output, attributes, tuple(containers[i] for i in side.containers), tuple(note.values for note in noted)
 
 
-def scatter(block: nn.Module, gathered: Any, arguments: Any, side: SideOutputs) -> tuple[Any, tuple[Any, ...]]:
-    """Put what ``gather`` collected in its place.
+def unpack_outputs(block: nn.Module, packed: Any, arguments: Any, side: SideOutputs) -> tuple[Any, tuple[Any, ...]]:
+    """Put what ``pack_outputs`` collected in its place.
 
     Args:
         arguments: Those that the user's code called the block with.
@@ -97,7 +97,7 @@ def scatter(block: nn.Module, gathered: Any, arguments: Any, side: SideOutputs) 
     Returns:
         What the block returned, and the arguments of the forward hooks to call.
     """
-    output, attributes, contents, hook_values = gathered
+    output, attributes, contents, hook_values = packed
     for name, value in zip(side.attributes, attributes, strict=True):
         set_attribute(block, name, value)
     containers = argument_containers(*arguments) if side.containers else []

@@ -1,6 +1,6 @@
 """The dataflow of a step: which calls it makes on tensors that come out of blocks, what each consumes and produces.
 
-``tracer.py`` finds it, ``stages.py`` cuts it, ``stage_run.py`` follows it.
+``tracer.py`` finds it, ``planning/stage_flow.py`` cuts it, ``pipeline/stage_run.py`` follows it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Result:
     argument: int | None = None
     """Position among the flat arguments of the call."""
     result: int | None = None
-    """Position among the leaves of what it returned, of an earlier one that is the same tensor."""
+    """Index of an earlier output leaf that is the same tensor."""
     tensor: int | None = None
     """Id of a new tensor."""
     constant: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class TracedCall:
     """A call that has a tensor of some block among its arguments, or the call of a block."""
 
     name: str
@@ -65,7 +65,7 @@ class Event:
 class Trace:
     """The dataflow of one step for one batch signature."""
 
-    events: tuple[Event, ...]
+    calls: tuple[TracedCall, ...]
     tensors: Mapping[int, TensorMeta]
     returned: frozenset[int]
     """Ids of the tensors that the step returns or logs, or that were alive where the trace stopped."""
@@ -81,6 +81,6 @@ class Trace:
     """FQNs of buffers that their block's forward changes."""
 
     @property
-    def block_calls(self) -> tuple[Event, ...]:
+    def block_calls(self) -> tuple[TracedCall, ...]:
         """The calls of blocks, in order."""
-        return tuple(event for event in self.events if event.is_block)
+        return tuple(call for call in self.calls if call.is_block)

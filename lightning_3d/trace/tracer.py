@@ -1,7 +1,7 @@
 """Tracing a step: running it once with every block absent, and writing down what it does to what blocks return.
 
 A block answers with ghosts whose shapes come from running it on fake tensors. A glue call with a ghost among its
-arguments is an *event*, run on fake tensors too. A glue call without one (masks, positions: derived from the batch)
+arguments is recorded, and run on fake tensors too. A glue call without one (masks, positions: derived from the batch)
 runs for real, and will on every stage. A glue call on parameters alone also runs on every stage; here its result is a
 ghost without an id, since parameters may be sharded or absent.
 
@@ -41,11 +41,11 @@ from lightning_3d.trace.side_outputs import (
     call_hook,
     call_own_hooks,
     changed_attributes,
-    run_and_gather,
-    scatter,
+    run_and_pack,
     set_attribute,
+    unpack_outputs,
 )
-from lightning_3d.trace.trace import Event, Result, Trace
+from lightning_3d.trace.trace import Result, Trace, TracedCall
 
 
 def trace_step(
@@ -97,7 +97,7 @@ def _trace(step: Callable[[], Any], tracer: _Tracer, blocks: Mapping[str, nn.Mod
     if stopped_by is not None:
         returned |= {i for _, i in tracer.ids.items()}
     return Trace(
-        events=tuple(tracer.events),
+        calls=tuple(tracer.calls),
         tensors=tracer.tensors,
         returned=frozenset(returned),
         stopped_by=stopped_by,
@@ -153,7 +153,7 @@ class _Tracer(StepMode):
         kept_hooks: Mapping[str, frozenset[HookCall]],
     ):
         super().__init__(router)
-        self.events: list[Event] = []
+        self.calls: list[TracedCall] = []
         self.tensors: dict[int, TensorMeta] = {}
         self.ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> id of its present value
         self.block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -166,7 +166,7 @@ class _Tracer(StepMode):
         self._fakes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or real tensor -> fake tensor
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
-        self._calls: dict[str, int] = {}
+        self._num_calls: dict[str, int] = {}
         self._device = device
         self._block_state: dict[str, dict[str, Tensor]] = {fqn: {} for fqn in blocks}
         owners = {inner: (fqn, name) for fqn, block in blocks.items() for name, inner in block.named_modules()}
@@ -188,17 +188,17 @@ class _Tracer(StepMode):
         fake_state: Tensor = self._fakes[tensor]
         return fake_state
 
-    # ---- calls
+    # ---- answers
 
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", str(func))
         self._check_followed(tensors, name)
-        is_event = any(tensor in self.ids for tensor in tensors)
-        if not is_event and not any(tensor in self._sources for tensor in tensors):
+        is_recorded = any(tensor in self.ids for tensor in tensors)
+        if not is_recorded and not any(tensor in self._sources for tensor in tensors):
             return func(*args, **kwargs)
-        return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_event=is_event)
+        return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
 
     def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         register_dataclasses((args, kwargs))
@@ -211,14 +211,14 @@ class _Tracer(StepMode):
         side: list[SideOutputs] = []
 
         def run(*arguments: Any) -> Any:
-            gathered, outputs = self._run_block(fqn, block, leaves, arguments)
+            packed, outputs = self._run_block(fqn, block, leaves, arguments)
             side.append(outputs)
-            return gathered
+            return packed
 
         with self.paused():
-            gathered = self._record(fqn, leaves, spec, run, is_event=True, side=side)
-            output, hook_values = scatter(block, gathered, (args, kwargs), side[0])
-        self._calls[fqn] = self._calls.get(fqn, 0) + 1
+            packed = self._record(fqn, leaves, spec, run, is_recorded=True, side=side)
+            output, hook_values = unpack_outputs(block, packed, (args, kwargs), side[0])
+        self._num_calls[fqn] = self._num_calls.get(fqn, 0) + 1
         for hook, values in zip(side[0].hooks, hook_values, strict=True):
             if call_hook(block, hook, values) is not None:
                 raise _HookChangesOutput(fqn, hook)
@@ -232,7 +232,7 @@ class _Tracer(StepMode):
             arguments: The fakes of that, as (args, kwargs).
 
         Returns:
-            What ``gather`` makes of its outputs, and what the side outputs are.
+            What ``pack_outputs`` makes of its outputs, and what the side outputs are.
         """
         fakes, spec = tree_flatten(arguments)
         state = dict(self._block_state[fqn])
@@ -241,7 +241,7 @@ class _Tracer(StepMode):
         before = attributes_of(block)
         opaque = {i: copied(leaf) for i, leaf in enumerate(fakes) if is_opaque(leaf)}  # a failing run changes them
         try:
-            gathered, side = run_and_gather(block, kept, arguments, partial(run_with_state, block, state))
+            packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, state))
         except TraceError:
             raise
         except Exception:  # the run on random tensors raises the same if the block is to blame
@@ -252,8 +252,8 @@ class _Tracer(StepMode):
             with random:
                 arguments = tree_unflatten([opaque.get(i, leaf) for i, leaf in enumerate(random.arguments)], spec)
                 random_state = random.tensors_like(self._block_state[fqn])
-                gathered, side = run_and_gather(block, kept, arguments, partial(run_with_state, block, random_state))
-            gathered = random.as_fakes(gathered)
+                packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, random_state))
+            packed = random.as_fakes(packed)
         _, others = changed_attributes(block, before)
         self.unsent_attributes[fqn] = self.unsent_attributes.get(fqn, frozenset()) | others
         fresh, normalised = self._block_state[fqn], running_statistics(block)
@@ -262,7 +262,7 @@ class _Tracer(StepMode):
             for name, tensor in state.items()
             if tensor is not fresh[name] or tensor._version != versions[name] or name in normalised
         }
-        return gathered, side
+        return packed, side
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether its data comes from the batch alone."""
@@ -288,7 +288,7 @@ class _Tracer(StepMode):
                     " to the tensor itself (x[...] = y), or build it with torch.stack or torch.cat."
                 )
 
-    # ---- events
+    # ---- calls
 
     def _record(
         self,
@@ -297,7 +297,7 @@ class _Tracer(StepMode):
         spec: TreeSpec,
         run: Callable[..., Any],
         *,
-        is_event: bool,
+        is_recorded: bool,
         side: Sequence[SideOutputs] | None = None,
     ) -> Any:
         """Run a call on fakes and write it down.
@@ -327,7 +327,7 @@ class _Tracer(StepMode):
         mutated = {
             i: fake
             for i, (fake, version) in enumerate(zip(fakes, versions, strict=True))
-            if isinstance(fake, Tensor) and fake._version != version and is_event and arguments[id(fake)] == i
+            if isinstance(fake, Tensor) and fake._version != version and is_recorded and arguments[id(fake)] == i
         }
         aliased = self._retag_aliases([(leaves[i], fake) for i, fake in mutated.items()], where) if mutated else {}
         new_ids = {i: self._new_id(leaves[i], fake) for i, fake in mutated.items()}
@@ -347,16 +347,16 @@ class _Tracer(StepMode):
                 earlier[id(output)] = position
                 ghost = Ghost(TensorMeta.of(output))
                 self._fakes[ghost] = output
-                results.append(Result(tensor=self._new_id(ghost, output) if is_event else None))
-                if not is_event:
+                results.append(Result(tensor=self._new_id(ghost, output) if is_recorded else None))
+                if not is_recorded:
                     self._sources[ghost] = sources
                 answer.append(ghost)
-        if is_event:
-            self.events.append(
-                Event(
+        if is_recorded:
+            self.calls.append(
+                TracedCall(
                     name=name,
                     is_block=is_block,
-                    call_index=self._calls.get(name, 0) if is_block else 0,
+                    call_index=self._num_calls.get(name, 0) if is_block else 0,
                     where=where,
                     inputs=inputs,
                     parameters=tuple(sorted(sources)),

@@ -15,14 +15,14 @@ def unread_outputs(trace: Trace) -> Mapping[str, frozenset[int]]:
     """
     if trace.stopped_by is not None:
         return {}
-    read = {*trace.returned}.union(*({*event.inputs, *event.aliased} for event in trace.events))
+    read = {*trace.returned}.union(*({*call.inputs, *call.aliased} for call in trace.calls))
     found: dict[str, frozenset[int]] = {}
-    for event in trace.block_calls:
-        copied = {result.result for result in event.results}
+    for call in trace.block_calls:
+        copied = {result.result for result in call.results}
         unread = frozenset(
             position
-            for position, result in enumerate(event.results)
+            for position, result in enumerate(call.results)
             if result.tensor is not None and result.tensor not in read and position not in copied
         )
-        found[event.name] = found.get(event.name, unread) & unread
+        found[call.name] = found.get(call.name, unread) & unread
     return {fqn: unread for fqn, unread in found.items() if unread}
