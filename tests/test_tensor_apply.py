@@ -42,7 +42,7 @@ from lightning_3d.tensor import (
     replicated_plan,
     verify_block,
 )
-from lightning_3d.tensor.parts import marked
+from lightning_3d.tensor.placement import marked
 from tests.models import ADAM_EPS, Block
 from tests.test_tensor_plan import (
     ATTENTION,

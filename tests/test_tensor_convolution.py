@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.checkpoint import load_sharded, model_state, optimizer_state, save_sharded
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block
-from lightning_3d.tensor.parts import marked
+from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import Role
 from tests.models import ADAM_EPS
 from tests.test_tensor_apply import Collectives

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
-from lightning_3d.tensor.parts import Parts
+from lightning_3d.tensor.placement import Parts
 from lightning_3d.tensor.rules.aliases import alias_dims
 from lightning_3d.tensor.run.partial_sums import keeps_partial
 from tests.test_tensor_apply import parity_of

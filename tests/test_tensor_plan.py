@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
-from lightning_3d.tensor.parts import Parts
+from lightning_3d.tensor.placement import Parts
 from tests.models import Block
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]

@@ -1,6 +1,6 @@
 """The order of fused weights in files: always the original one, whatever order tensor parallel keeps them in.
 
-A fused weight (query, key and value in one) lies on the ranks in grouped order, see `lightning_3d.tensor.parts`. Here
+A fused weight (query, key and value in one) lies on the ranks in grouped order (`lightning_3d.tensor.placement`). Here
 its values, and those of its optimizer state, go from one order to the other with the placements that they have. One
 full tensor at a time is gathered for that.
 """
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.errors import CheckpointError
-from lightning_3d.tensor.parts import Parts
+from lightning_3d.tensor.placement import Parts
 
 
 def in_original_order(values: Mapping[str, Any], parts: Mapping[str, Parts]) -> dict[str, Any]:

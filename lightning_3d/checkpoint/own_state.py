@@ -22,7 +22,7 @@ from lightning_3d.checkpoint.feature_order import (
     state_in_original_order,
 )
 from lightning_3d.errors import CheckpointError
-from lightning_3d.tensor.parts import marked
+from lightning_3d.tensor.placement import marked
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:

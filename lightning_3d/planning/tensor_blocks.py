@@ -135,7 +135,7 @@ def _agreed(
 
 def _idle(fqn: str, block: nn.Module, plan: Plan) -> VocabularyUse:
     """Of a block that is not called: it takes part in what other blocks do to tied weights."""
-    unused = WeightUse(num_lookups=0, lookup_bytes=0, num_heads=0, logits_bytes=0)
+    unused = WeightUse(lookup_bytes=(), head_input_bytes=(), logits_bytes=())
     names = [name for name, _ in block.named_parameters(remove_duplicate=False) if f"{fqn}.{name}" in plan.ties]
     return VocabularyUse(weights=dict.fromkeys(names, unused))
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.compiled.compiler import BlockCompiler
-from lightning_3d.tensor.parts import mark
+from lightning_3d.tensor.placement import mark
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
 from lightning_3d.tensor.run.sharded_forward import ShardedForward, Slot, without_shards
 
@@ -59,13 +60,13 @@ def apply_block(
         owner_name, _, name = fqn.rpartition(".")
         owner = block.get_submodule(owner_name)
         setattr(owner, name, made[parameter])
-        if weight.role == "vocabulary":
-            vocabulary.append((owner, name))
         if weight.parts is not None:
             mark(owner, name, weight.parts)
-        if weight.shard_dim is None or weight.parts is not None:
-            slots[id(owner), name] = (owner, name, weight.parts)
-    run: Callable[..., Any] = ShardedForward(block, plan, mesh, list(slots.values()), vocabulary)
+        if weight.role == "vocabulary":
+            vocabulary.append((owner, name))
+        else:
+            slots[id(owner), name] = (owner, name, weight.sharding)
+    run: Callable[..., Any] = ShardedForward(block, plan, MeshAxis(mesh), list(slots.values()), vocabulary)
     if compiler is not None and not vocabulary:
         run = compiler.compiled(block, plan, run)
     block.forward = without_shards(run) if plan.unread else run

@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.apply import apply_block
 from lightning_3d.tensor.compiled.compiler import BlockCompiler
-from lightning_3d.tensor.parts import marked
+from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.run import crossing
 from lightning_3d.trace.interception import own_forward
 from lightning_3d.trace.pytrees import as_called
 
@@ -214,7 +213,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _full(gradient: Tensor | None) -> Tensor | None:
-    return crossing.gather(gradient) if isinstance(gradient, DTensor) else gradient
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def _differences(dense: _Results, sharded: _Results, tolerance: float) -> list[float]:

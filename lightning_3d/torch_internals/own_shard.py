@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor.run.second_order import refuse_second_order
+from lightning_3d.tensor.second_order import refuse_second_order
 
 
 class _OwnShard(torch.autograd.Function):

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.compiled.observation import copied
 from lightning_3d.tensor.compiled.state import STATIC_TYPES, own_part, read_state
-from lightning_3d.tensor.run import crossing
-from lightning_3d.tensor.run.sharded_activation import ShardedActivation
+from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.placement import Partial, Sharded
 from lightning_3d.torch_internals.capture import Computation, NotCompilable, capture
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -85,12 +85,14 @@ def _modes(tensors: Sequence[Tensor]) -> Hashable:
 class _Result:
     """A tensor among what a block returns."""
 
-    mesh: DeviceMesh | None = None
-    dim: int | None = None
-    """What it is sharded on; None if it is plain."""
+    axis: Axis | None = None
+    placement: Sharded | Partial | None = None
+    """How it is sharded; None if it is plain."""
 
     def of(self, own: Tensor) -> Tensor:
-        return own if self.mesh is None or self.dim is None else crossing.as_sharded(own, self.mesh, self.dim)
+        if self.axis is None or self.placement is None:
+            return own
+        return ShardedTensor(own, self.axis, self.placement)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +158,8 @@ def _example(tensor: Tensor) -> Tensor:
 
 
 def _result_of(leaf: object) -> object:
-    if isinstance(leaf, ShardedActivation):
-        return _Result(mesh=leaf.mesh, dim=leaf.shard_dim)
+    if isinstance(leaf, ShardedTensor):
+        return _Result(axis=leaf.axis, placement=leaf.placement)
     if isinstance(leaf, Tensor):
         return _Result()
     if type(leaf) not in STATIC_TYPES and not isinstance(leaf, Enum):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor.run import crossing
-from lightning_3d.tensor.run.sharded_activation import ShardedActivation
+from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.torch_internals.capture import NotCompilable
+from lightning_3d.torch_internals.own_shard import own_shard
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 """Of values that compare by what they are."""
@@ -71,7 +71,9 @@ class BlockState:
 
 def own_part(tensor: Tensor) -> Tensor:
     """This rank's shard; a plain tensor as it is."""
-    return crossing.local_shard(tensor) if isinstance(tensor, DTensor | ShardedActivation) else tensor
+    if isinstance(tensor, ShardedTensor):
+        return tensor.own()
+    return own_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _like(old: Tensor, own: Tensor) -> Tensor:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Shard as DTensorShard
 
-from lightning_3d.tensor.parts import Parts
+from lightning_3d.tensor.axis import Kind
+from lightning_3d.tensor.placement import Parts, Shard, Sharded
 
 Role = Literal["column", "row", "replicate", "vocabulary"]
 """column: the output features are sharded; row: the contracted features are; replicate: every rank holds all of it;
@@ -49,9 +51,29 @@ class WeightPlan:
         return product
 
     @property
+    def sharding(self) -> Sharded | None:
+        """The sharded dim, in parts or not; None for a replicated parameter."""
+        return self.parts or (None if self.shard_dim is None else Shard(self.shard_dim))
+
+    @property
     def placement(self) -> Placement:
         """The DTensor placement on the tp axis."""
-        return Replicate() if self.shard_dim is None else Shard(self.shard_dim)
+        return Replicate() if self.shard_dim is None else DTensorShard(self.shard_dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """One collective over the tp axis."""
+
+    kind: Kind
+
+    num_bytes: int
+    """Bytes that each rank sends (ring algorithms)."""
+
+    call: str
+    """Name of the call that needs it."""
+
+    is_backward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +86,8 @@ class BlockTensorPlan:
     weights: tuple[WeightPlan, ...]
     """One entry per parameter name, in the order of ``named_parameters``."""
 
-    num_all_reduces_forward: int = 0
-
-    num_all_reduces_backward: int = 0
-    """Reductions of the gradients of replicated activations that enter column-sharded weights."""
-
-    num_other_collectives_forward: int = 0
-    """All-gathers, all-to-alls and reduce-scatters."""
+    collectives: tuple[Collective, ...] = ()
+    """All that one forward and backward with the example's shapes communicate."""
 
     is_sequence_parallel: bool = False
     """Whether what lies between the sharded weights works on slices of the sequence (`sequence`)."""
@@ -84,11 +101,36 @@ class BlockTensorPlan:
     gathers_logits: bool = False
     """Whether logits on shards are gathered at once, beside what the loss computes on shards."""
 
-    communicated_bytes: int = 0
-    """Bytes that one rank sends in one forward with the example's shapes (ring algorithms)."""
-
     reason: str | None = None
     """Why the whole block is replicated; None if anything is sharded."""
+
+    @property
+    def num_all_reduces_forward(self) -> int:
+        """Of sums, for instance of what row weights give."""
+        return self._count("all-reduce", is_backward=False)
+
+    @property
+    def num_all_reduces_backward(self) -> int:
+        """Of the gradients of what all ranks read for results of their own, for instance by column weights."""
+        return self._count("all-reduce", is_backward=True)
+
+    @property
+    def num_other_collectives_forward(self) -> int:
+        """All-gathers and reduce-scatters."""
+        return sum(not c.is_backward and c.kind != "all-reduce" for c in self.collectives)
+
+    @property
+    def num_other_collectives_backward(self) -> int:
+        """All-gathers and reduce-scatters."""
+        return sum(c.is_backward and c.kind != "all-reduce" for c in self.collectives)
+
+    @property
+    def communicated_bytes(self) -> int:
+        """Bytes that each rank sends in one forward and backward."""
+        return sum(collective.num_bytes for collective in self.collectives)
+
+    def _count(self, kind: Kind, *, is_backward: bool) -> int:
+        return sum(c.kind == kind and c.is_backward == is_backward for c in self.collectives)
 
     @property
     def is_sharded(self) -> bool:
@@ -121,7 +163,8 @@ class BlockTensorPlan:
         return (
             f"tensor parallel {self.size}: {self.sharded_share:.1%} of the parameters sharded, "
             f"{self.num_all_reduces_forward} all-reduces forward, {self.num_all_reduces_backward} backward, "
-            f"{self.num_other_collectives_forward} other collectives, {self.communicated_bytes} bytes"
+            f"{self.num_other_collectives_forward} + {self.num_other_collectives_backward} other collectives, "
+            f"{self.communicated_bytes} bytes"
         )
 
     def __str__(self) -> str:

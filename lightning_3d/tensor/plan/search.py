@@ -1,8 +1,8 @@
-"""Finding the tensor-parallel plan of a block: follow it, and take back what costs more than it is worth.
+"""Finding the tensor-parallel plan of a block: simulate it, and take back what costs more than it is worth.
 
-The first run shards all that it can (`follow`): a column weight for each replicated activation, a row weight for each
+The first run shards all that it can (`simulate`): a column weight for each replicated activation, a row weight for each
 sharded one, which for an ordinary transformer block is Megatron's plan (Shoeybi et al. 2019,
-https://arxiv.org/abs/1909.08053). Fused weights are then sharded part by part (`grouped`). Last, each sharding that
+https://arxiv.org/abs/1909.08053). Fused weights are then sharded part by part (`placement`). Last, each sharding that
 communicates too much is tried without it:
 
 * an activation that is gathered, unless it is small beside the outputs that it comes from;
@@ -24,12 +24,12 @@ from torch import nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
-from lightning_3d.tensor.plan.follow import ChangedInPlace, Cut, Followed, follow_block
-from lightning_3d.tensor.plan.ledger import Communication
+from lightning_3d.tensor.plan.planned_axis import Caused
+from lightning_3d.tensor.plan.simulate import ChangedInPlace, Cut, Simulated, simulate_block
 from lightning_3d.tensor.plan.weights import named_parameters
 
-Follow = Callable[[dict[str, str]], Followed]
-"""Follows a block in which some weights must not be sharded: FQN -> reason."""
+Simulate = Callable[[dict[str, str]], Simulated]
+"""Simulates a block in which some weights must not be sharded: FQN -> reason."""
 
 
 def plan_block(
@@ -58,7 +58,7 @@ def plan_block(
         unread: Leaves of its output, by position, that nothing reads.
 
     Returns:
-        A plan; it replicates the whole block, with the reason, if nothing can be sharded or followed.
+        A plan; it replicates the whole block, with the reason, if nothing can be sharded or simulated.
     """
     if size == 1:
         return replicated_plan(block, size=size, reason="the tp axis has one rank")
@@ -69,8 +69,8 @@ def plan_block(
     }
     replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
     try:
-        follow = partial(
-            follow_block,
+        simulate = partial(
+            simulate_block,
             block,
             args,
             kwargs,
@@ -80,7 +80,7 @@ def plan_block(
             unread=unread,
         )
         find = partial(_find, parameters=named_parameters(block), size=size, replicated=replicated, by_hand=by_hand)
-        best = _with_sums_deferred(find, follow, find(follow))
+        best = _with_sums_deferred(find, simulate, find(simulate))
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
@@ -89,58 +89,58 @@ def plan_block(
 
 
 def _find(
-    follow: Callable[..., Followed],
+    simulate: Callable[..., Simulated],
     *,
     parameters: Mapping[str, nn.Parameter],
     size: int,
     replicated: dict[str, str],
     by_hand: Mapping[str, Role],
-) -> Followed:
-    group = _giving_way(lambda kept: _group(partial(follow, replicated=kept), parameters, size), by_hand)
+) -> Simulated:
+    group = _giving_way(lambda kept: _group(partial(simulate, replicated=kept), parameters, size), by_hand)
     return _improve(group, size, replicated, by_hand)
 
 
 def _with_sums_deferred(
-    find: Callable[[Callable[..., Followed]], Followed], follow: Callable[..., Followed], best: Followed
-) -> Followed:
+    find: Callable[[Callable[..., Simulated]], Simulated], simulate: Callable[..., Simulated], best: Simulated
+) -> Simulated:
     """Where outputs of stacked weights are gathered, as that sends less than an all-reduce: reduce them later instead.
 
     Elsewhere that would send less, too, but takes one more (small) all-reduce in the backward, for the scores.
     """
-    if all(c.row is not None or c.sources.isdisjoint(best.stacked) for c in best.communications):
+    if all(c.cause.row is not None or c.cause.sources.isdisjoint(best.stacked) for c in best.forward):
         return best
     try:
-        deferred = find(partial(follow, defers_sums=True))
+        deferred = find(partial(simulate, defers_sums=True))
     except PlanError:  # it changes such a sum in place
         return best
     return deferred if deferred.communicated_bytes < best.communicated_bytes else best
 
 
-def _group(follow: Callable[..., Followed], parameters: Mapping[str, nn.Parameter], size: int) -> Followed:
+def _group(simulate: Callable[..., Simulated], parameters: Mapping[str, nn.Parameter], size: int) -> Simulated:
     """Shard fused weights part by part, where that lowers the communicated bytes.
 
     Weights that the block cuts itself (``weight.chunk(3)``) come first, as they are else not sharded at all.
     """
     part_sizes: dict[str, tuple[int, ...]] = {}
-    best = follow(part_sizes=part_sizes)
+    best = simulate(part_sizes=part_sizes)
     cut = {fqn: _sizes(parameters[fqn].shape[0], edges, size) for fqn, edges in best.weight_cuts.items()}
     if known := {fqn: sizes for fqn, sizes in cut.items() if sizes is not None}:
-        part_sizes, best = known, follow(part_sizes=known)
+        part_sizes, best = known, simulate(part_sizes=known)
     tried: set[object] = set()
     while candidate := next((c for c in _groupings(best, part_sizes, size) if _frozen(c) not in tried), None):
         tried.add(_frozen(candidate))
-        trial = follow(part_sizes=part_sizes | candidate)
+        trial = simulate(part_sizes=part_sizes | candidate)
         if trial.communicated_bytes < best.communicated_bytes:
             part_sizes, best = part_sizes | candidate, trial
     return best
 
 
 def _groupings(
-    followed: Followed, part_sizes: Mapping[str, tuple[int, ...]], size: int
+    simulated: Simulated, part_sizes: Mapping[str, tuple[int, ...]], size: int
 ) -> Iterator[dict[str, tuple[int, ...]]]:
     """Parts of the weights whose outputs are gathered: where the block cuts them, then where it views them in parts."""
-    gathered = [c.sources for c in followed.communications if c.row is None and c.kind != "all-reduce"]
-    for cuts in (_joined(followed.cuts), followed.view_cuts):
+    gathered = [c.cause.sources for c in simulated.forward if c.cause.row is None and c.collective.kind != "all-reduce"]
+    for cuts in (_joined(simulated.cuts), simulated.view_cuts):
         for cut in cuts:
             if not any(cut.sources & sources for sources in gathered):
                 continue
@@ -171,101 +171,98 @@ def _frozen(candidate: Mapping[str, tuple[int, ...]]) -> object:
     return frozenset(candidate.items())
 
 
-def _giving_way(follow: Follow, by_hand: Mapping[str, Role]) -> Follow:
+def _giving_way(simulate: Simulate, by_hand: Mapping[str, Role]) -> Simulate:
     """The same, with weights replicated whose outputs are changed in place as shards can't be."""
     changed: dict[str, str] = {}
 
-    def followed(replicated: dict[str, str]) -> Followed:
+    def simulated(replicated: dict[str, str]) -> Simulated:
         while True:
             try:
-                return follow(changed | replicated)
+                return simulate(changed | replicated)
             except ChangedInPlace as error:
                 sources = error.sources.difference(by_hand, changed, replicated)
                 if not sources:
                     raise
                 changed.update(dict.fromkeys(sources, str(error)))
 
-    return followed
+    return simulated
 
 
-def _improve(follow: Follow, size: int, replicated: dict[str, str], by_hand: Mapping[str, Role]) -> Followed:
+def _improve(simulate: Simulate, size: int, replicated: dict[str, str], by_hand: Mapping[str, Role]) -> Simulated:
     """Replicate groups of weights where that lowers the communicated bytes and is worth it."""
-    best = follow(replicated)
+    best = simulate(replicated)
     if fewer := best.uneven_heads.difference(by_hand):  # as Megatron does with few key and value heads
         candidate = replicated | dict.fromkeys(fewer, f"its heads are not divisible by {size}")
-        trial = follow(candidate)
+        trial = simulate(candidate)
         if trial.communicated_bytes < best.communicated_bytes:
             best, replicated = trial, candidate
-    best = _without_doubtful(follow, best, size, replicated, by_hand)
-    gathers = [c for c in best.communications if c.row is None and c.sources.difference(by_hand)]
+    best = _without_doubtful(simulate, best, size, replicated, by_hand)
+    gathers = [c for c in best.forward if c.cause.row is None and c.cause.sources.difference(by_hand)]
     if gathers:  # residuals on shards may be in the way of a better plan
-        largest = max(gathers, key=lambda gather: gather.num_bytes)
+        largest = max(gathers, key=lambda gather: gather.collective.num_bytes)
         candidate = replicated | _reasons(largest, by_hand)
-        trial = _without_doubtful(follow, follow(candidate), size, candidate, by_hand)
+        trial = _without_doubtful(simulate, simulate(candidate), size, candidate, by_hand)
         if trial.communicated_bytes < best.communicated_bytes:
-            best = max(trial, best, key=lambda followed: followed.num_sharded_elements)
+            best = max(trial, best, key=lambda simulated: simulated.num_sharded_elements)
     return best
 
 
 def _without_doubtful(
-    follow: Callable[[dict[str, str]], Followed],
-    best: Followed,
+    simulate: Callable[[dict[str, str]], Simulated],
+    best: Simulated,
     size: int,
     replicated: dict[str, str],
     by_hand: Mapping[str, Role],
-) -> Followed:
+) -> Simulated:
     """Replicate one doubtful group of weights after the other, where that lowers the communicated bytes."""
     tried: set[frozenset[str]] = {frozenset()}
-    while doubt := next((d for d in _doubtful(best, size) if d.sources.difference(by_hand) not in tried), None):
-        tried.add(doubt.sources.difference(by_hand))
+    while doubt := next((d for d in _doubtful(best, size) if d.cause.sources.difference(by_hand) not in tried), None):
+        tried.add(doubt.cause.sources.difference(by_hand))
         candidate = replicated | _reasons(doubt, by_hand)
-        trial = follow(candidate)
+        trial = simulate(candidate)
         if trial.communicated_bytes < best.communicated_bytes:
             best, replicated, tried = trial, candidate, {frozenset()}  # what did not pay before may pay now
     return best
 
 
-def _reasons(communication: Communication, by_hand: Mapping[str, Role]) -> dict[str, str]:
-    """Why the weights that a communication comes from are replicated."""
-    reason = f"its output would need an {communication.kind} of {communication.num_bytes} bytes at {communication.call}"
-    return dict.fromkeys(communication.sources.difference(by_hand), reason)
+def _reasons(caused: Caused, by_hand: Mapping[str, Role]) -> dict[str, str]:
+    """Why the weights that a collective comes from are replicated."""
+    made = caused.collective
+    reason = f"its output would need an {made.kind} of {made.num_bytes} bytes at {made.call}"
+    return dict.fromkeys(caused.cause.sources.difference(by_hand), reason)
 
 
-def _doubtful(followed: Followed, size: int) -> Iterator[Communication]:
-    """The communications that may cost more than the sharding is worth; those that give up least come first."""
+def _doubtful(simulated: Simulated, size: int) -> Iterator[Caused]:
+    """The collectives that may cost more than the sharding is worth; those that give up least come first."""
 
-    def outputs_of(communication: Communication) -> int:
-        return sum(followed.output_bytes.get(fqn, 0) for fqn in communication.sources)
+    def outputs_of(caused: Caused) -> int:
+        return sum(simulated.output_bytes.get(fqn, 0) for fqn in caused.cause.sources)
 
-    for communication in sorted(followed.communications, key=outputs_of):
-        outputs = outputs_of(communication)
-        if not communication.sources or not communication.sources.isdisjoint(followed.stacked):
+    for caused in sorted(simulated.forward, key=outputs_of):
+        outputs, num_bytes, cause = outputs_of(caused), caused.collective.num_bytes, caused.cause
+        if not cause.sources or not cause.sources.isdisjoint(simulated.stacked):
             continue
-        if communication.row is None:
-            if 2 * communication.num_bytes >= _gather_bytes(outputs, size):
-                yield communication
-        elif communication.num_bytes > _gather_bytes(outputs + followed.output_bytes[communication.row], size):
-            yield communication
+        if cause.row is None:
+            if 2 * num_bytes >= _gather_bytes(outputs, size):
+                yield caused
+        elif num_bytes > _gather_bytes(outputs + simulated.output_bytes[cause.row], size):
+            yield caused
 
 
 def _gather_bytes(num_bytes: int, size: int) -> int:
     return num_bytes * (size - 1) // size
 
 
-def _plan(block: nn.Module, followed: Followed, size: int) -> BlockTensorPlan:
-    if all(weight.shard_dim is None for weight in followed.weights):
-        reasons = [f"{weight.fqn}: {weight.reason}" for weight in followed.weights]
+def _plan(block: nn.Module, simulated: Simulated, size: int) -> BlockTensorPlan:
+    if all(weight.shard_dim is None for weight in simulated.weights):
+        reasons = [f"{weight.fqn}: {weight.reason}" for weight in simulated.weights]
         reason = f"no weight can be sharded ({'; '.join(reasons[:4])}{'; ...' if len(reasons) > 4 else ''})"
-        return BlockTensorPlan(size=size, weights=followed.weights, reason=reason)
-    all_reduces = sum(communication.kind == "all-reduce" for communication in followed.communications)
+        return BlockTensorPlan(size=size, weights=simulated.weights, reason=reason)
     return BlockTensorPlan(
         size=size,
-        weights=followed.weights,
-        num_all_reduces_forward=all_reduces,
-        is_sequence_parallel=followed.is_sequence_parallel,
-        defers_sums=followed.defers_sums,
-        unread=followed.unread,
-        num_all_reduces_backward=followed.num_column_inputs,
-        num_other_collectives_forward=len(followed.communications) - all_reduces,
-        communicated_bytes=followed.communicated_bytes,
+        weights=simulated.weights,
+        collectives=tuple(caused.collective for caused in (*simulated.forward, *simulated.backward)),
+        is_sequence_parallel=simulated.is_sequence_parallel,
+        defers_sums=simulated.defers_sums,
+        unread=simulated.unread,
     )

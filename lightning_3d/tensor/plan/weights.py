@@ -11,21 +11,21 @@ A weight whose first use is no projection stays replicated; a bias goes with its
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
-from lightning_3d.tensor.parts import Parts
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.handle import Origin, ShardedTensor, parts_of, placement_of, shard_dim
+from lightning_3d.tensor.placement import Parts, Shard, Sharded
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
-from lightning_3d.tensor.plan.ledger import Ledger
 from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims, only_first_is_sharded
 from lightning_3d.tensor.rules.contraction import Contraction
 from lightning_3d.tensor.rules.convolution import Convolution
 from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.rules.grouped import cut_pieces
 from lightning_3d.tensor.rules.projection import Projection
+from lightning_3d.tensor.rules.views import cut_pieces
 
 _ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 
@@ -45,6 +45,11 @@ class _Weight:
     parts: Parts | None = None
 
     reason: str | None = None
+
+    @property
+    def sharding(self) -> Sharded | None:
+        """The sharded dim, in parts or not; None as long as it is undecided, and for a replicated weight."""
+        return self.parts or (None if self.shard_dim is None else Shard(self.shard_dim))
 
     def replicate(self, reason: str) -> None:
         self.role, self.reason = "replicate", reason
@@ -71,7 +76,7 @@ class Weights:
         replicated: FQN -> reason, for weights that must not be sharded.
         by_hand: FQN -> column or row, for weights whose role is given.
         part_sizes: FQN -> sizes of the parts of its output features, for fused weights.
-        ledger: Gets the placements of sharded weights.
+        axis: That the weights are sharded over.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class Weights:
         replicated: Mapping[str, str],
         by_hand: Mapping[str, Role],
         part_sizes: Mapping[str, tuple[int, ...]],
-        ledger: Ledger,
+        axis: Axis,
     ) -> None:
         self.cuts: dict[str, set[int]] = {}
         """FQN -> where the block cuts the weight itself along its first dim."""
@@ -89,8 +94,9 @@ class Weights:
         self._fakes = fakes
         self._part_sizes = part_sizes
         self._by_hand = {id(fakes[fqn]): role for fqn, role in by_hand.items()}
-        self._ledger = ledger
+        self._axis = axis
         self._weights: dict[int, _Weight] = {}
+        self._sharded: dict[int, ShardedTensor] = {}
         self._aliases: dict[int, _Alias] = {}
         for fqn, fake in fakes.items():
             weight = self._weights.setdefault(id(fake), _Weight(fqn, fake))
@@ -115,32 +121,44 @@ class Weights:
 
     def fqn_of(self, tensor: Tensor) -> str:
         """The first name of a weight, given itself, an alias or a part of it."""
+        if isinstance(tensor, ShardedTensor):
+            return min(sources_of(tensor), default="")
         alias = self._aliases.get(id(tensor))
-        return min(self._ledger.sources([tensor]), default="") if alias is None else alias.weight.fqn
+        return "" if alias is None else alias.weight.fqn
+
+    def sharded(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a sharded weight, or of an alias of one; any other tensor as it is."""
+        alias = self._aliases.get(id(tensor))
+        sharding = None if alias is None else alias.weight.sharding
+        if alias is None or sharding is None:
+            return tensor
+        if id(tensor) not in self._sharded:
+            placement = sharding.at(alias.dims.index(sharding.dim))
+            handle = ShardedTensor(placement.own(alias.tensor, self._axis.size, self._axis.rank), self._axis, placement)
+            handle.is_weight = True
+            # A vector goes with the features of another weight, which are the origin of what is sharded.
+            handle.origin = Origin(frozenset({alias.weight.fqn} if alias.weight.fake.dim() > 1 else ()))
+            self._sharded[id(tensor)] = handle
+        return self._sharded[id(tensor)]
 
     def make_aliases(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The results of a call that makes aliases of a weight that is, or may still be, sharded; else None."""
+        """The results of a call that makes aliases of a weight that may still be sharded; else None."""
         source = self._aliases.get(id(args[0])) if args else None
-        if source is None or not self.is_weight(source.tensor):
+        if source is None or source.weight.role is not None:
             return None
         made = alias_dims(function, args, kwargs)
         if made is None or not only_first_is_sharded(args, kwargs, self._is_sharded):
             return None
         weight, dims = source.weight, tuple(None if dim is None else source.dims[dim] for dim in made)
-        if weight.shard_dim is not None and weight.shard_dim not in dims:
-            return None
-        with self._ledger.closed():
-            output = function(*args, **kwargs)
+        output = function(*args, **kwargs)
         if None in dims:
             self.stacked.add(weight.fqn)
         for tensor in tensors_in(output):
-            alias = self._aliases.setdefault(id(tensor), _Alias(tensor, weight, dims))  # `to` may return the weight
-            if weight.shard_dim is not None:
-                self._enter(alias, weight.shard_dim)
+            self._aliases.setdefault(id(tensor), _Alias(tensor, weight, dims))  # `to` may return the weight
         return output
 
     def _is_sharded(self, tensor: Tensor) -> bool:
-        return self._ledger.entry(tensor) is not None
+        return isinstance(self.sharded(tensor), ShardedTensor)
 
     def have_features(self, fqns: Collection[str], length: int) -> bool:
         """Whether these sharded weights have so many output features, all of them."""
@@ -165,47 +183,45 @@ class Weights:
             self._choose_groups(weight, call)
         elif weight is not None:
             self._choose(weight, call)
-        is_sharded = self._ledger.entry(call.weight) is not None
+        is_sharded = self._is_sharded(call.weight)
         if not is_sharded:
             self._replicate_bias(call, "its weight is replicated")
         return is_sharded
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, or an alias of one, that is, or may still be, sharded."""
+        if isinstance(tensor, ShardedTensor):
+            return tensor.is_weight
         alias = self._aliases.get(id(tensor))
         return alias is not None and (alias.weight.role is None or alias.weight.shard_dim is not None)
 
-    def decide_contraction(self, call: Contraction) -> bool:
-        """The same as `decide` for a contraction."""
+    def decide_contraction(self, call: Contraction) -> None:
+        """Decide the weight of a contraction if this is its first use."""
         if (weight := self._undecided(call.weight)) is not None:
             self._choose_letter(weight, call)
         if call.is_stacked:
             self.stacked.add(self.fqn_of(call.weight))
-        parts = self._ledger.parts(call.weight)
-        dim = self._ledger.dim(call.weight) if parts is None else parts.dim
-        return call.separates(dim, has_parts=parts is not None)
 
     def _choose_letter(self, weight: _Weight, call: Contraction) -> None:
-        ledger, role = self._ledger, self._by_hand.get(id(weight.fake))
-        entry, dim = ledger.entry(call.input), ledger.dim(call.input)
+        role, dim = self._by_hand.get(id(weight.fake)), shard_dim(call.input)
         is_along = dim is not None and call.of_input[dim] in call.contracted
         if role == "row" or (role is None and is_along):
             letters = [call.of_input[dim]] if dim is not None and is_along else call.contracted
             self._shard_letter(weight, "row", call, letters)
-        elif role == "column" or entry is None or not entry.sources:
+        elif role == "column" or not sources_of(call.input):
             self._shard_letter(weight, "column", call, call.features)
         else:
-            weight.replicate(f"its input is {ledger.placement(call.input)}")
+            weight.replicate(f"its input is {placement_of(call.input)}")
 
     def _shard_letter(self, weight: _Weight, role: Role, call: Contraction, letters: Sequence[str]) -> None:
         """Shard the first of these dims that divides."""
         dims = [call.of_weight.index(letter) for letter in letters]
         lengths = [call.weight.shape[dim] for dim in dims]
         for dim, length in zip(dims, lengths, strict=True):
-            if length % self._ledger.size == 0:
+            if length % self._axis.size == 0:
                 self._shard(weight, role, self._aliases[id(call.weight)].dims[dim])
                 return
-        weight.replicate(f"none of its {role} features {lengths} is divisible by {self._ledger.size}")
+        weight.replicate(f"none of its {role} features {lengths} is divisible by {self._axis.size}")
 
     def settle(self, name: str, tensors: Iterable[Tensor], output: object) -> None:
         """After a call that is no projection: weights that it made a tensor of, and that were undecided, replicate."""
@@ -219,12 +235,11 @@ class Weights:
         return None if alias is None or alias.weight.role is not None else alias.weight
 
     def _choose(self, weight: _Weight, call: Projection | Convolution) -> None:
-        size = self._ledger.size
+        size = self._axis.size
         dims, features_dim = self._aliases[id(call.weight)].dims, call.features_dim
         features, contracted = call.weight.shape[features_dim], call.weight.shape[1 - features_dim]
         role = self._by_hand.get(id(weight.fake))
-        entry = self._ledger.entry(call.input)
-        if role == "column" or (role is None and (entry is None or not entry.sources)):  # whole, or a slice of it
+        if role == "column" or (role is None and not sources_of(call.input)):  # whole, or a slice of it
             if features % size:
                 weight.replicate(f"{features} output features are not divisible by {size}")
                 return
@@ -233,15 +248,15 @@ class Weights:
                 self.shard_vector(call.bias, features, like=weight)
         elif role == "row" and contracted % size:
             weight.replicate(f"{contracted} input features are not divisible by {size}")
-        elif role == "row" or self._ledger.dim(call.input) == call.input_dim:
+        elif role == "row" or shard_dim(call.input) == call.input_dim:
             self._shard(weight, "row", dims[1 - features_dim])
             self._replicate_bias(call, "added after the all-reduce of a row weight")
         else:
-            weight.replicate(f"its input is {self._ledger.placement(call.input)}")
+            weight.replicate(f"its input is {placement_of(call.input)}")
 
     def _choose_groups(self, weight: _Weight, call: Convolution) -> None:
         """A convolution with groups: every rank has the groups of its own channels."""
-        role, size = self._by_hand.get(id(weight.fake)), self._ledger.size
+        role, size = self._by_hand.get(id(weight.fake)), self._axis.size
         if role == "row":
             weight.replicate("its groups can't be sharded on their input channels")
         elif role is None and not self._has_own_channels(call):
@@ -249,16 +264,16 @@ class Weights:
         elif call.groups % size:
             weight.replicate(f"{call.groups} groups are not divisible by {size}")
         else:
-            parts = self._ledger.parts(call.input)
+            parts = parts_of(call.input)
             sizes = None if parts is None else parts.sizes
             self._shard(weight, "column", self._aliases[id(call.weight)].dims[0], sizes=sizes)
             if call.bias is not None and weight.shard_dim is not None:
                 self.shard_vector(call.bias, call.bias.shape[0], like=weight, sizes=sizes)
 
     def _has_own_channels(self, call: Convolution) -> bool:
-        parts = self._ledger.parts(call.input)
+        parts = parts_of(call.input)
         if parts is None:
-            return self._ledger.dim(call.input) == call.input_dim
+            return shard_dim(call.input) == call.input_dim
         return parts.dim == call.input_dim and call.is_depthwise
 
     def shard_vector(
@@ -274,13 +289,13 @@ class Weights:
         if name not in _ADDITIONS or kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
             return
         for bias, features in (args, (args[1], args[0])):
-            weight, entry = self._undecided(bias), self._ledger.entry(features)
-            if weight is None or entry is None or not entry.sources or not isinstance(entry.placement, Shard):
+            weight, at = self._undecided(bias), placement_of(features)
+            if weight is None or not isinstance(at, Shard | Parts) or not sources_of(features):
                 continue
-            length, dim = features.shape[entry.placement.dim], entry.placement.dim - features.dim() + bias.dim()
-            fits = length % self._ledger.size == 0 if entry.parts is None else bias.dim() == features.dim()
+            length, dim = features.shape[at.dim], at.dim - features.dim() + bias.dim()
+            fits = isinstance(at, Shard) or bias.dim() == features.dim()
             if fits and dim >= 0 and bias.shape[dim] == length:
-                sizes = None if entry.parts is None else entry.parts.sizes
+                sizes = at.sizes if isinstance(at, Parts) else None
                 self._shard(weight, "column", self._aliases[id(bias)].dims[dim], sizes=sizes)
 
     def _shard(
@@ -299,20 +314,18 @@ class Weights:
         if sizes is None and role == "column":
             sizes = self._part_sizes.get((like or weight).fqn)
         if sizes is not None:
-            weight.parts = Parts(dim=dim, sizes=sizes, num_ranks=self._ledger.size)
-        for alias in aliases:
-            self._enter(alias, dim)
-
-    def _enter(self, alias: _Alias, shard_dim: int) -> None:
-        dim, parts = alias.dims.index(shard_dim), alias.weight.parts
-        if parts is None:
-            self._ledger.put(alias.tensor, Shard(dim), frozenset())
-        else:
-            self._ledger.put_parts(alias.tensor, replace(parts, dim=dim), frozenset({alias.weight.fqn}))
+            weight.parts = Parts(dim=dim, sizes=sizes, num_ranks=self._axis.size)
 
     def _replicate_bias(self, call: Projection | Convolution, reason: str) -> None:
         if call.bias is not None and (bias := self._undecided(call.bias)) is not None:
             bias.replicate(reason)
+
+
+def sources_of(tensor: Tensor) -> frozenset[str]:
+    """FQNs of the column weights that a sharded tensor comes from; none for any other."""
+    if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.placement, Shard | Parts):
+        return frozenset()
+    return frozenset() if tensor.origin is None else tensor.origin.sources
 
 
 def named_parameters(block: nn.Module) -> dict[str, nn.Parameter]:

@@ -3,8 +3,7 @@
     w.t(), w.mT, w.transpose(1, 2), w.to(dtype)     the same dims, perhaps in another order
     w[expert], w[experts], w.unbind()               dim 0, that of experts, is picked; the others stay
 
-To tensor parallel such an alias is the weight: every rank makes it of its own shard. Planning (`weights`) and
-execution (`weight_calls`) read the calls here.
+Such an alias is the weight: every rank makes it of its own part.
 """
 
 from __future__ import annotations
@@ -15,6 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import Call, LocalCall
+from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.placement import Partial
+from lightning_3d.tensor.rules.contraction import is_weight
 from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
 
 AliasDims = tuple[int | None, ...]
@@ -32,6 +36,27 @@ def alias_dims(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any
     if read is None or not args or not isinstance(args[0], Tensor) or args[0].dim() > len(_PRIMES):
         return None
     return read(function, args[0], *args[1:], **kwargs)
+
+
+def alias(call: Call, axis: Axis) -> LocalCall | None:
+    """A sharded weight in another form: every rank makes it of its own part."""
+    weight = call.args[0] if call.args else None
+    if not isinstance(weight, ShardedTensor) or not is_weight(weight) or isinstance(weight.placement, Partial):
+        return None
+    dims, at = alias_dims(call.function, call.args, call.kwargs), weight.placement
+    if dims is None or at.dim not in dims or not only_first_is_sharded(call.args, call.kwargs, _is_sharded):
+        return None
+    return LocalCall(
+        tensors=(weight,),
+        needs=(at,),
+        run=lambda local: call.function(local, *call.args[1:], **call.kwargs),
+        result=at.at(dims.index(at.dim)),
+        makes_weight=True,
+    )
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, ShardedTensor)
 
 
 def only_first_is_sharded(args: Sequence[Any], kwargs: Mapping[str, Any], is_sharded: Callable[[Tensor], bool]) -> bool:
@@ -102,3 +127,5 @@ _READERS: Mapping[str, Callable[..., AliasDims | None]] = {
     "narrow": _narrow,
 }
 """By the function's name."""
+
+NAMES = tuple(_READERS)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import Call, LocalCall, on_whole
+from lightning_3d.tensor.handle import placement_of, shard_dim
+from lightning_3d.tensor.placement import EACH, Placement, Shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +56,6 @@ def _attention(
     )
 
 
-def as_attention(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention | None:
-    """Read a call as scaled dot product attention, or None."""
-    return _attention(*args, **kwargs) if function is F.scaled_dot_product_attention else None
-
-
 def attention_dim(
     attention: Attention, query_dim: int | None, key_dim: int | None, value_dim: int | None, *, size: int
 ) -> int | None:
@@ -93,3 +90,48 @@ def mask_dim(attention: Attention, dim: int) -> int | None:
         return None
     aligned = dim - attention.query.dim() + attention.mask.dim()
     return aligned if aligned >= 0 and attention.mask.shape[aligned] != 1 else None
+
+
+def attend(call: Call, axis: Axis) -> LocalCall:
+    """Attention on this rank's heads (or part of the batch); torch 2.13 has no rule for all of its kernels."""
+    attention = _attention(*call.args, **call.kwargs)
+    operands = (attention.query, attention.key, attention.value)
+    is_clear = all(placement_of(tensor) is None or shard_dim(tensor) is not None for tensor in operands)
+    dim = attention_dim(attention, *map(shard_dim, operands), size=axis.size) if is_clear else None
+    if dim is None:
+        return on_whole(call)
+    needs: list[Placement] = [Shard(dim) if shard_dim(tensor) is not None else EACH for tensor in operands]
+    if attention.mask is not None:
+        along = mask_dim(attention, dim)
+        needs.append(EACH if along is None else Shard(along))  # every rank has a part of the gradient of the whole
+        operands = (*operands, attention.mask)
+    num_heads = attention.query.shape[dim]
+
+    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        key, value = (
+            _needed_heads(tensor, dim, num_heads, axis) if need == EACH else tensor
+            for tensor, need in zip((key, value), needs[1:3], strict=True)
+        )
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=attention.dropout_p,
+            is_causal=attention.is_causal,
+            scale=attention.scale,
+            enable_gqa=attention.enable_gqa,
+        )
+
+    is_random = attention.dropout_p > 0
+    return LocalCall(tensors=operands, needs=tuple(needs), run=run, result=Shard(dim), is_random=is_random)
+
+
+def _needed_heads(tensor: Tensor, dim: int, num_heads: int, axis: Axis) -> Tensor:
+    """Of replicated keys or values those that this rank's query heads need."""
+    per_head, num_own = num_heads // tensor.shape[dim], num_heads // axis.size
+    first = axis.rank * num_own
+    if num_own % per_head and per_head % num_own:  # the own query heads need unequal numbers of keys
+        heads = torch.arange(first, first + num_own, device=tensor.device) // per_head
+        return tensor.index_select(dim, heads)
+    return tensor.narrow(dim, first // per_head, max(num_own // per_head, 1))

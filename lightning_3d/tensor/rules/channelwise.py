@@ -14,7 +14,37 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import Call, LocalCall, Need, RunningStatistic, on_whole
+from lightning_3d.tensor.handle import shard_dim
+from lightning_3d.tensor.placement import Shard
+from lightning_3d.tensor.rules.function import Function, function_name
+
+
+def on_channels(call: Call, axis: Axis) -> LocalCall | None:
+    """A call on this rank's channels, or on full tensors if it has to be."""
+    channels = as_channel_call(call.function, call.args, call.kwargs, shard_dim, axis.size)
+    if channels is None:
+        return None
+    if channels.dim is None:
+        return on_whole(call)
+    own = Call(call.function, call.name, channels.args, channels.kwargs)
+    tensors = own.tensors
+    statistic = RunningStatistic(channels.changes_statistics)
+
+    def need(tensor: Tensor) -> Need:
+        if any(tensor is buffer for buffer in channels.statistics):
+            return statistic
+        return Shard(0) if any(tensor is vector for vector in channels.vectors) else Shard(channels.dim)
+
+    return LocalCall(
+        tensors=tensors,
+        needs=tuple(need(tensor) for tensor in tensors),
+        run=own.run,
+        result=Shard(channels.dim),
+        is_random=channels.is_random,
+    )
+
 
 DimOf = Callable[[Tensor], int | None]
 """The dim that a tensor is evenly sharded on, or None."""
@@ -110,6 +140,8 @@ _DROPOUTS: frozenset[Function] = frozenset({F.dropout1d, F.dropout2d, F.dropout3
 _OTHERS: frozenset[Function] = frozenset({F.prelu, F.interpolate, F.pad, F.pixel_shuffle, F.pixel_unshuffle})
 
 _CALLS = _NORMS | _DROPOUTS | _OTHERS | _ALONG.keys()
+
+NAMES = tuple({function_name(function) for function in _CALLS})
 
 _WITH_OPTIONS: Sequence[Function] = (*_NORMS, *_DROPOUTS, F.pad)
 

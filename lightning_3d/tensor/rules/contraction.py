@@ -19,6 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
+from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.placement import EACH, Parts, Shard
 from lightning_3d.tensor.rules.experts_matmul import experts_matmul, is_experts_matmul
 from lightning_3d.tensor.rules.function import Function, is_batched_matmul
 
@@ -61,6 +65,31 @@ class Contraction:
         if self.multiply is not None:
             return self.multiply(input, weight)
         return torch.einsum(f"{self.of_input},{self.of_weight}->{self.of_output}", input, weight)
+
+
+def contract(call: Call, axis: Axis) -> LocalCall | None:
+    """A contraction with a sharded weight: column gives a sharded result, row a partial one."""
+    contraction = as_contraction(call.function, call.args, call.kwargs, is_weight)
+    if contraction is None:
+        return None
+    at = contraction.weight.placement  # type: ignore[attr-defined]  # `is_weight`
+    if not contraction.separates(at.dim, has_parts=isinstance(at, Parts)):
+        return None
+    letter = contraction.of_weight[at.dim]
+    is_column = letter in contraction.features
+    return LocalCall(
+        tensors=(contraction.input, contraction.weight),
+        needs=(EACH if is_column else Shard(contraction.of_input.index(letter)), at),
+        run=contraction.run,
+        result=at.at(contraction.of_output.index(letter)) if is_column else PARTIAL,
+        weight=contraction.weight,
+        is_stacked=contraction.is_stacked,
+    )
+
+
+def is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a sharded weight, or was made of one."""
+    return isinstance(tensor, ShardedTensor) and tensor.is_weight
 
 
 def as_contraction(

@@ -17,6 +17,10 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
+from lightning_3d.tensor.handle import placement_of
+from lightning_3d.tensor.placement import EACH, WHOLE, Parts, Placement, Shard
 from lightning_3d.tensor.rules.function import Function
 
 Form = Literal["column", "row", "groups", "whole"]
@@ -96,6 +100,9 @@ _CONVOLUTIONS: Mapping[Function, tuple[int, Sequence[str]]] = {
 """Function -> the weight's dim of output channels, names of its options in order. ``torch.conv2d`` is ``F.conv2d``."""
 
 
+NAMES = tuple(function.__name__ for function in _CONVOLUTIONS)
+
+
 def as_convolution(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Convolution | None:
     """Read a call as a convolution, or None."""
     if function not in _CONVOLUTIONS:
@@ -112,4 +119,44 @@ def as_convolution(function: Function, args: Sequence[Any], kwargs: Mapping[str,
         groups=given.get("groups", 1),
         features_dim=features_dim,
         options={name: given[name] for name in names if name != "groups" and name in given},
+    )
+
+
+def convolve(call: Call, axis: Axis) -> LocalCall | None:
+    """A convolution of a sharded input, or with a sharded weight."""
+    convolution = as_convolution(call.function, call.args, call.kwargs)
+    if convolution is None:
+        return None
+    at = placement_of(convolution.weight)
+    sharded = at if isinstance(at, Shard | Parts) else None
+    dim = None if sharded is None else sharded.dim
+    form = convolution.form(dim, has_parts=isinstance(at, Parts), size=axis.size)
+    if form == "whole" or sharded is None:
+        return _call(convolution, WHOLE, WHOLE, bias=WHOLE, result=WHOLE, groups=convolution.groups)
+    along = sharded.at(convolution.input_dim)
+    if form == "column":
+        return _call(convolution, EACH, sharded, bias=sharded.at(0), result=along, groups=1)
+    if form == "groups":
+        groups = convolution.groups // axis.size
+        return _call(convolution, along, sharded, bias=sharded.at(0), result=along, groups=groups)
+    return LocalCall(
+        tensors=(convolution.input, convolution.weight),
+        needs=(along, sharded),
+        run=lambda input, weight: convolution.run(input, weight, None, 1),
+        result=PARTIAL,
+        weight=convolution.weight,
+        then=lambda output: convolution.with_bias(output, convolution.bias),
+    )
+
+
+def _call(
+    call: Convolution, input: Placement, weight: Placement, *, bias: Placement, result: Placement, groups: int
+) -> LocalCall:
+    has_bias = call.bias is not None
+    return LocalCall(
+        tensors=(call.input, call.weight, call.bias) if call.bias is not None else (call.input, call.weight),
+        needs=(input, weight, bias) if has_bias else (input, weight),
+        run=lambda input, weight, bias=None: call.run(input, weight, bias, groups),
+        result=result,
+        weight=None if weight == WHOLE else call.weight,
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import Call, LocalCall
+from lightning_3d.tensor.handle import placement_of
+from lightning_3d.tensor.placement import Parts, Shard
+from lightning_3d.tensor.randomness import dropout_shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +31,15 @@ def _torch_dropout(input: Tensor, p: float, train: bool) -> Dropout:
     return Dropout(input=input, p=p, training=train)
 
 
-def as_dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Dropout | None:
-    """Read a call as elementwise dropout, or None."""
-    if function is F.dropout:
-        return _functional_dropout(*args, **kwargs)
-    return _torch_dropout(*args, **kwargs) if function is torch.dropout else None
+def drop(call: Call, axis: Axis) -> LocalCall | None:
+    """Every rank drops elements of its own part."""
+    read = _functional_dropout if call.function is F.dropout else _torch_dropout
+    dropout = read(*call.args, **call.kwargs)
+    at = placement_of(dropout.input)
+    if not isinstance(at, Shard | Parts):
+        return None
+
+    def run(input: Tensor) -> Tensor:
+        return dropout_shard(input, dropout.p, axis.rank) if dropout.training else input
+
+    return LocalCall(tensors=(dropout.input,), needs=(at,), run=run, result=at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 Function = Callable[..., Any]
+
+_MAX_NAMES = 4096
 
 
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
@@ -44,53 +47,6 @@ def _as_slice(item: list[int]) -> slice:
 def is_batched_matmul(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call multiplies two stacks of matrices, ``[..., n, k] @ [..., k, m]``."""
     return function in _BATCHED_MATMULS and len(args) == 2 and not kwargs
-
-
-def batched_matmul_dim(left: Tensor, right: Tensor, left_dim: int | None, right_dim: int | None) -> int | None:
-    """The batch dim along which every rank can multiply its own shards, or None.
-
-    Args:
-        left: First operand.
-        right: Second operand.
-        left_dim: The dim that `left` is sharded on; None if it is not, or not evenly.
-        right_dim: The same for `right`.
-    """
-    if left_dim is None or left_dim != right_dim or left.dim() != right.dim() or left_dim >= left.dim() - 2:
-        return None
-    return left_dim if left.shape[left_dim] == right.shape[left_dim] else None
-
-
-def takes_every_nth(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, *, size: int) -> bool:
-    """Whether a call takes every n-th of its first argument's elements along `dim`, as ``x[..., 1::2]`` does.
-
-    Every rank can do that on its own shard along `dim`, if n divides its length.
-    """
-    if function_name(function) != "__getitem__":
-        return False
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not all(item is Ellipsis or isinstance(item, slice) for item in index):
-        return False
-    at = index.index(Ellipsis) if Ellipsis in index else len(index)
-    others = [*index[:at], *index[at + 1 :]]
-    others[at:at] = [slice(None)] * (args[0].dim() - len(others))
-    taken = others.pop(dim)
-    if taken.stop is not None or any(other != slice(None) for other in others):
-        return False
-    start, step = taken.start or 0, taken.step or 1
-    return 0 <= start < step and args[0].shape[dim] // size % step == 0
-
-
-_NEW = frozenset({Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full})
-
-
-def new_shape(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> list[int] | None:
-    """The full shape of a tensor of constants made beside one that is sharded on `dim`, if it can be sharded alike."""
-    if function not in _NEW or len(args) < 2 or "size" in kwargs:
-        return None
-    sizes = args[1] if isinstance(args[1], list | tuple) else args[1:]
-    tensor: Tensor = args[0]
-    is_alike = len(sizes) == tensor.dim() and sizes[dim] == tensor.shape[dim]
-    return [int(size) for size in sizes] if is_alike else None
 
 
 _RANDOM = frozenset(
@@ -171,12 +127,20 @@ _READS_DATA = frozenset(
 _ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
 
 
-def runs_whole(function: Function) -> bool:
+METADATA = frozenset(
+    {"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "requires_grad"}
+    | {"is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"}
+    | {"element_size", "itemsize", "is_leaf", "__len__"}
+)
+"""Calls that read no more of a tensor than what a handle knows."""
+
+
+def runs_whole(name: str) -> bool:
     """Whether a call runs on full tensors, alike on all ranks.
 
     It draws random numbers other than `as_dropout`, reads data, or has no rule for shards.
     """
-    return function_name(function) in _ON_WHOLE
+    return name in _ON_WHOLE
 
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
@@ -193,6 +157,7 @@ def destination(function: Function, args: Sequence[Any], kwargs: Mapping[str, An
     return args[0] if changes and args and isinstance(args[0], Tensor) else None
 
 
+@functools.lru_cache(_MAX_NAMES)
 def function_name(function: Function) -> str:
     """A name for messages: ``view``, ``linear``; for a property's getter the name of the property."""
     name = str(getattr(function, "__name__", function))

@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
+from lightning_3d.tensor.handle import placement_of
+from lightning_3d.tensor.placement import EACH, Parts, Shard
 from lightning_3d.tensor.rules.function import Function
 
 
@@ -69,3 +73,48 @@ def as_projection(function: Function, args: Sequence[Any], kwargs: Mapping[str, 
     if projection is None or not isinstance(projection.weight, Tensor) or projection.weight.dim() != 2:
         return None
     return projection
+
+
+def project(call: Call, axis: Axis) -> LocalCall | None:
+    """A product with a sharded weight: column gives a sharded result, row a partial one."""
+    projection = as_projection(call.function, call.args, call.kwargs)
+    at = None if projection is None else placement_of(projection.weight)
+    if projection is None or not isinstance(at, Shard | Parts):
+        return None
+    if at.dim == projection.features_dim:
+        return _column(projection, at)
+    return None if isinstance(at, Parts) else _row(projection, at)
+
+
+def _column(call: Projection, at: Shard | Parts) -> LocalCall:
+    multiply = _multiply(call)
+    result = at.at(call.input.dim() - 1)
+    if call.bias is None:
+        return LocalCall(
+            tensors=(call.input, call.weight), needs=(EACH, at), run=multiply, result=result, weight=call.weight
+        )
+    return LocalCall(
+        tensors=(call.input, call.weight, call.bias),
+        needs=(EACH, at, at.at(call.bias.dim() - 1)),
+        run=multiply,
+        result=result,
+        weight=call.weight,
+    )
+
+
+def _row(call: Projection, at: Shard) -> LocalCall:
+    return LocalCall(
+        tensors=(call.input, call.weight),
+        needs=(Shard(call.input_dim), at),
+        run=_multiply(call),
+        result=PARTIAL,
+        weight=call.weight,
+        # Autocast may have chosen the dtype of the sum.
+        then=None if call.bias is None else lambda output: output + call.bias.to(output.dtype),
+    )
+
+
+def _multiply(call: Projection) -> Callable[..., Tensor]:
+    if call.features_dim == 0:
+        return F.linear
+    return lambda input, weight, bias=None: F.linear(input, weight.t(), bias)

@@ -9,26 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map
 
-from lightning_3d.tensor.parts import Parts
+from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.boundary import gathered, slice_of_sequence
+from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.rules.grouped import GroupedTensor
-from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, sequence_input
-from lightning_3d.tensor.run import crossing
-from lightning_3d.tensor.run.grouped_calls import whole
-from lightning_3d.tensor.run.kept import KeptActivations
-from lightning_3d.tensor.run.sharded_activation import ShardedActivation
-from lightning_3d.tensor.run.sharded_calls import ShardedCalls
+from lightning_3d.tensor.rules.sequence import sequence_input
+from lightning_3d.tensor.run.retained import RetainedActivations
 from lightning_3d.tensor.run.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.uses import VocabularyCalls
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
+from lightning_3d.torch_internals.own_shard import own_shard
 from lightning_3d.torch_internals.recompute import is_reentrant, recomputed_by
 
-Slot = tuple[nn.Module, str, Parts | None]
-"""Where a parameter hangs: the module that owns it, its name there, and its parts if it is sharded part by part."""
+Slot = tuple[nn.Module, str, Sharded | None]
+"""Where a parameter hangs: the module that owns it, its name there, and how it is sharded; None: replicated."""
 
 
 class ShardedForward:
@@ -37,8 +36,8 @@ class ShardedForward:
     Args:
         block: Its parameters are sharded as planned.
         plan: Of this block.
-        mesh: The tp axis.
-        slots: Of parameters that are replicated or sharded part by part.
+        axis: That they are sharded over.
+        slots: Of its parameters, but for those sharded over the vocabulary.
         vocabulary: Where the weights sharded over the vocabulary hang, and their names there.
     """
 
@@ -46,31 +45,31 @@ class ShardedForward:
         self,
         block: nn.Module,
         plan: BlockTensorPlan,
-        mesh: DeviceMesh,
+        axis: MeshAxis,
         slots: Sequence[Slot],
         vocabulary: Sequence[tuple[nn.Module, str]],
     ) -> None:
-        self._forward, self._plan, self._mesh = block.forward, plan, mesh
+        self._forward, self._plan, self._axis = block.forward, plan, axis
         self._slots, self._vocabulary = slots, vocabulary
-        self._kept = KeptActivations(block)
+        self._retained = RetainedActivations(block)
         self._is_running = False
         functools.update_wrapper(self, block.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output: plain tensors, and shards of what nothing reads."""
-        sequence = sequence_input(args, self._mesh.size()) if self._plan.is_sequence_parallel else None
+        sequence = sequence_input(args, self._axis.size) if self._plan.is_sequence_parallel else None
         if sequence is not None:
-            args = (crossing.slice_sequence(sequence, self._mesh, SEQUENCE_DIM), *args[1:])
-        with self._modes(None if sequence is None else sequence.shape):
+            args = (slice_of_sequence(sequence, self._axis), *args[1:])
+        with self._modes(None if sequence is None else sequence.shape) as interpreter:
             output = self._forward(*args, **kwargs)
-        self._kept.show()
-        return _gathered(output, self._plan.unread)
+        self._retained.show(interpreter.whole)
+        return gathered(output, interpreter, self._plan.unread)
 
     @contextmanager
-    def _modes(self, sequence: torch.Size | None) -> Iterator[None]:
-        calls = ShardedCalls(self._mesh, sequence, defers_sums=self._plan.defers_sums)
+    def _modes(self, sequence: torch.Size | None) -> Iterator[Interpreter]:
+        interpreter = Interpreter(self._axis, sequence, defers_sums=self._plan.defers_sums)
         vocabulary = (
-            VocabularyCalls(self._mesh, self._vocabulary, gathers_logits=self._plan.gathers_logits)
+            VocabularyCalls(interpreter, self._vocabulary, gathers_logits=self._plan.gathers_logits)
             if self._vocabulary
             else nullcontext()
         )
@@ -81,19 +80,19 @@ class ShardedForward:
         def on_custom_function(cls: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
             if is_reentrant(cls):
                 args = (again(args[0]), *args[1:])
-            return calls.on_custom_function(cls, function, args, kwargs)
+            return interpreter.on_custom_function(cls, function, args, kwargs)
 
         with (
-            calls.statistics,
-            _local_parameters(self._slots),
-            calls,
+            interpreter.statistics,
+            _own_parameters(self._slots, self._axis),
+            interpreter,
             vocabulary,
             custom_functions_seen(on_custom_function),
             recomputed_by(again),
         ):
             self._is_running = True
             try:
-                yield
+                yield interpreter
             finally:
                 self._is_running = False
 
@@ -104,56 +103,39 @@ class ShardedForward:
 
 
 @contextmanager
-def _local_parameters(slots: Sequence[Slot]) -> Iterator[None]:
-    """Let the block's code find replicated parameters as plain tensors, which also suits custom autograd functions.
-
-    Those that are sharded part by part it finds as what they are.
-    """
+def _own_parameters(slots: Sequence[Slot], axis: MeshAxis) -> Iterator[None]:
+    """Let the block's code find this rank's parts: plain tensors of what is replicated, else sharded tensors."""
     found: list[tuple[dict[str, Any], str, DTensor]] = []
-    local: dict[int, Tensor] = {}
+    own: dict[int, Tensor] = {}
     try:
-        for owner, name, parts in slots:
+        for owner, name, placement in slots:
             parameters: dict[str, Any] = owner._parameters
             parameter = parameters[name]
-            if id(parameter) not in local:
-                own = crossing.local_shard(parameter)
-                local[id(parameter)] = own if parts is None else _in_parts(own, parameter, parts)
+            if id(parameter) not in own:
+                own[id(parameter)] = _own_parameter(parameter, axis, placement)
             found.append((parameters, name, parameter))
-            parameters[name] = local[id(parameter)]
+            parameters[name] = own[id(parameter)]
         yield
     finally:
         for parameters, name, parameter in found:
             parameters[name] = parameter
 
 
-def _in_parts(own: Tensor, parameter: DTensor, parts: Parts) -> GroupedTensor:
-    weight = GroupedTensor(own, parameter.device_mesh, parts)
+def _own_parameter(parameter: DTensor, axis: MeshAxis, placement: Sharded | None) -> Tensor:
+    local = own_shard(parameter)
+    if placement is None:
+        return local
+    weight = ShardedTensor(local, axis, placement)
     weight.is_weight = True
+    weight._is_param = True  # what a block's code finds is an nn.Parameter to it
     return weight
 
 
-def _gathered(output: Any, unread: frozenset[int]) -> Any:
-    """Plain tensors, but for what nothing reads."""
-    if not unread:
-        return tree_map(_plain, output)
-    leaves, spec = tree_flatten(output)
-    gathered = [
-        leaf if i in unread and isinstance(leaf, ShardedActivation) else _plain(leaf) for i, leaf in enumerate(leaves)
-    ]
-    return tree_unflatten(gathered, spec)
-
-
-def _plain(leaf: Any) -> Any:
-    return whole(leaf) if isinstance(leaf, Tensor) else leaf
-
-
 def without_shards(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What callers get of what nothing reads: it is gathered only if something does after all."""
+    """Return outputs that nothing reads as tensors that are gathered only if something reads them after all."""
 
     @functools.wraps(run)
     def returned(*args: Any, **kwargs: Any) -> Any:
-        return tree_map(
-            lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedActivation) else leaf, run(*args, **kwargs)
-        )
+        return tree_map(lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedTensor) else leaf, run(*args, **kwargs))
 
     return returned

@@ -29,9 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import PlanError
+from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.handle import ShardedTensor, shard_dim
 from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.run.second_order import refuse_second_order
-from lightning_3d.tensor.run.sharded_activation import ShardedActivation
+from lightning_3d.tensor.second_order import refuse_second_order
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Saved, as_cross_entropy, shard_bounds
 
@@ -165,10 +166,12 @@ def as_logits(local: Tensor, mesh: DeviceMesh, num_classes: int, *, gather: bool
     return logits
 
 
-def as_unread(activation: ShardedActivation) -> Tensor:
-    """An output that nothing is known to read; whatever reads it gathers it."""
-    dim = activation.shard_dim
-    return _enter(activation.own_shard(), activation.mesh, dim, activation.shape[dim])
+def as_unread(activation: ShardedTensor) -> Tensor:
+    """An evenly sharded output that nothing is known to read; whatever reads it gathers it."""
+    dim, axis = shard_dim(activation), activation.axis
+    assert dim is not None
+    assert isinstance(axis, MeshAxis)
+    return _enter(activation.own(), axis.mesh, dim, activation.shape[dim])
 
 
 def plain(leaf: Any) -> Any:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.tensor import collectives
+from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.run import crossing
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
+from lightning_3d.torch_internals.own_shard import own_shard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +53,10 @@ def _embedding(
     return Embedding(ids=input, weight=weight, padding_idx=padding_idx)
 
 
-def look_up(call: Embedding, mesh: DeviceMesh) -> Tensor:
+def look_up(call: Embedding, axis: MeshAxis) -> Tensor:
     """The rows of `call.ids`, ``[..., width]``, plain: own rows, zeros for those of others, and one all-reduce."""
     assert isinstance(call.weight, DTensor)
-    start, stop = shard_bounds(call.weight.shape[0], mesh)
+    start, stop = shard_bounds(call.weight.shape[0], axis.mesh)
     ids, padding = call.ids, None
     is_own = (ids >= start) & (ids < stop)
     # An id beyond the table is out of bounds on every rank, as it is in one process.
@@ -63,5 +64,5 @@ def look_up(call: Embedding, mesh: DeviceMesh) -> Tensor:
     index = torch.where(is_own, ids - start, torch.where(is_invalid, stop - start, 0))
     if call.padding_idx is not None and start <= call.padding_idx < stop:
         padding = call.padding_idx - start
-    rows = F.embedding(index, crossing.local_shard(call.weight), padding_idx=padding)
-    return crossing.reduce_rows(rows.masked_fill(~is_own.unsqueeze(-1), 0.0), mesh)
+    rows = F.embedding(index, own_shard(call.weight), padding_idx=padding)
+    return collectives.reduce(rows.masked_fill(~is_own.unsqueeze(-1), 0.0), axis)

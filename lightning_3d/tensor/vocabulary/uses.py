@@ -8,7 +8,7 @@ replicated, as what comes of them is a full tensor to it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -17,18 +17,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, WeightPlan
+from lightning_3d.tensor import collectives
+from lightning_3d.tensor.axis import Kind, MeshAxis
+from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.weights import named_parameters
 from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.run import crossing
 from lightning_3d.tensor.run.sharded_output import as_logits
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
+from lightning_3d.torch_internals.own_shard import own_shard
 
 Slot = tuple[nn.Module, str]
 """Where a parameter hangs: the module that owns it, and its name there."""
@@ -52,14 +54,19 @@ _LEAST_SHARE = 0.03
 class WeightUse:
     """How a block uses one table or head."""
 
-    num_lookups: int
-    lookup_bytes: int
-    """Of the rows that are looked up."""
+    lookup_bytes: tuple[int, ...]
+    """Of the rows that are looked up, by lookup."""
 
-    num_heads: int
-    """Uses as the weight of a head."""
+    head_input_bytes: tuple[int, ...]
+    """Of what it is multiplied with as the weight of a head, where that needs a gradient."""
 
-    logits_bytes: int
+    logits_bytes: tuple[int, ...]
+    """Of what these products give."""
+
+    @property
+    def num_heads(self) -> int:
+        """Uses as the weight of a head."""
+        return len(self.logits_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +152,7 @@ def _uses(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: Logits | None
 ) -> Mapping[str, _Seen]:
     """Run the block; FQN -> uses, tied weights alike."""
-    with on_fakes(block, args, kwargs) as fakes, torch.no_grad(), _SeeUses(fakes.parameters, logits) as seen:
+    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad(), _SeeUses(fakes.parameters, logits) as seen:
         output = block.forward(*fakes.args, **fakes.kwargs)
     returned = {id(leaf) for leaf in tree_leaves(output)}
     for use in seen.uses.values():
@@ -158,23 +165,37 @@ def with_vocabulary(plan: BlockTensorPlan, use: VocabularyUse) -> BlockTensorPla
     if not use.fqns:
         return plan
     uses = {id(weight): weight for weight in use.weights.values()}.values()  # a tied weight once
-    sent = sum(weight.lookup_bytes for weight in uses) * 2 * (plan.size - 1) // plan.size
-    num_gathers = sum(weight.num_heads for weight in uses) if use.gathers_logits else 0
-    gathered = sum(weight.logits_bytes for weight in uses) * (plan.size - 1) // plan.size if num_gathers else 0
     return replace(
         plan,
         weights=tuple(_over_vocabulary(weight) if weight.fqn in use.fqns else weight for weight in plan.weights),
-        num_all_reduces_forward=plan.num_all_reduces_forward + sum(weight.num_lookups for weight in uses),
-        num_all_reduces_backward=plan.num_all_reduces_backward + sum(weight.num_heads for weight in uses),
-        num_other_collectives_forward=plan.num_other_collectives_forward + num_gathers,
-        gathers_logits=num_gathers > 0,
-        communicated_bytes=plan.communicated_bytes + sent + gathered,
+        collectives=(
+            *plan.collectives,
+            *(collective for weight in uses for collective in _collectives(weight, use, plan.size)),
+        ),
+        gathers_logits=use.gathers_logits and any(weight.num_heads for weight in uses),
         reason=None,
     )
 
 
+def _collectives(weight: WeightUse, use: VocabularyUse, size: int) -> Iterator[Collective]:
+    def of(kind: Kind, num_bytes: int, call: str, *, is_backward: bool = False) -> Collective:
+        sent = num_bytes * (2 if kind == "all-reduce" else 1) * (size - 1) // size
+        return Collective(kind=kind, num_bytes=sent, call=call, is_backward=is_backward)
+
+    for num_bytes in weight.lookup_bytes:
+        yield of("all-reduce", num_bytes, "embedding")
+    for num_bytes in weight.head_input_bytes:
+        yield of("all-reduce", num_bytes, "linear", is_backward=True)
+    for num_bytes in weight.logits_bytes if use.gathers_logits else ():
+        yield of("all-gather", num_bytes, "linear")
+
+
 def _over_vocabulary(weight: WeightPlan) -> WeightPlan:
     return replace(weight, role="vocabulary", shard_dim=0, reason=None)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _can_cut(weight: Tensor, size: int) -> bool:
@@ -189,8 +210,8 @@ def _can_cut(weight: Tensor, size: int) -> bool:
 class _Seen:
     """The uses of one parameter."""
 
-    num_lookups: int = 0
-    lookup_bytes: int = 0
+    lookup_bytes: list[int] = field(default_factory=list)
+    head_input_bytes: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     num_others: int = 0
     biases: tuple[str, ...] = ()
@@ -198,15 +219,14 @@ class _Seen:
 
     @property
     def is_vocabulary(self) -> bool:
-        return self.num_lookups + len(self.logits) > 0 and self.num_others == 0
+        return len(self.lookup_bytes) + len(self.logits) > 0 and self.num_others == 0
 
     @cached_property
     def summary(self) -> WeightUse:
         return WeightUse(
-            num_lookups=self.num_lookups,
-            lookup_bytes=self.lookup_bytes,
-            num_heads=len(self.logits),
-            logits_bytes=sum(logits.numel() * logits.element_size() for logits in self.logits),
+            lookup_bytes=tuple(self.lookup_bytes),
+            head_input_bytes=tuple(self.head_input_bytes),
+            logits_bytes=tuple(_num_bytes(logits) for logits in self.logits),
         )
 
 
@@ -238,8 +258,7 @@ class _SeeUses(TorchFunctionMode):
         used = {id(tensor) for tensor in tensors_in((args, kwargs))} & self.uses.keys()
         if (embedding := as_embedding(func, args, kwargs)) is not None and id(embedding.weight) in used:
             use = self.uses[id(embedding.weight)]
-            use.num_lookups += 1
-            use.lookup_bytes += output.numel() * output.element_size()
+            use.lookup_bytes.append(_num_bytes(output))
             used.discard(id(embedding.weight))
         if func is F.linear:
             used -= self._head(output, *args, **kwargs)
@@ -254,6 +273,8 @@ class _SeeUses(TorchFunctionMode):
             return set()
         use = self.uses[id(weight)]
         use.logits.append(output)
+        if input.requires_grad:
+            use.head_input_bytes.append(_num_bytes(input))
         if bias is None:
             return {id(weight)}
         use.biases = (*use.biases, *self._fqns[id(bias)])
@@ -267,21 +288,22 @@ class VocabularyCalls(TorchFunctionMode):
     """Answers the calls that use weights sharded over the vocabulary; active during one forward of one block.
 
     Args:
-        mesh: The tp axis.
+        interpreter: Of the block's other calls.
         slots: Where these weights hang; their biases, too.
         gathers_logits: Whether the step reads logits otherwise than by its loss.
     """
 
-    def __init__(self, mesh: DeviceMesh, slots: Sequence[Slot], *, gathers_logits: bool) -> None:
+    def __init__(self, interpreter: Interpreter, slots: Sequence[Slot], *, gathers_logits: bool) -> None:
         super().__init__()
-        self._mesh, self._gathers_logits = mesh, gathers_logits
+        assert isinstance(interpreter.axis, MeshAxis)
+        self._interpreter, self._axis, self._gathers_logits = interpreter, interpreter.axis, gathers_logits
         self._weights = [owner._parameters[name] for owner, name in slots]
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         embedding = as_embedding(func, args, kwargs)
         if embedding is not None and self._holds(embedding.weight):
-            return look_up(embedding, self._mesh)
+            return look_up(embedding, self._axis)
         if func is F.linear and self._holds(args[1] if len(args) > 1 else kwargs["weight"]):
             return self._logits(*args, **kwargs)
         return func(*args, **kwargs)
@@ -291,7 +313,7 @@ class VocabularyCalls(TorchFunctionMode):
 
     def _logits(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         assert isinstance(weight, DTensor)
-        entered = crossing.enter_columns(crossing.gather(input), self._mesh)
-        own_bias = None if bias is None else crossing.local_shard(bias)
-        local = F.linear(entered, crossing.local_shard(weight), own_bias)
-        return as_logits(local, self._mesh, weight.shape[0], gather=self._gathers_logits)
+        entered = collectives.enter(self._interpreter.whole(input), self._axis)
+        own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
+        local = F.linear(entered, own_shard(weight), own_bias)
+        return as_logits(local, self._axis.mesh, weight.shape[0], gather=self._gathers_logits)

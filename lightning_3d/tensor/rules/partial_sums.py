@@ -6,7 +6,7 @@
     any other call               all-reduce
 
 Until then every call is linear in the rows, so it can be made on the parts. Scores are read by all ranks, each with a
-part of their gradient, as the inputs of column weights are. Planning and execution read the calls here.
+part of their gradient, as the inputs of column weights are.
 """
 
 from __future__ import annotations
@@ -16,54 +16,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
+from lightning_3d.tensor.handle import placement_of
+from lightning_3d.tensor.placement import EACH, Partial
 from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
-from lightning_3d.tensor.run import crossing
 
 _VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute"})
 
 _PRODUCTS = frozenset({"mul", "__mul__", "__rmul__"})
 
 
-class PartialSum(Tensor):
-    """A handle that shows a sum over tp which is not made yet; `sharded_calls` answers the calls with it.
+def on_parts_of_sum(call: Call) -> LocalCall | None:
+    """A call that every rank makes on its part of a sum, so that the sum of the results is the result of the sum."""
+    if not keeps_partial(call.function, call.args, call.kwargs, is_sum, _is_plain):
+        return None
+    tensors = call.tensors
+    needs = tuple(PARTIAL if is_sum(tensor) else EACH for tensor in tensors)
+    return LocalCall(tensors=tensors, needs=needs, run=call.run, result=PARTIAL)
 
-    Args:
-        local: This rank's part.
-        mesh: The tp axis.
-        is_fresh: Nobody else has the memory of `local`.
-    """
 
-    local: Tensor
-    mesh: DeviceMesh
-    is_fresh: bool
-    made: Tensor | None
-    """The sum, a plain tensor, once it is made; `local` is then of no use."""
+def is_sum(tensor: object) -> bool:
+    """Whether a tensor is a sum over the ranks that is not made yet."""
+    return isinstance(placement_of(tensor), Partial)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    @staticmethod
-    def __new__(cls, local: Tensor, mesh: DeviceMesh, *, is_fresh: bool) -> PartialSum:
-        handle = Tensor._make_wrapper_subclass(
-            cls, local.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
-        handle.local, handle.mesh, handle.is_fresh, handle.made = local, mesh, is_fresh, None
-        return handle
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
-        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        raise NotImplementedError(f"{func} on a partial sum, from code that tensor parallel does not see")
-
-    def reduced(self) -> Tensor:
-        """The sum; made once, with its history even if the first reader needs none."""
-        if self.made is None:
-            with torch.enable_grad():
-                own = self.local if self.is_fresh else self.local.clone()
-                self.made = crossing.reduce_rows(own, self.mesh)
-        return self.made
+def _is_plain(tensor: Tensor) -> bool:
+    return placement_of(tensor) is None
 
 
 def keeps_partial(

@@ -32,7 +32,7 @@ _INDEXING = frozenset(
 )
 
 
-class RepresentativeValues(TorchDispatchMode):
+class AssumedValues(TorchDispatchMode):
     """Active inside a ``FakeTensorMode``."""
 
     def __init__(self) -> None:
@@ -47,9 +47,9 @@ class RepresentativeValues(TorchDispatchMode):
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException):
-            return self._representative(func, args, kwargs or {})
+            return self._assumed(func, args, kwargs or {})
 
-    def _representative(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _assumed(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._num_reads += 1
         if self._num_reads > _MAX_READS:
             raise PlanError(f"it reads more than {_MAX_READS} values of its data ({func})")

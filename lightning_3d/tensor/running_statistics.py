@@ -11,23 +11,22 @@ from types import TracebackType
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 # torch 2.13 leaves a recomputed forward by this exception, on all ranks alike, once it has what the backward needs.
 from torch.utils.checkpoint import _StopRecomputationError
 
-from lightning_3d.tensor.run.collectives import all_gathered
+from lightning_3d.tensor.axis import Axis
 
 
 class RunningStatistics:
     """Around one forward of one block.
 
     Args:
-        mesh: The tp axis.
+        axis: That the channels are sharded over.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
         self._changed: dict[int, Tensor] = {}
 
     def own(self, buffer: Tensor, *, changes: bool) -> Tensor:
@@ -39,9 +38,9 @@ class RunningStatistics:
         """
         if changes:
             self._changed[id(buffer)] = buffer
-        length = buffer.shape[0] // self._mesh.size()
+        length = buffer.shape[0] // self._axis.size
         # `data`: autograd, which saves these without reading them, must not notice when they are completed.
-        return buffer.data.narrow(0, self._mesh.get_local_rank() * length, length)
+        return buffer.data.narrow(0, self._axis.rank * length, length)
 
     def __enter__(self) -> RunningStatistics:
         return self
@@ -55,7 +54,7 @@ class RunningStatistics:
 
     def _complete(self, buffers: Sequence[Tensor]) -> None:
         own = torch.cat([self.own(buffer, changes=False) for buffer in buffers])
-        every = all_gathered(own, self._mesh.get_group())
-        lengths = [buffer.shape[0] // self._mesh.size() for buffer in buffers]
-        for buffer, values in zip(buffers, every.view(self._mesh.size(), -1).split(lengths, 1), strict=True):
+        every = self._axis.all_gather(own, 0)
+        lengths = [buffer.shape[0] // self._axis.size for buffer in buffers]
+        for buffer, values in zip(buffers, every.view(self._axis.size, -1).split(lengths, 1), strict=True):
             buffer.data.copy_(values.flatten())

@@ -1,0 +1,98 @@
+"""One axis of the mesh as sharded computations see it: how many ranks, which one this is, and three collectives.
+
+`MeshAxis` communicates. Planning has an axis of its own, whose collectives only write down what they would send.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
+
+
+def sent_bytes(kind: Kind, tensor: Tensor, size: int) -> int:
+    """Bytes that each of `size` ranks sends of a full tensor, by ring algorithms."""
+    num_bytes = tensor.numel() * tensor.element_size() * (size - 1) // size
+    return 2 * num_bytes if kind == "all-reduce" else num_bytes
+
+
+class Axis(Protocol):
+    """An axis of the mesh."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's position, from 0."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks; a contiguous `tensor` that nobody else reads, as it may be overwritten."""
+
+    def all_gather(self, local: Tensor, dim: int) -> Tensor:
+        """The shards of all ranks one after the other along `dim`; contiguous."""
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's shard along `dim` of the sum over the ranks."""
+
+    def expect_backward(self, result: Tensor, *collectives: tuple[Kind, Tensor]) -> None:
+        """Note that the backward of `result` communicates these full tensors."""
+
+
+class MeshAxis:
+    """A one-dimensional device mesh.
+
+    Collectives run in place on eager tensors, which is faster; where a block is captured for a compiler they are
+    functions, as tracing needs collectives that return new tensors.
+
+    Args:
+        mesh: With one dimension.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.size, self.rank, self._group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Axis`."""
+        if _is_captured(tensor):
+            summed: Tensor = functional.all_reduce(tensor, "sum", self._group)
+            return summed
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def all_gather(self, local: Tensor, dim: int) -> Tensor:
+        """See `Axis`."""
+        local = local.contiguous()
+        if _is_captured(local):
+            every: Tensor = functional.all_gather_single(local, 0, self._group)
+        else:
+            every = local.new_empty(self.size * local.shape[0], *local.shape[1:])
+            dist.all_gather_single(every, local, group=self._group)
+        return every if dim == 0 else torch.cat(every.chunk(self.size), dim)
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `Axis`."""
+        full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
+        if _is_captured(full):
+            summed: Tensor = functional.reduce_scatter_single(full, "sum", 0, self._group)
+            return summed
+        own = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
+        dist.reduce_scatter_single(own, full, group=self._group)
+        return own
+
+    def expect_backward(self, result: Tensor, *collectives: tuple[Kind, Tensor]) -> None:
+        """Nothing: what the backward communicates is seen when it runs."""
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether a tensor is a stand-in; AOTAutograd traces on these (torch 2.13)."""
+    return isinstance(tensor, FunctionalTensor)

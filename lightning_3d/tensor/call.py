@@ -1,0 +1,103 @@
+"""A call of user code with sharded tensors, and how every rank makes it on its own parts.
+
+[Note: replicated is plain]
+Inside a block a tensor that every rank has whole is a plain tensor, and only a sharded one is a `ShardedTensor`. Calls
+on plain tensors alone are the user's own, untouched. Sharding begins where a plain activation meets a column weight,
+lives through the calls that have a sharded form, and ends at a row weight (an all-reduce) or, at a price, at a call
+that has none (an all-gather). A sum whose parts lie on the ranks is made at once.
+
+         plain          sharded                                  plain
+    x ---------> column ---------> view, attention, gelu, ... ---------> row, all-reduce --> y
+
+A rule (`rules`) reads a `Call` and says by a `LocalCall` what every operand must be, what each rank computes, and what
+the results are. `interpret` carries that out; planning and running differ only in the axis that they do it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.placement import WHOLE, Partial, Placement
+from lightning_3d.tensor.rules.function import Function, map_tensors, tensors_in
+
+
+class Call(NamedTuple):
+    """A call of a torch function."""
+
+    function: Function
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors among the arguments."""
+        return tuple(tensors_in((self.args, self.kwargs)))
+
+    def run(self, *tensors: Tensor) -> Any:
+        """The same call with others in the place of its tensors."""
+        others = iter(tensors)
+        args, kwargs = map_tensors(lambda _: next(others), (self.args, dict(self.kwargs)))
+        return self.function(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStatistic:
+    """A buffer with one element per channel, of which every rank reads and changes its own channels."""
+
+    changes: bool
+
+
+Need = Placement | RunningStatistic
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalCall:
+    """How every rank makes a call."""
+
+    tensors: tuple[Tensor, ...]
+
+    needs: tuple[Need, ...]
+    """What each of them has to be; what is not, is made so."""
+
+    run: Callable[..., Any]
+    """Computes this rank's results from these tensors."""
+
+    result: Placement | tuple[Placement, ...] = WHOLE
+    """Of all tensors among the results, or of each; a partial one is summed at once."""
+
+    weight: Tensor | None = None
+    """The column or row weight whose use this is."""
+
+    is_stacked: bool = False
+    """Whether that weight is a stack of matrices that each see a part of the input, as those of experts do."""
+
+    makes_weight: bool = False
+    """Whether the results are the weight in another form, such as its transpose."""
+
+    starts: tuple[int, ...] = ()
+    """Where the results begin along the sharded dim of the only tensor, if they are pieces of it."""
+
+    is_random: bool = False
+    """Whether every rank draws random numbers of its own from the default generator."""
+
+    then: Callable[[Tensor], Any] | None = None
+    """A further call on the result, such as adding a bias to the sum."""
+
+
+Rule = Callable[[Call, Axis], LocalCall | None]
+"""Gives None for a call that it has no sharded form for."""
+
+
+def on_whole(call: Call) -> LocalCall:
+    """Every rank makes the call on whole tensors."""
+    tensors = call.tensors
+    return LocalCall(tensors=tensors, needs=(WHOLE,) * len(tensors), run=call.run)
+
+
+PARTIAL = Partial()

@@ -1,0 +1,151 @@
+"""The differentiable ways between whole and sharded tensors, each with its collective.
+
+A plain tensor inside a block has the same value on every rank of the axis, and so has its gradient. Every function here
+keeps that: where ranks contribute different parts of a gradient, its backward sums them.
+
+                        forward              backward
+    enter               nothing              all-reduce       (Megatron's f)
+    reduce              all-reduce           nothing          (Megatron's g)
+    cut                 take one's part      all-gather
+    gather              all-gather           take one's part
+    gather_sequence     all-gather           reduce-scatter
+    scatter             reduce-scatter       all-gather
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.placement import Parts, Sharded
+from lightning_3d.tensor.second_order import refuse_second_order
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # A copy: autograd may hand the same gradient tensor to other nodes.
+        copied = gradient.clone(memory_format=torch.contiguous_format)
+        if torch.is_grad_enabled():  # a gradient of this gradient may come
+            return _apply(_Reduce, copied, ctx.axis), None
+        return ctx.axis.all_reduce(copied), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
+        # `data`, as user code may change the result in place, which autograd refuses for a view made here.
+        return axis.all_reduce(partial.contiguous().data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _apply(_Enter, gradient, ctx.axis) if torch.is_grad_enabled() else gradient, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return tensor.chunk(axis.size, dim)[axis.rank].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if torch.is_grad_enabled():
+            return _apply(_Gather, gradient, ctx.axis, ctx.dim), None, None
+        return ctx.axis.all_gather(gradient, ctx.dim), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.all_gather(local, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_order("a gathered activation")
+        return gradient.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.all_gather(local, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_order("tensor.sequence_parallel")
+        return ctx.axis.reduce_scatter(gradient, ctx.dim), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.reduce_scatter(partial, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_order("tensor.sequence_parallel")
+        return ctx.axis.all_gather(gradient, ctx.dim), None, None
+
+
+def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
+    return cast(Tensor, function.apply(*args))
+
+
+def enter(tensor: Tensor, axis: Axis) -> Tensor:
+    """A plain tensor that every rank reads for a result of its own; call it once per tensor, whatever reads it then."""
+    if not tensor.requires_grad:
+        return tensor
+    entered = _apply(_Enter, tensor, axis)
+    axis.expect_backward(entered, ("all-reduce", tensor))
+    return entered
+
+
+def reduce(partial: Tensor, axis: Axis) -> Tensor:
+    """The sum over the ranks; `partial` must be a fresh result and is overwritten."""
+    return _apply(_Reduce, partial, axis)
+
+
+def cut(tensor: Tensor, axis: Axis, placement: Sharded) -> Tensor:
+    """This rank's part of a plain tensor."""
+    if not tensor.requires_grad:
+        return placement.own(tensor, axis.size, axis.rank)
+    grouped = placement.grouped(tensor) if isinstance(placement, Parts) else tensor
+    own = _apply(_Cut, grouped, axis, placement.dim)
+    axis.expect_backward(own, ("all-gather", tensor))
+    return own
+
+
+def gather(local: Tensor, axis: Axis, placement: Sharded) -> Tensor:
+    """A sharded tensor as a plain one in its original order."""
+    full = _apply(_Gather, local, axis, placement.dim)
+    return placement.ungrouped(full) if isinstance(placement, Parts) else full
+
+
+def gather_sequence(local: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The whole sequence as what every rank reads, from its slices; call it once per activation."""
+    whole = _apply(_GatherSequence, local, axis, dim)
+    if local.requires_grad:
+        axis.expect_backward(whole, ("reduce-scatter", whole))
+    return whole
+
+
+def scatter(partial: Tensor, axis: Axis, dim: int) -> Tensor:
+    """This rank's slice along `dim` of the sum over the ranks."""
+    own = _apply(_Scatter, partial, axis, dim)
+    if partial.requires_grad:
+        axis.expect_backward(own, ("all-gather", partial))
+    return own

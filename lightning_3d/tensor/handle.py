@@ -1,0 +1,122 @@
+"""`ShardedTensor`, the one form in which a block's code meets a tensor of which this rank has a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.errors import PlanError
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.placement import Partial, Parts, Shard, Sharded
+
+_UNSEEN = (
+    "a sharded activation was used where tensor parallel does not see it: by code that bypasses torch's function "
+    "modes, or after the block's forward"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The weights that a tensor's sharding comes from, as planning follows them."""
+
+    sources: frozenset[str]
+    """FQNs of column weights."""
+
+    start: int = 0
+    """The output feature of the weight with which the sharded dim begins."""
+
+    row: str | None = None
+    """FQN of the row weight that a deferred sum comes from."""
+
+
+class ShardedTensor(Tensor):
+    """A handle with the full shape on a plain local tensor.
+
+    `interpret` answers the calls of user code with it. Autograd follows the local tensors alone: neither the handle nor
+    DTensor takes part, which makes a block's local work as fast as that of layers written by hand.
+
+    Args:
+        local: This rank's part, with its autograd history.
+        axis: The axis that it is sharded over.
+        placement: A sharded dim, or `Partial`: the sum over the ranks is not made yet.
+
+    Raises:
+        PlanError: torch itself, not `interpret`, computes with it or hands it a gradient.
+    """
+
+    local: Tensor
+    axis: Axis
+    placement: Sharded | Partial
+
+    is_weight: bool = False
+    """Whether it is a parameter or was made of one, and is multiplied with as one."""
+
+    is_fresh: bool = False
+    """Whether nobody else has the memory of `local`, a part of a sum."""
+
+    total: Tensor | None = None
+    """The sum, a plain tensor, once it is made; `local` is then of no use."""
+
+    origin: Origin | None = None
+    """Set while planning."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as DTensor has it
+
+    @staticmethod
+    def __new__(cls, local: Tensor, axis: Axis, placement: Sharded | Partial) -> ShardedTensor:
+        shape: Sequence[int] = local.shape
+        if type(placement) is Shard:
+            dim = placement.dim
+            shape = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
+        elif type(placement) is Parts:
+            shape = (*shape[: placement.dim], sum(placement.sizes), *shape[placement.dim + 1 :])
+        handle = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        handle.local, handle.axis, handle.placement = local, axis, placement
+        if local.requires_grad:
+            handle.register_hook(_refuse)  # type: ignore[no-untyped-call]  # torch 2.13
+        return handle
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise PlanError(f"{_UNSEEN} ({func})")
+
+    def own(self) -> Tensor:
+        """The local tensor."""
+        if self.grad_fn is not None:  # the result of an autograd function: `local` lacks that part of the history
+            raise PlanError(f"{_UNSEEN} ({self.grad_fn.name()})")
+        return self.local
+
+    def follow_local(self) -> None:
+        """After the local tensor was changed in place: it may need a gradient now."""
+        if self.local.requires_grad and not self.requires_grad:
+            self.requires_grad_()
+            self.register_hook(_refuse)  # type: ignore[no-untyped-call]
+
+
+def placement_of(tensor: object) -> Sharded | Partial | None:
+    """How a sharded tensor lies; None for a plain one, and for what is no tensor."""
+    return tensor.placement if isinstance(tensor, ShardedTensor) else None
+
+
+def shard_dim(tensor: object) -> int | None:
+    """The dim that a tensor is evenly sharded on; None for a plain tensor or any other placement."""
+    placement = placement_of(tensor)
+    return placement.dim if type(placement) is Shard else None
+
+
+def parts_of(tensor: object) -> Parts | None:
+    """The parts of a tensor that has them; None for any other."""
+    placement = placement_of(tensor)
+    return placement if type(placement) is Parts else None
+
+
+def _refuse(gradient: Tensor) -> None:
+    raise PlanError(_UNSEEN)

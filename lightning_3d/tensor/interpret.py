@@ -1,0 +1,297 @@
+"""Answering the calls of a block's code that have sharded tensors among their arguments.
+
+The one place where [Note: replicated is plain] becomes fact: a rule of the table says how every rank makes a call
+(`LocalCall`), and the interpreter makes its operands what they have to be, runs it and wraps the results. Whether
+anything is communicated is the axis's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_3d.errors import PlanError
+from lightning_3d.model.own_code import is_own
+from lightning_3d.tensor import collectives
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import Call, LocalCall, Need, RunningStatistic, on_whole
+from lightning_3d.tensor.gathered_sequence import GatheredSequence
+from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.placement import Partial, Placement, Shard, Sharded, Whole
+from lightning_3d.tensor.randomness import seeded_for_rank
+from lightning_3d.tensor.rules.function import (
+    METADATA,
+    SET_DATA,
+    Function,
+    destination,
+    function_name,
+    map_tensors,
+    runs_whole,
+    simplified,
+)
+from lightning_3d.tensor.rules.generic import custom, generic
+from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
+from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, is_along
+from lightning_3d.tensor.rules.table import RULES, rewritten
+from lightning_3d.tensor.running_statistics import RunningStatistics
+from lightning_3d.torch_internals.own_shard import own_shard
+
+T = TypeVar("T")
+
+_OF_AUTOGRAD = frozenset({"backward", "register_hook", "retain_grad", "__set__"})
+"""Calls that change a tensor's place in the graph."""
+
+
+class Interpreter(TorchFunctionMode):
+    """Active during one forward of one block.
+
+    Args:
+        axis: That the block is sharded over.
+        sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
+        defers_sums: Whether what row weights of experts give is summed later (`partial_sums`).
+    """
+
+    def __init__(self, axis: Axis, sequence: torch.Size | None = None, *, defers_sums: bool = False) -> None:
+        super().__init__()
+        self.axis, self._sequence, self._defers_sums = axis, sequence, defers_sums
+        self.statistics = RunningStatistics(axis)
+        """To be entered with this mode."""
+        self._entered: _ByTensor[Tensor] = _ByTensor()
+        self._gathered: _ByTensor[GatheredSequence] = _ByTensor()
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == SET_DATA and isinstance(args[0], nn.Parameter):
+            raise PlanError("parameter.data = ... inside of a block would change this forward's shard alone: use copy_")
+        if not (_holds(args) or (kwargs and _holds(kwargs.values()))):
+            return func(*args, **kwargs)
+        name = function_name(func)
+        if name in METADATA:
+            return func(*args, **kwargs)
+        if (known := rewritten(func, args, kwargs)) is not None:
+            with self:
+                return known(*args, **kwargs)
+        return self.answer(Call(func, name, simplified(func, args), kwargs))
+
+    def answer(self, call: Call) -> Any:
+        """The result of a call, some of whose tensors are sharded."""
+        if any(isinstance(tensor, DTensor) for tensor in call.tensors):
+            call = self._mapped(call, self._of_parameter)
+        if any(is_sum(tensor) for tensor in call.tensors):
+            if is_sum(destination(call.function, call.args, call.kwargs)):
+                raise PlanError(f"{call.name} changes a sum in place that may not have been made yet")
+            call = self._mapped(call, _total)
+            if (on_parts := on_parts_of_sum(call)) is not None:
+                return self.execute(call, on_parts)
+            call = self._mapped(call, self._summed)
+        if not any(isinstance(tensor, ShardedTensor) for tensor in call.tensors):
+            return call.function(*call.args, **call.kwargs)
+        for rule in RULES.get(call.name, ()):
+            if (local := rule(call, self.axis)) is not None:
+                return self.execute(call, local)
+        return self.execute(call, self._other(call))
+
+    def on_custom_function(
+        self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Answer a custom autograd function; those of torch and of this package make and read shards themselves."""
+        if is_own(cls.__module__) or not (_holds(args) or _holds(kwargs.values())):
+            return function(*args, **kwargs)
+        call = self._mapped(Call(function, cls.__name__, args, kwargs), self._summed)
+        return self.execute(call, custom(call, self.axis) or on_whole(call))
+
+    def _other(self, call: Call) -> LocalCall:
+        """A call that no rule answers."""
+        changed = destination(call.function, call.args, call.kwargs)
+        is_refused = runs_whole(call.name) or (changed is not None and not isinstance(changed, ShardedTensor))
+        local = None if is_refused else generic(call, self.axis)
+        if local is not None:
+            return local
+        if changed is None and call.name in _OF_AUTOGRAD:
+            changed = call.args[0]
+        if isinstance(changed, ShardedTensor):
+            self.refuse_change(call, changed)
+        return on_whole(call)
+
+    def refuse_change(self, call: Call, tensor: Tensor) -> None:
+        """Raise, as a call changes a sharded tensor in place and not every rank can do that on its own shard."""
+        raise PlanError(
+            f"{call.name} changes a sharded tensor in place, and not every rank can do that on its own shard"
+        )
+
+    # -------------------------------------------------------------------------------------------- carrying out
+
+    def execute(self, call: Call, local: LocalCall) -> Any:
+        """Make a call as a rule says."""
+        with ExitStack() as contexts:
+            own = {}  # local tensor by id -> the handle that it is of
+            operands = []
+            for tensor, need in zip(local.tensors, local.needs, strict=True):
+                operand = self._meet(tensor, need, contexts)
+                if isinstance(tensor, ShardedTensor) and operand is tensor.local:
+                    own[id(operand)] = tensor
+                operands.append(operand)
+            if local.is_random:
+                contexts.enter_context(seeded_for_rank(operands[0].device, self.axis.rank))
+            output = local.run(*operands)
+        for handle in own.values():
+            handle.follow_local()
+        if type(local.result) is Whole:
+            return self._then(local, output)
+        placements, starts = _each(local.result), iter(local.starts)
+
+        def wrapped(result: Tensor) -> Tensor:
+            placement, start = next(placements), next(starts, 0)
+            return own[id(result)] if id(result) in own else self.wrap(result, placement, call, local, start)
+
+        return self._then(local, map_tensors(wrapped, output))
+
+    def _then(self, local: LocalCall, result: Any) -> Any:
+        if local.then is None:
+            return result
+        with self:
+            return local.then(result)
+
+    def _meet(self, tensor: Tensor, need: Need, contexts: ExitStack) -> Tensor:
+        """An operand as a call needs it."""
+        if type(need) is Whole:
+            return self._read_by_each(tensor, contexts) if need.sums_gradients else self.whole(tensor)
+        if type(need) is RunningStatistic:
+            return self.statistics.own(tensor, changes=need.changes)
+        if isinstance(tensor, ShardedTensor) and tensor.placement == need:
+            if type(need) is Partial:
+                tensor.is_fresh = False  # the backward may read it
+            return tensor.own()
+        assert not isinstance(need, Partial)
+        return collectives.cut(self.whole(tensor), self.axis, need)
+
+    def _read_by_each(self, tensor: Tensor, contexts: ExitStack) -> Tensor:
+        """All of a tensor, whose gradient is the sum of what the ranks have; alike for all calls that read it."""
+        if self._is_slice_of_sequence(tensor):
+            gathered = self._sequence_of(tensor)
+            contexts.enter_context(gathered.not_saved())
+            return gathered.whole
+        whole = self.whole(tensor)
+        if not whole.requires_grad or not torch.is_grad_enabled():
+            return whole
+        return self._entered.get(whole, lambda: collectives.enter(whole, self.axis))
+
+    def _is_slice_of_sequence(self, tensor: Tensor) -> bool:
+        if not isinstance(tensor, ShardedTensor) or tensor.placement != Shard(SEQUENCE_DIM):
+            return False
+        return is_along(tensor, self._sequence)
+
+    def _sequence_of(self, tensor: ShardedTensor) -> GatheredSequence:
+        return self._gathered.get(tensor.local, lambda: self.gather_sequence(tensor))
+
+    def gather_sequence(self, tensor: ShardedTensor) -> GatheredSequence:
+        """The sequence whose slice a tensor is, for column weights."""
+        return GatheredSequence(tensor.own(), self.axis)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor that is sharded in any way as a plain one in its original order; a plain one as it is."""
+        if not isinstance(tensor, ShardedTensor):
+            return tensor
+        if isinstance(tensor.placement, Partial):
+            return self._summed(tensor)
+        return collectives.gather(tensor.own(), self.axis, tensor.placement)
+
+    def wrap(self, result: Tensor, placement: Placement, call: Call, local: LocalCall, start: int) -> Tensor:
+        """What this rank computed as the block's code gets it; `start`: where it begins, if it is a piece."""
+        if isinstance(placement, Partial):
+            return self.sum(result, call, local)
+        if isinstance(placement, Whole):
+            return result
+        handle = ShardedTensor(result, self.axis, placement)
+        handle.is_weight = local.makes_weight
+        return handle
+
+    def sum(self, partial: Tensor, call: Call, local: LocalCall) -> Tensor:
+        """The sum of what the ranks computed: made now, cut along the sequence, or left for later."""
+        is_deferred = local.is_stacked and self._defers_sums
+        if is_deferred or any(is_sum(tensor) for tensor in local.tensors):
+            handle = ShardedTensor(partial, self.axis, Partial())
+            handle.is_fresh = is_deferred
+            return handle
+        if local.weight is not None and is_along(partial, self._sequence):
+            return self.sharded(collectives.scatter(partial, self.axis, SEQUENCE_DIM), Shard(SEQUENCE_DIM))
+        return collectives.reduce(partial, self.axis)
+
+    def sharded(self, local: Tensor, placement: Sharded) -> ShardedTensor:
+        """A part as a tensor of the block's code."""
+        return ShardedTensor(local, self.axis, placement)
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        """A deferred sum; made once, with its history even if the first reader needs none. Any other as it is."""
+        if not isinstance(tensor, ShardedTensor) or not is_sum(tensor):
+            return tensor
+        if tensor.total is None:
+            with torch.enable_grad():
+                partial = tensor.own() if tensor.is_fresh else tensor.own().clone()
+                tensor.total = self.reduce_deferred(partial, tensor)
+        return tensor.total
+
+    def reduce_deferred(self, partial: Tensor, tensor: ShardedTensor) -> Tensor:
+        """The sum of the parts of a deferred sum."""
+        return collectives.reduce(partial, self.axis)
+
+    def _mapped(self, call: Call, change: Callable[[Tensor], Tensor]) -> Call:
+        args, kwargs = map_tensors(change, (call.args, dict(call.kwargs)))
+        return Call(call.function, call.name, args, kwargs)
+
+    def _of_parameter(self, tensor: Tensor) -> Tensor:
+        """Parameters that reach a call past their module, as those of recurrent layers do."""
+        if not isinstance(tensor, DTensor):
+            return tensor
+        placement, own = tensor.placements[0], own_shard(tensor)
+        if placement.is_replicate():
+            return own
+        handle = self.sharded(own, Shard(placement.dim))  # type: ignore[attr-defined]  # no partial parameters
+        handle.is_weight = True
+        return handle
+
+
+def _holds(values: Any) -> bool:
+    """Whether arguments hold a sharded tensor, at most one list deep as torch functions take them."""
+    for value in values:
+        if isinstance(value, ShardedTensor | DTensor):
+            return True
+        if isinstance(value, list | tuple) and any(isinstance(item, ShardedTensor | DTensor) for item in value):
+            return True
+    return False
+
+
+def _total(tensor: Tensor) -> Tensor:
+    """The sum, if it is made."""
+    return tensor.total if isinstance(tensor, ShardedTensor) and tensor.total is not None else tensor
+
+
+def _each(placements: Placement | tuple[Placement, ...]) -> Iterator[Placement]:
+    if isinstance(placements, tuple):
+        yield from placements
+    while not isinstance(placements, tuple):
+        yield placements
+
+
+class _ByTensor(Generic[T]):
+    """What was made of tensors, once for each of them until it is changed in place."""
+
+    def __init__(self) -> None:
+        # id -> (the tensor, so that no id is used twice; its version; what was made of it).
+        self._made: dict[int, tuple[Tensor, int, T]] = {}
+
+    def get(self, tensor: Tensor, make: Callable[[], T]) -> T:
+        """What was made of a tensor; made now if it is new or changed."""
+        known = self._made.get(id(tensor))
+        if known is None or known[1] != tensor._version:
+            known = (tensor, tensor._version, make())
+            self._made[id(tensor)] = known
+        return known[2]

@@ -1,0 +1,126 @@
+"""How a tensor lies over one axis of the mesh: `Whole`, `Shard`, `Parts` or `Partial`.
+
+[Note: parts]
+The query, key and value features of one fused projection are the parts of one dim, which need not be equal. Every rank
+holds its own slice of every part, one after the other. For the parts q and k and 2 ranks:
+
+    original order     q0 q1 q2 q3 | k0 k1 k2 k3
+    grouped order      q0 q1 k0 k1 | q2 q3 k2 k3        even shards: rank 0, rank 1
+
+So a parameter in grouped order is an ordinary evenly sharded DTensor, to FSDP2 and to optimizers, too. Files hold the
+original order: `Parts.grouped` and `Parts.ungrouped` are the two ways between them, and `marked` says which parameters
+of a module are grouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+_MARK = "_grouped_parameters"
+"""Attribute of a module: name of a parameter that it owns -> its `Parts`. It stays when FSDP2 replaces parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Every rank has all of it: a plain tensor."""
+
+    sums_gradients: bool = False
+    """Whether the ranks compute different things from it, so that its gradient is the sum of theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The tensor is the sum of what the ranks have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One dim is cut into equal consecutive shards."""
+
+    dim: int
+
+    def at(self, dim: int) -> Shard:
+        """The same with another dim cut."""
+        return Shard(dim)
+
+    def local_length(self, length: int, size: int) -> int:
+        """The part of `length` that one of `size` ranks has."""
+        return length // size
+
+    def own(self, full: Tensor, size: int, rank: int) -> Tensor:
+        """One rank's part of a full tensor, a view."""
+        return full.chunk(size, self.dim)[rank]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """One dim of a tensor as parts that are each cut evenly over the axis, see [Note: parts]."""
+
+    dim: int
+
+    sizes: tuple[int, ...]
+    """Of the parts of the full tensor, in its original order; each a multiple of `num_ranks`."""
+
+    num_ranks: int
+
+    @property
+    def local_sizes(self) -> list[int]:
+        """What one rank holds of each part."""
+        return [size // self.num_ranks for size in self.sizes]
+
+    def at(self, dim: int) -> Parts:
+        """The same parts of another dim."""
+        return replace(self, dim=dim)
+
+    def local_length(self, length: int, size: int) -> int:
+        """The part of the whole dim that one rank has."""
+        return sum(self.local_sizes)
+
+    def own(self, full: Tensor, size: int, rank: int) -> Tensor:
+        """One rank's part of a full tensor in its original order."""
+        own = [part.chunk(size, self.dim)[rank] for part in full.split(list(self.sizes), self.dim)]
+        return torch.cat(own, self.dim)
+
+    def grouped(self, full: Tensor) -> Tensor:
+        """A full tensor from original to grouped order."""
+        parts = [part.chunk(self.num_ranks, self.dim) for part in full.split(list(self.sizes), self.dim)]
+        return torch.cat([piece for rank in zip(*parts, strict=True) for piece in rank], self.dim)
+
+    def ungrouped(self, full: Tensor) -> Tensor:
+        """A full tensor from grouped to original order."""
+        ranks = [shard.split(self.local_sizes, self.dim) for shard in full.chunk(self.num_ranks, self.dim)]
+        return torch.cat([piece for part in zip(*ranks, strict=True) for piece in part], self.dim)
+
+
+Sharded = Shard | Parts
+"""Every rank has a part of one dim."""
+
+Placement = Whole | Shard | Parts | Partial
+
+WHOLE = Whole()
+
+EACH = Whole(sums_gradients=True)
+"""All of it is read by every rank, whose results differ."""
+
+
+def in_parts(dim: int, sizes: Sequence[int], num_ranks: int) -> Sharded:
+    """A dim of several parts, or of one."""
+    return Parts(dim=dim, sizes=tuple(sizes), num_ranks=num_ranks) if len(sizes) > 1 else Shard(dim)
+
+
+def mark(owner: nn.Module, name: str, parts: Parts) -> None:
+    """Note on a module that a parameter that it owns is in grouped order."""
+    vars(owner).setdefault(_MARK, {})[name] = parts
+
+
+def marked(module: nn.Module) -> dict[str, Parts]:
+    """FQN -> parts, for all parameters of a module in grouped order, ties under every name."""
+    found: dict[str, Parts] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        marks: Mapping[str, Parts] = vars(owner).get(_MARK, {})
+        found.update({f"{prefix}.{name}" if prefix else name: parts for name, parts in marks.items()})
+    return found

@@ -1,0 +1,93 @@
+"""An axis of ranks that exist only on paper: its collectives write down what they would send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lightning_3d.tensor.axis import Kind, sent_bytes
+from lightning_3d.tensor.plan.block_plan import Collective
+from lightning_3d.torch_internals.autograd_graph import reachable_nodes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """Why something is communicated."""
+
+    call: str = ""
+    """Name of the call that needs it."""
+
+    sources: frozenset[str] = frozenset()
+    """FQNs of the column weights that the tensor's sharding comes from."""
+
+    row: str | None = None
+    """FQN of the row weight whose output is reduced; None for any other collective."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caused:
+    """A collective and its cause."""
+
+    collective: Collective
+    cause: Cause
+
+
+@dataclass(slots=True)
+class PlannedAxis:
+    """Stands in for an axis in a run on fake tensors. Rank 0 stands for all ranks.
+
+    Args:
+        size: The number of ranks.
+    """
+
+    size: int
+    rank: int = 0
+    forward: list[Caused] = field(default_factory=list)
+    """In the order of the forward."""
+
+    _cause: Cause = field(default_factory=Cause)
+    _expected: list[tuple[object, Caused]] = field(default_factory=list)
+
+    @contextmanager
+    def caused_by(self, **changes: object) -> Iterator[None]:
+        """Let what is communicated inside have this cause; what is not given stays as it is outside."""
+        outer, self._cause = self._cause, replace(self._cause, **changes)  # type: ignore[arg-type]
+        try:
+            yield
+        finally:
+            self._cause = outer
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Axis`."""
+        self.forward.append(self._caused("all-reduce", tensor))
+        return tensor
+
+    def all_gather(self, local: Tensor, dim: int) -> Tensor:
+        """See `Axis`."""
+        every = torch.cat([local] * self.size, dim)
+        self.forward.append(self._caused("all-gather", every))
+        return every
+
+    def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
+        """See `Axis`."""
+        self.forward.append(self._caused("reduce-scatter", tensor))
+        return tensor.chunk(self.size, dim)[0].clone()
+
+    def expect_backward(self, result: Tensor, *collectives: tuple[Kind, Tensor]) -> None:
+        """See `Axis`."""
+        self._expected.extend((result.grad_fn, self._caused(kind, tensor, "backward")) for kind, tensor in collectives)
+
+    def backward_of(self, outputs: Iterable[Tensor]) -> list[Caused]:
+        """The collectives of the backward of these outputs."""
+        nodes = reachable_nodes(outputs)
+        return [caused for node, caused in self._expected if node in nodes]
+
+    def _caused(self, kind: Kind, tensor: Tensor, direction: str = "forward") -> Caused:
+        num_bytes = sent_bytes(kind, tensor, self.size)
+        is_backward = direction == "backward"
+        collective = Collective(kind=kind, num_bytes=num_bytes, call=self._cause.call, is_backward=is_backward)
+        return Caused(collective=collective, cause=self._cause)

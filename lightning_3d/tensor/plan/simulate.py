@@ -1,0 +1,336 @@
+"""Running a block on fake tensors, as every rank would run its part of it, to see what that would communicate.
+
+The interpreter is the one that runs blocks on shards (`interpret`), over an axis that exists only on paper. Weights are
+decided on the way, each at its first use (`weights`). So what is planned is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_3d.errors import PlanError
+from lightning_3d.model.own_code import is_own
+from lightning_3d.tensor.boundary import gathered, slice_of_sequence
+from lightning_3d.tensor.call import Call, LocalCall
+from lightning_3d.tensor.handle import Origin, ShardedTensor, placement_of, shard_dim
+from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.tensor.placement import Partial, Parts, Placement, Shard
+from lightning_3d.tensor.plan.assumed_values import AssumedValues
+from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
+from lightning_3d.tensor.plan.fakes import on_fakes
+from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
+from lightning_3d.tensor.plan.weights import Weights, sources_of
+from lightning_3d.tensor.rules import channelwise
+from lightning_3d.tensor.rules.aliases import alias_dims
+from lightning_3d.tensor.rules.channelwise import as_channel_call
+from lightning_3d.tensor.rules.contraction import as_contraction
+from lightning_3d.tensor.rules.convolution import as_convolution
+from lightning_3d.tensor.rules.experts_matmul import without_data
+from lightning_3d.tensor.rules.function import METADATA, Function, function_name, map_tensors, simplified, tensors_in
+from lightning_3d.tensor.rules.multihead import is_multi_head_attention, multi_head_attention
+from lightning_3d.tensor.rules.projection import as_projection
+from lightning_3d.tensor.rules.sequence import sequence_input
+from lightning_3d.tensor.rules.views import cut_pieces, num_parts_of, viewed_shape
+from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+class ChangedInPlace(PlanError):
+    """A call changes a sharded tensor in place and has no sharded form; `sources`: the column weights it comes from."""
+
+    def __init__(self, call: str, sources: frozenset[str]) -> None:
+        super().__init__(f"{call} changes its output in place and has no sharded form")
+        self.sources = sources
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """A call that separates features of column weights."""
+
+    sources: frozenset[str]
+    """The weights' FQNs."""
+
+    features: int
+    """The end of the features in question."""
+
+    edges: frozenset[int]
+    """Where features are separated."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulated:
+    """The course of one run of a block."""
+
+    weights: tuple[WeightPlan, ...]
+    """By parameter name, ties under every name."""
+
+    forward: tuple[Caused, ...]
+    """Its collectives, in order."""
+
+    backward: tuple[Caused, ...]
+
+    is_sequence_parallel: bool
+    """Whether the input was cut along its sequence."""
+
+    defers_sums: bool
+    """Whether what row weights of experts give was summed later (`partial_sums`)."""
+
+    unread: frozenset[int]
+    """Leaves of the output, by position, that are on shards and that nothing reads."""
+
+    output_bytes: Mapping[str, int]
+    """FQN of a column or row weight -> bytes of the full outputs of its uses."""
+
+    stacked: Collection[str]
+    """FQNs of stacks of matrices that each see a part of the input, as those of experts do."""
+
+    weight_cuts: Mapping[str, Collection[int]]
+    """FQN -> where the block cuts the weight itself along its first dim."""
+
+    cuts: tuple[Cut, ...]
+    """Where it cuts features of column weights."""
+
+    view_cuts: tuple[Cut, ...]
+    """Where it views them as several parts, heads among them."""
+
+    uneven_heads: frozenset[str]
+    """FQNs of column weights whose features it views as a number of heads that the ranks do not divide."""
+
+    @property
+    def communicated_bytes(self) -> int:
+        """Bytes that each rank sends in one forward and backward."""
+        return sum(caused.collective.num_bytes for caused in (*self.forward, *self.backward))
+
+    @property
+    def num_sharded_elements(self) -> int:
+        """Of the parameters."""
+        return sum(weight.num_elements for weight in self.weights if weight.shard_dim is not None)
+
+
+def simulate_block(
+    block: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    size: int,
+    replicated: Mapping[str, str],
+    by_hand: Mapping[str, Role] = MappingProxyType({}),
+    part_sizes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    sequence_parallel: bool = False,
+    defers_sums: bool = False,
+    unread: frozenset[int] = frozenset(),
+) -> Simulated:
+    """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
+
+    Args:
+        block: On any device, meta included; it is left as it was.
+        args: Positional arguments of its forward; only the metadata of tensors counts.
+        kwargs: Keyword arguments of its forward.
+        size: Length of the axis.
+        replicated: FQN -> reason, for weights that must not be sharded.
+        by_hand: FQN -> column or row, for weights whose role is given.
+        part_sizes: FQN -> sizes of the parts of its output features, for weights that are sharded part by part.
+        sequence_parallel: Whether to cut the input along its sequence.
+        defers_sums: Whether what row weights of experts give is summed later (`partial_sums`).
+        unread: Leaves of the output, by position, that nothing reads.
+
+    Raises:
+        ChangedInPlace: a call changes a sharded tensor in place and has no sharded form.
+        Exception: whatever the block raises on fake tensors.
+    """
+    axis = PlannedAxis(size)
+    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
+        weights = Weights(fakes.parameters, replicated, by_hand, part_sizes, axis)
+        sequence = sequence_input(fakes.args, size) if sequence_parallel else None
+        own_args = fakes.args if sequence is None else (slice_of_sequence(sequence, axis), *fakes.args[1:])
+        simulation = _Simulation(weights, axis, None if sequence is None else sequence.shape, defers_sums=defers_sums)
+        seen = custom_functions_seen(simulation.on_custom_function)
+        with AssumedValues(), axis.caused_by(call="running statistics"), simulation.statistics, simulation, seen:
+            output = block.forward(*own_args, **fakes.kwargs)
+        leaves = tree_leaves(output)
+        unread &= {i for i, leaf in enumerate(leaves) if shard_dim(leaf) is not None}
+        with axis.caused_by(call="the block's output"):
+            outputs = tree_leaves(gathered(output, simulation, unread))
+        backward = axis.backward_of(
+            leaf for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in unread
+        )
+    return Simulated(
+        weights=weights.plans(),
+        forward=tuple(axis.forward),
+        backward=tuple(backward),
+        is_sequence_parallel=sequence is not None,
+        defers_sums=defers_sums,
+        unread=unread,
+        output_bytes=simulation.output_bytes,
+        stacked=weights.stacked,
+        weight_cuts=weights.cuts,
+        cuts=tuple(simulation.cuts),
+        view_cuts=tuple(simulation.view_cuts),
+        uneven_heads=frozenset(simulation.uneven_heads),
+    )
+
+
+class _Simulation(Interpreter):
+    """Decides weights at their first use, and follows which weights the sharding of a tensor comes from."""
+
+    axis: PlannedAxis
+
+    def __init__(self, weights: Weights, axis: PlannedAxis, sequence: torch.Size | None, *, defers_sums: bool) -> None:
+        super().__init__(axis, sequence, defers_sums=defers_sums)
+        self.output_bytes: dict[str, int] = {}
+        self.cuts: list[Cut] = []
+        self.view_cuts: list[Cut] = []
+        self.uneven_heads: set[str] = set()
+        self._weights = weights
+
+    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        kwargs, name = dict(kwargs or {}), function_name(func)
+        if name in METADATA:
+            return func(*args, **kwargs)
+        if is_multi_head_attention(func, args, kwargs):
+            with self:
+                return multi_head_attention(*args, **kwargs)
+        func, args = without_data(func), simplified(func, args)
+        with self.axis.caused_by(call=name):
+            return self._simulate(func, name, types, args, kwargs)
+
+    def _simulate(self, func: Function, name: str, types: Any, args: Args, kwargs: dict[str, Any]) -> Any:
+        tensors = list(tensors_in((args, kwargs)))
+        self._weights.cut(func, args, kwargs)
+        self._weights.join_features(name, args, kwargs)
+        self._decide(func, name, args, kwargs)
+        if (made := self._weights.make_aliases(func, args, kwargs)) is not None:
+            return made
+        args, kwargs = map_tensors(self._weights.sharded, (args, kwargs))
+        self._note_cuts(func, name, args, kwargs)
+        output = super().__torch_function__(func, types, args, kwargs)
+        self._weights.settle(name, tensors, output)
+        return output
+
+    def _decide(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> None:
+        """Decide the weights of a call if this is their first use."""
+        if (projection := as_projection(func, args, kwargs)) is not None:
+            self._weights.decide(projection)
+        elif (convolution := as_convolution(func, args, kwargs)) is not None:
+            self._weights.decide(convolution)
+        elif (contraction := as_contraction(func, args, kwargs, self._weights.is_weight)) is not None:
+            self._weights.decide_contraction(contraction)
+        elif name in channelwise.NAMES:
+            channels = as_channel_call(func, args, kwargs, shard_dim, self.axis.size)
+            for vector in () if channels is None or channels.dim is None else channels.vectors:
+                self._weights.shard_vector(vector, vector.numel())
+
+    def on_custom_function(
+        self, cls: type[torch.autograd.Function], function: Function, args: Args, kwargs: dict[str, Any]
+    ) -> Any:
+        """As when running, with decided weights."""
+        if is_own(cls.__module__):
+            return function(*args, **kwargs)
+        tensors = list(tensors_in((args, kwargs)))
+        args, kwargs = map_tensors(self._weights.sharded, (args, kwargs))
+        with self.axis.caused_by(call=cls.__name__):
+            output = super().on_custom_function(cls, function, args, kwargs)
+        self._weights.settle(cls.__name__, tensors, output)
+        return output
+
+    def refuse_change(self, call: Call, tensor: Tensor) -> None:
+        """Raise `ChangedInPlace`."""
+        raise ChangedInPlace(call.name, sources_of(tensor))
+
+    # ------------------------------------------------------------------------------------ where sharding comes from
+
+    def execute(self, call: Call, local: LocalCall) -> Any:
+        """Also note how much a weight's uses give, and which weights are stacks."""
+        if local.makes_weight and None in (alias_dims(call.function, call.args, call.kwargs) or ()):
+            self._weights.stacked.update(sources_of(local.tensors[0]))
+        output = super().execute(call, local)
+        if local.weight is not None:
+            fqn = self._weights.fqn_of(local.weight)
+            self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
+        return output
+
+    def wrap(self, result: Tensor, placement: Placement, call: Call, local: LocalCall, start: int) -> Tensor:
+        """Also note the origin."""
+        made = super().wrap(result, placement, call, local, start)
+        if isinstance(made, ShardedTensor) and made.origin is None and not isinstance(made.placement, Partial):
+            own = _own(local)
+            made.origin = Origin(_sources(own), start + _start_of(own, made, is_piece=bool(local.starts)))
+        return made
+
+    def sum(self, partial: Tensor, call: Call, local: LocalCall) -> Tensor:
+        """Also note the cause."""
+        own = [tensor for tensor in _own(local) if tensor is not local.weight]
+        rows = [tensor.origin.row for tensor in own if tensor.origin is not None and tensor.origin.row is not None]
+        if local.weight is not None:
+            rows.append(self._weights.fqn_of(local.weight))
+        sources, row = _sources(own), rows[0] if rows else None
+        with self.axis.caused_by(sources=sources, row=row):
+            made = super().sum(partial, call, local)
+        if isinstance(made, ShardedTensor) and isinstance(made.placement, Partial):
+            made.origin = Origin(sources, row=row)
+        return made
+
+    def reduce_deferred(self, partial: Tensor, tensor: ShardedTensor) -> Tensor:
+        """Also note the cause."""
+        origin = tensor.origin or Origin(frozenset())
+        with self.axis.caused_by(sources=origin.sources, row=origin.row):
+            return super().reduce_deferred(partial, tensor)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Also note the cause."""
+        with self.axis.caused_by(sources=sources_of(tensor)) if isinstance(tensor, ShardedTensor) else nullcontext():
+            return super().whole(tensor)
+
+    def _note_cuts(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> None:
+        """Note where a call separates the features of column weights."""
+        tensor = args[0] if args else None
+        dim = shard_dim(tensor)
+        if not isinstance(tensor, ShardedTensor) or dim is None or tensor.origin is None:
+            return
+        origin, length = tensor.origin, tensor.shape[dim]
+        is_whole = origin.start == 0 and self._weights.have_features(origin.sources, length)
+        if dim != tensor.dim() - 1 and not is_whole:
+            return
+        pieces = cut_pieces(func, args, kwargs, dim)
+        edges = {edge for piece in pieces for edge in piece} if pieces is not None else set()
+        notes = self.cuts
+        if pieces is None and (shape := viewed_shape(func, args, kwargs)) is not None:
+            is_opened = len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and name != "unsqueeze"
+            if is_opened and shape[dim] % self.axis.size:
+                self.uneven_heads |= origin.sources
+            num_parts, notes = num_parts_of(tuple(tensor.shape), shape, dim), self.view_cuts
+            edges = set(range(0, length, length // num_parts))
+        if len(edges) > 1:
+            absolute = frozenset(origin.start + edge for edge in edges)
+            notes.append(Cut(sources=origin.sources, features=origin.start + length, edges=absolute))
+
+
+def _own(local: LocalCall) -> list[ShardedTensor]:
+    """The operands of which every rank reads its own part."""
+    pairs = zip(local.tensors, local.needs, strict=True)
+    return [tensor for tensor, need in pairs if isinstance(tensor, ShardedTensor) and placement_of(tensor) == need]
+
+
+def _sources(tensors: Sequence[ShardedTensor]) -> frozenset[str]:
+    return frozenset[str]().union(*(tensor.origin.sources for tensor in tensors if tensor.origin is not None))
+
+
+def _start_of(own: Sequence[ShardedTensor], made: ShardedTensor, *, is_piece: bool) -> int:
+    """The feature with which the first operand begins, if the result has the same features or is a piece of them."""
+    if not own or own[0].origin is None:
+        return 0
+    at, of_made = own[0].placement, made.placement
+    assert isinstance(at, Shard | Parts)
+    assert isinstance(of_made, Shard | Parts)
+    is_same = own[0].shape[at.dim] == made.shape[of_made.dim]
+    return own[0].origin.start if is_piece or is_same else 0

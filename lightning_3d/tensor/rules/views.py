@@ -1,0 +1,234 @@
+"""Views of tensors that are sharded on one dim: cut between parts, in another shape, repeated.
+
+A dim in parts comes from a fused projection (parts: query, key, value) and from flattening a sharded dim into one
+before it, as in ``[batch, heads, ...] -> [batch * heads, ...]`` (one part per batch element). DTensor has no placement
+for unequal parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.call import Call, LocalCall
+from lightning_3d.tensor.handle import parts_of, shard_dim
+from lightning_3d.tensor.placement import Shard, Sharded, in_parts
+from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
+
+CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow", "__getitem__"})
+
+VIEWS = frozenset({"view", "reshape", "unflatten", "flatten", "unsqueeze", "squeeze", "__getitem__"})
+
+_MAX_VIEWS = 8192
+"""Shapes of views that are kept."""
+
+
+def cut_parts(call: Call, axis: Axis) -> LocalCall | None:
+    """A call that cuts its first argument between the parts of its sharded dim."""
+    parts = parts_of(call.args[0]) if call.args else None
+    if parts is None or (pieces := cut_pieces(call.function, call.args, call.kwargs, parts.dim)) is None:
+        return None
+    edges = [sum(parts.sizes[:i]) for i in range(len(parts.sizes) + 1)]
+    if any(edge not in edges for piece in pieces for edge in piece) or any(start == stop for start, stop in pieces):
+        return None
+    sizes = [parts.sizes[edges.index(start) : edges.index(stop)] for start, stop in pieces]
+    is_single = call.name in ("narrow", "__getitem__")
+
+    def run(local: Tensor) -> Any:
+        cut = [local.narrow(parts.dim, start // axis.size, (stop - start) // axis.size) for start, stop in pieces]
+        return cut[0] if is_single else tuple(cut)
+
+    return LocalCall(
+        tensors=(call.args[0],),
+        needs=(parts,),
+        run=run,
+        result=tuple(in_parts(parts.dim, of_piece, axis.size) for of_piece in sizes),
+        starts=tuple(start for start, _ in pieces),
+    )
+
+
+def view_parts(call: Call, axis: Axis) -> LocalCall | None:
+    """A view that leaves the dim with the parts, or gives the parts a dim of their own."""
+    parts = parts_of(call.args[0]) if call.args else None
+    new = None if parts is None else viewed_shape(call.function, call.args, call.kwargs)
+    if parts is None or new is None:
+        return None
+    old = tuple(call.args[0].shape)
+    before, after = math.prod(old[: parts.dim]), math.prod(old[parts.dim + 1 :])
+    if (at := _place(new, before, sum(parts.sizes), after)) is not None:
+        return _reshape(call, parts, new, parts.at(at), axis)
+    count, length = len(parts.sizes), parts.sizes[0]
+    at = _place(new, before, count, length * after)
+    if at is None or any(size != length for size in parts.sizes):
+        return None
+    # What follows the dim of the parts is evenly sharded; viewing that as `new` has it is another call.
+    opened = (*new[:at], count, length, *old[parts.dim + 1 :])
+    return _reshape(call, parts, opened, Shard(at + 1), axis, then=new)
+
+
+def merge_into_parts(call: Call, axis: Axis) -> LocalCall | None:
+    """A view that flattens the evenly sharded dim of its first argument into dims before it."""
+    dim = shard_dim(call.args[0]) if call.args else None
+    new = viewed_shape(call.function, call.args, call.kwargs) if dim else None
+    if not dim or new is None:
+        return None
+    old = call.args[0].shape
+    for first in range(dim):
+        count, length = math.prod(old[first:dim]), old[dim]
+        at = _place(new, math.prod(old[:first]), count * length, math.prod(old[dim + 1 :]))
+        if at is not None and count > 1:
+            return _reshape(call, Shard(dim), new, in_parts(at, (length,) * count, axis.size), axis)
+    return None
+
+
+def repeat_into_parts(call: Call, axis: Axis) -> LocalCall | None:
+    """``x.repeat(...)`` of the evenly sharded dim."""
+    dim = shard_dim(call.args[0]) if call.args else None
+    if dim is None or call.kwargs or not all(type(times) is int for times in call.args[1:]):
+        return None
+    tensor, times = call.args[0], call.args[1:]
+    if call.function is not Tensor.repeat or len(times) != tensor.dim() or times[dim] < 2:
+        return None
+    result = in_parts(dim, (tensor.shape[dim],) * times[dim], axis.size)
+    return LocalCall(tensors=(tensor,), needs=(Shard(dim),), run=call.run, result=result)
+
+
+def take_every_nth(call: Call, axis: Axis) -> LocalCall | None:
+    """``x[..., 1::2]`` along the evenly sharded dim, where the step divides what a rank has."""
+    dim = shard_dim(call.args[0]) if call.args else None
+    if dim is None or call.name != "__getitem__":
+        return None
+    index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
+    if not all(item is Ellipsis or isinstance(item, slice) for item in index):
+        return None
+    at = index.index(Ellipsis) if Ellipsis in index else len(index)
+    others = [*index[:at], *index[at + 1 :]]
+    others[at:at] = [slice(None)] * (call.args[0].dim() - len(others))
+    taken = others.pop(dim)
+    if taken.stop is not None or any(other != slice(None) for other in others):
+        return None
+    start, step = taken.start or 0, taken.step or 1
+    if not 0 <= start < step or call.args[0].shape[dim] // axis.size % step:
+        return None
+    return LocalCall(tensors=call.tensors, needs=(Shard(dim),), run=call.run, result=Shard(dim))
+
+
+def make_alike(call: Call, axis: Axis) -> LocalCall | None:
+    """A tensor of constants made beside one that is evenly sharded, ``x.new_zeros(...)``, which is sharded alike."""
+    dim = shard_dim(call.args[0]) if len(call.args) > 1 else None
+    if dim is None or "size" in call.kwargs:
+        return None
+    tensor, is_listed = call.args[0], isinstance(call.args[1], list | tuple)
+    sizes = [int(size) for size in (call.args[1] if is_listed else call.args[1:])]
+    if len(sizes) != tensor.dim() or sizes[dim] != tensor.shape[dim]:
+        return None
+    sizes[dim] //= axis.size
+    values = call.args[2:] if is_listed else ()
+
+    def run(local: Tensor) -> Any:
+        return call.function(local, sizes, *values, **call.kwargs)
+
+    return LocalCall(tensors=(tensor,), needs=(Shard(dim),), run=run, result=Shard(dim))
+
+
+def _reshape(
+    call: Call, at: Sharded, shape: tuple[int, ...], result: Sharded, axis: Axis, then: tuple[int, ...] | None = None
+) -> LocalCall:
+    """A view of the only tensor; `shape` is the full result's."""
+    local_shape = _with(shape, result.dim, result.local_length(shape[result.dim], axis.size))
+    return LocalCall(
+        tensors=(call.args[0],),
+        needs=(at,),
+        run=lambda local: local.reshape(local_shape),
+        result=result,
+        then=None if then is None else lambda opened: opened.reshape(then),
+    )
+
+
+def cut_pieces(
+    function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
+) -> list[tuple[int, int]] | None:
+    """The ranges (start, stop) along `dim` that a call cuts its first argument into, or None."""
+    name = function_name(function)
+    if name not in CUTS or not _is_alone(args, kwargs) or (name == "__getitem__" and not _is_slice(args[1])):
+        return None
+    whole = torch.empty(args[0].shape, device="meta")
+    pieces = []
+    for piece in tensors_in(function(whole, *args[1:], **kwargs)):
+        if piece.stride() != whole.stride() or piece.storage_offset() % whole.stride(dim):
+            return None
+        if _with(piece.shape, dim, 0) != _with(whole.shape, dim, 0):
+            return None
+        start = piece.storage_offset() // whole.stride(dim)
+        pieces.append((start, start + piece.shape[dim]))
+    return pieces
+
+
+def viewed_shape(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The full shape of the result if a call gives its first argument another shape, or None."""
+    name = function_name(function)
+    adds_dims = name == "__getitem__" and _adds_dims(args[1])
+    if (name not in VIEWS - {"__getitem__"} and not adds_dims) or not _is_alone(args, kwargs):
+        return None
+    if adds_dims:
+        return tuple(function(torch.empty(args[0].shape, device="meta"), args[1]).shape)
+    if any(isinstance(item, torch.dtype) for item in args[1:]):
+        return None  # the same bits as another dtype
+    return _shape_of_view(function, tuple(args[0].shape), _hashable(args[1:]), _hashable(tuple(kwargs.items())))
+
+
+@functools.lru_cache(_MAX_VIEWS)
+def _shape_of_view(
+    function: Function, shape: tuple[int, ...], args: tuple[Any, ...], kwargs: tuple[Any, ...]
+) -> tuple[int, ...] | None:
+    with torch.inference_mode(False):
+        view = function(torch.empty(shape, device="meta"), *args, **dict(kwargs))
+    return tuple(view.shape)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple([_hashable(item) for item in value]) if isinstance(value, list | tuple) else value
+
+
+def num_parts_of(old: Sequence[int], new: Sequence[int], dim: int) -> int:
+    """How many parts a view makes of a dim, such as 3 of ``[..., 3 * features] -> [..., 3, features]``."""
+    before = math.prod(old[:dim])
+    lengths = [size for dim, size in enumerate(new) if math.prod(new[:dim]) == before and size > 1]
+    return lengths[0] if lengths and old[dim] % lengths[0] == 0 and lengths[0] < old[dim] else 1
+
+
+def _place(shape: Sequence[int], before: int, length: int, after: int) -> int | None:
+    """The dim of `length` with so many elements before and after it."""
+    for dim, size in enumerate(shape):
+        if size == length and math.prod(shape[:dim]) == before and math.prod(shape[dim + 1 :]) == after:
+            return dim
+    return None
+
+
+def _is_alone(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the first argument is the only tensor."""
+    if not args or not isinstance(args[0], Tensor):
+        return False
+    return next(tensors_in((tuple(args[1:]), dict(kwargs))), None) is None
+
+
+def _is_slice(index: object) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(item, slice) or item is Ellipsis for item in items)
+
+
+def _adds_dims(index: object) -> bool:
+    """Whether an index, such as ``[:, :, None]``, takes all and gives it dims of length 1."""
+    items = index if isinstance(index, tuple) else (index,)
+    taken = [item for item in items if item is not None and item is not Ellipsis]
+    return any(item is None for item in items) and all(isinstance(i, slice) and i == slice(None) for i in taken)
+
+
+def _with(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
+    return (*shape[:dim], length, *shape[dim + 1 :])
