@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
@@ -29,6 +28,7 @@ from lightning_3d.pipeline.spans import Span, SpanRecorder
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.tracer import trace_step

@@ -21,6 +21,7 @@ from lightning_3d.pipeline.microbatches import detached_from_inference, split_ba
 from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, refine
 from lightning_3d.planning.tensor_blocks import plan_blocks
+from lightning_3d.torch_internals.lightning_loops import before_transfer
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trainer.batches import example_batch
@@ -84,7 +85,7 @@ class Planner:
 
     def _example_microbatch(self) -> Any:
         batch = self._trainer.precision_plugin.convert_input(example_batch(self._trainer))
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = before_transfer(self._module, batch)
         batch = detached_from_inference(self._trainer.strategy.batch_to_device(batch, dataloader_idx=0))
         return split_batch(batch, self._config.num_microbatches)[0].batch if self._shape.pp > 1 else batch
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from lightning_3d.config.settings import TensorConfig
 from lightning_3d.distributed.agreement import on_rank_zero
@@ -31,6 +30,7 @@ from lightning_3d.tensor import (
 )
 from lightning_3d.tensor.plan.block_plan import Role
 from lightning_3d.tensor.vocabulary.uses import VocabularyUse, WeightUse, find_vocabulary, with_vocabulary
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.pytrees import is_opaque
 from lightning_3d.trace.sharded_logits import find_logits

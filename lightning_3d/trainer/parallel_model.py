@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -22,6 +21,7 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Planned, Planner
 from lightning_3d.planning.tensor_blocks import apply_blocks, prove_blocks
 from lightning_3d.tensor import BlockCompiler
+from lightning_3d.torch_internals.lightning_strategy import set_device
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.pending_gradients import PendingGradients
 from lightning_3d.trainer.precision import ThreeDPrecision
@@ -62,7 +62,7 @@ def make_parallel(
         trainer=trainer, module=module, config=config, shape=mesh.shape, precision=precision, device=device
     ).plan()
     place_weights(module, planned.plan, mesh.pp_rank, device)
-    _update_properties(module, device=device)
+    set_device(module, device=device)
     plan = _shard_blocks(planned, module, config, mesh)
     own = {block.fqn: planned.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     planned.router.absent = frozenset(planned.blocks) - frozenset(own)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from torch import Tensor, nn
 
+from lightning_3d.torch_internals.modules import BUFFERS
+from lightning_3d.torch_internals.random_states import random_states_kept
 from lightning_3d.trace.ghost import Ghost
 
 
@@ -20,18 +21,17 @@ def undone(module: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[None]:
     trace does not touch those of blocks).
     What reaches beyond the module (files, loggers used directly) stays done.
     """
-    rng_states = _collect_rng_states()
     inside = {id(inner) for block in blocks for inner in block.modules()}
     saved = [(m, _snapshot(vars(m), with_tensors=id(m) not in inside)) for m in module.modules()]
     try:
-        yield
+        with random_states_kept():
+            yield
     finally:
         for owner, (attributes, contents) in saved:
             vars(owner).clear()
             vars(owner).update(attributes)
             for value, content in contents:
                 _put_back(value, content)
-        _set_rng_states(rng_states)
 
 
 def _snapshot(attributes: dict[str, Any], *, with_tensors: bool) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
@@ -42,7 +42,7 @@ def _snapshot(attributes: dict[str, Any], *, with_tensors: bool) -> tuple[dict[s
         if with_tensors and isinstance(value, Tensor) and not isinstance(value, (nn.Parameter, Ghost)):
             contents.append((value, value.detach().clone()))
     if with_tensors:
-        contents += [(b, b.detach().clone()) for b in attributes["_buffers"].values() if b is not None]
+        contents += [(b, b.detach().clone()) for b in attributes[BUFFERS].values() if b is not None]
     return dict(attributes), contents
 
 

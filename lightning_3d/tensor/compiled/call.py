@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_3d.tensor.compiled.observation import copied
 from lightning_3d.tensor.compiled.state import STATIC_TYPES, own_part, read_state
 from lightning_3d.tensor.run import crossing
 from lightning_3d.tensor.run.sharded_activation import ShardedActivation
 from lightning_3d.torch_internals.capture import Computation, NotCompilable, capture
+from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 _PLAIN = (Tensor, nn.Parameter)
 

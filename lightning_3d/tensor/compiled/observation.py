@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.compiled.state import own_part, read_state
 from lightning_3d.torch_internals.capture import NotCompilable
+from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.tensors import version_of
 from lightning_3d.trace.side_outputs import Attribute, attributes_of, changed_attributes
 
 
@@ -56,7 +57,7 @@ def observe(
     found, found_spec = tree_flatten(arguments)
     if found_spec != spec or any(a is not b for a, b in zip(found, copies, strict=True)):
         raise NotCompilable("it changes a list or dict among its arguments")
-    if any(isinstance(copy, Tensor) and copy._version for copy in copies):
+    if any(isinstance(copy, Tensor) and version_of(copy) for copy in copies):
         raise NotCompilable("it changes its arguments in place")
     parameters = [i for i, tensor in enumerate(state.tensors) if isinstance(tensor, nn.Parameter)]
     before = state.own()

@@ -24,11 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.parts import Parts
@@ -72,6 +69,9 @@ from lightning_3d.tensor.rules.grouped import (
 from lightning_3d.tensor.rules.multihead import is_multi_head_attention, multi_head_attention
 from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, sequence_input
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
+from lightning_3d.torch_internals.modes import TorchDispatchMode
+from lightning_3d.torch_internals.operators import OpOverload
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]

@@ -21,6 +21,7 @@ from lightning_3d.tensor.rules.grouped import reads_metadata
 from lightning_3d.tensor.rules.projection import Projection, as_projection
 from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, is_along
 from lightning_3d.tensor.run.partial_sums import keeps_partial
+from lightning_3d.torch_internals.tensors import version_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -86,7 +87,7 @@ class FollowedUses:
         parts = ledger.parts(call.weight)
         if parts is not None or ledger.dim(call.weight) == call.features_dim:
             is_sliced = is_along(call.input, self._sequence) and ledger.dim(call.input) == SEQUENCE_DIM
-            read = (id(call.input), call.input._version)
+            read = (id(call.input), version_of(call.input))
             if not is_sliced or read not in self._column_inputs:
                 ledger.gather(call.input, name)
             self._column_inputs[read] = (call.input, is_sliced)
@@ -110,7 +111,7 @@ class FollowedUses:
         letter = call.of_weight[dim]
         if letter in call.features:
             ledger.gather(call.input, name)
-            self._column_inputs[id(call.input), call.input._version] = (call.input, False)
+            self._column_inputs[id(call.input), version_of(call.input)] = (call.input, False)
         elif ledger.dim(call.input) != call.of_input.index(letter):
             ledger.gather(call.input, name)
         with ledger.closed():
@@ -146,7 +147,7 @@ class FollowedUses:
         self._weights.settle(name, others, output)
         for tensor in others:
             if tensor.is_floating_point():
-                self._column_inputs[id(tensor), tensor._version] = (tensor, False)
+                self._column_inputs[id(tensor), version_of(tensor)] = (tensor, False)
         self._sums.derive(output, (args, kwargs))
         return output
 
@@ -168,7 +169,7 @@ class FollowedUses:
         made = along or Parts(dim=dim, sizes=(output.shape[dim],), num_ranks=ledger.size)
         match form:
             case "column":
-                self._column_inputs[id(call.input), call.input._version] = (call.input, False)
+                self._column_inputs[id(call.input), version_of(call.input)] = (call.input, False)
                 ledger.put_parts(output, made, frozenset({fqn}), ledger.start(call.weight))
             case "groups":
                 ledger.put_parts(output, made, sources | {fqn}, ledger.start(call.input))

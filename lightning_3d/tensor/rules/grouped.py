@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.rules.dropout import Dropout, as_dropout
 from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
+from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function
 
 _CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow", "__getitem__"})
 
@@ -64,14 +65,12 @@ class GroupedTensor(Tensor):
     @staticmethod
     def __new__(cls, local: Tensor, mesh: DeviceMesh, parts: Parts) -> GroupedTensor:
         shape = [*local.shape[: parts.dim], sum(parts.sizes), *local.shape[parts.dim + 1 :]]
-        return Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        return make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
 
     def __init__(self, local: Tensor, mesh: DeviceMesh, parts: Parts) -> None:
         self.local, self.mesh, self.parts = local, mesh, parts
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method

@@ -1,15 +1,16 @@
 """Collectives of the tp group in two ways: in place where a block runs, as functions where it is captured (`capture`).
 
-Tracing needs collectives that return new tensors, which `torch.distributed._functional_collectives` has; those in place
+Tracing needs collectives that return new tensors, which `functional_collectives` has; those in place
 are the faster ones of an eager run.
 """
 
 from __future__ import annotations
 
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lightning_3d.torch_internals import functional_collectives as functional
+from lightning_3d.torch_internals.fake_tensors import FunctionalTensor
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from lightning_3d.tensor.run.collectives import all_reduced
+from lightning_3d.tensor.run.own_shard import own_shard
 from lightning_3d.tensor.run.second_order import refuse_second_order
 from lightning_3d.tensor.run.sharded_activation import ShardedActivation
-from lightning_3d.torch_internals.own_shard import own_shard
 
 
 class _EnterColumns(torch.autograd.Function):

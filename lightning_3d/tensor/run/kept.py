@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.tensor.rules.grouped import GroupedTensor
 from lightning_3d.tensor.run.grouped_calls import whole
 from lightning_3d.tensor.run.partial_sums import PartialSum
 from lightning_3d.tensor.run.sharded_activation import ShardedActivation
 from lightning_3d.tensor.run.sharded_output import as_unread
+from lightning_3d.torch_internals.modules import BUFFERS
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 _HANDLES = (ShardedActivation, GroupedTensor, PartialSum)
 
@@ -33,7 +34,7 @@ class KeptActivations:
         for module in self._modules:
             attributes = vars(module)
             _show(attributes, _TORCH_ATTRIBUTES)
-            _show(attributes["_buffers"], frozenset())
+            _show(attributes[BUFFERS], frozenset())
 
 
 def _show(attributes: dict[str, Any], hidden: frozenset[str]) -> None:

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
+from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
+from lightning_3d.torch_internals.modes import TorchDispatchMode
+from lightning_3d.torch_internals.operators import OpOverload
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 _MAX_SIGNATURES = 8192
 """Decisions that are kept; inputs of ever new lengths make ever new ones."""

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
 from lightning_3d.tensor.run import crossing
+from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function
 
 _VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute"})
 
@@ -41,11 +42,11 @@ class PartialSum(Tensor):
     made: Tensor | None
     """The sum, a plain tensor, once it is made; `local` is then of no use."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, local: Tensor, mesh: DeviceMesh, *, is_fresh: bool) -> PartialSum:
-        handle = Tensor._make_wrapper_subclass(
+        handle = make_wrapper(
             cls, local.shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         handle.local, handle.mesh, handle.is_fresh, handle.made = local, mesh, is_fresh, None

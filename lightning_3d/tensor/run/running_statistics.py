@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-# torch 2.13 leaves a recomputed forward by this exception, on all ranks alike, once it has what the backward needs.
-from torch.utils.checkpoint import _StopRecomputationError
-
 from lightning_3d.tensor.run.collectives import all_gathered
+from lightning_3d.torch_internals.recompute import StopRecomputation
 
 
 class RunningStatistics:
@@ -49,7 +47,7 @@ class RunningStatistics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._changed and (kind is None or issubclass(kind, _StopRecomputationError)):
+        if self._changed and (kind is None or issubclass(kind, StopRecomputation)):
             self._complete(list(self._changed.values()))
         self._changed.clear()
 

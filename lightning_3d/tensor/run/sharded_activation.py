@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.errors import PlanError
+from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function
 
 _UNSEEN = (
     "a sharded activation was used where tensor parallel does not see it: by code that bypasses torch's function "
@@ -39,14 +39,12 @@ class ShardedActivation(Tensor):
     is_weight: bool = False
     """Whether it was made of a weight, and is multiplied with as one."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as DTensor has it
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, local: Tensor, mesh: DeviceMesh, dim: int) -> ShardedActivation:
         shape = (*local.shape[:dim], local.shape[dim] * mesh.size(), *local.shape[dim + 1 :])
-        handle = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        handle = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
         handle.local, handle.mesh, handle.shard_dim = local, mesh, dim
         if local.requires_grad:
             handle.register_hook(_refuse)  # type: ignore[no-untyped-call]  # torch 2.13

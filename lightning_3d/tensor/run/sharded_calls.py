@@ -54,6 +54,7 @@ from lightning_3d.tensor.run.randomness import dropout_shard, seeded_for_rank
 from lightning_3d.tensor.run.running_statistics import RunningStatistics
 from lightning_3d.tensor.run.sharded_activation import ShardedActivation
 from lightning_3d.tensor.run.weight_calls import WeightCalls
+from lightning_3d.torch_internals.modes import DisableTorchFunction
 
 _SHARDED = (DTensor, ShardedActivation, GroupedTensor, PartialSum)
 
@@ -177,7 +178,7 @@ class ShardedCalls(TorchFunctionMode):
         """Answer a custom autograd function, whose own calls DTensor sees; this package's make and read shards."""
         if is_own(cls.__module__) or not (_has_sharded(args) or _has_sharded(kwargs.values())):
             return function(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             args, kwargs = map_tensors(_reduced, (args, kwargs))
             if _has_sharded(args, GroupedTensor) or _has_sharded(kwargs.values(), GroupedTensor):
                 return function(*map_tensors(whole, args), **map_tensors(whole, kwargs))

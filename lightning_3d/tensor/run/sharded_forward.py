@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
@@ -25,6 +24,8 @@ from lightning_3d.tensor.run.sharded_calls import ShardedCalls
 from lightning_3d.tensor.run.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.uses import VocabularyCalls
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
+from lightning_3d.torch_internals.modules import parameters_of
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.torch_internals.recompute import is_reentrant, recomputed_by
 
 Slot = tuple[nn.Module, str, Parts | None]
@@ -113,7 +114,7 @@ def _local_parameters(slots: Sequence[Slot]) -> Iterator[None]:
     local: dict[int, Tensor] = {}
     try:
         for owner, name, parts in slots:
-            parameters: dict[str, Any] = owner._parameters
+            parameters: dict[str, Any] = parameters_of(owner)
             parameter = parameters[name]
             if id(parameter) not in local:
                 own = crossing.local_shard(parameter)

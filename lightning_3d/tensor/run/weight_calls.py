@@ -30,6 +30,7 @@ from lightning_3d.tensor.run.gathered import GatheredSequence
 from lightning_3d.tensor.run.grouped_calls import cut_parts, whole
 from lightning_3d.tensor.run.partial_sums import PartialSum
 from lightning_3d.tensor.run.sharded_activation import ShardedActivation
+from lightning_3d.torch_internals.tensors import version_of
 
 T = TypeVar("T")
 
@@ -245,7 +246,7 @@ class _ByTensor(Generic[T]):
     def get(self, tensor: Tensor, make: Callable[[], T]) -> T:
         """What was made of a tensor; made now if it is new or changed."""
         known = self._made.get(id(tensor))
-        if known is None or known[1] != tensor._version:
-            known = (tensor, tensor._version, make())
+        if known is None or known[1] != version_of(tensor):
+            known = (tensor, version_of(tensor), make())
             self._made[id(tensor)] = known
         return known[2]

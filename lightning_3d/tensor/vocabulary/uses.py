@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
@@ -29,6 +28,8 @@ from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.run import crossing
 from lightning_3d.tensor.run.sharded_output import as_logits
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
+from lightning_3d.torch_internals.modules import parameters_of
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 Slot = tuple[nn.Module, str]
 """Where a parameter hangs: the module that owns it, and its name there."""
@@ -275,7 +276,7 @@ class VocabularyCalls(TorchFunctionMode):
     def __init__(self, mesh: DeviceMesh, slots: Sequence[Slot], *, gathers_logits: bool) -> None:
         super().__init__()
         self._mesh, self._gathers_logits = mesh, gathers_logits
-        self._weights = [owner._parameters[name] for owner, name in slots]
+        self._weights = [parameters_of(owner)[name] for owner, name in slots]
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
