@@ -20,8 +20,8 @@ _STRINGS = {PARAMETERS, BUFFERS, CHILDREN, IS_PARAMETER, "_forward_hooks", "_def
 _PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_getframe"}
 """Documented by Python: of named tuples, and of ``sys``."""
 
-_OF_STRATEGIES = {"_configure_launcher", "_launcher", "_precision_plugin", "_lightning_module"}
-"""Each strategy of Lightning defines them; an override has no other name. ``test_torch_internals.py`` has their canary."""
+_OF_STRATEGIES = {"_configure_launcher", "_launcher", "_precision_plugin"}
+"""Each strategy of Lightning defines them; an override has no other name. Canary: ``test_torch_internals.py``."""
 
 
 def _is_private(name: str) -> bool:
