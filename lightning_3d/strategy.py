@@ -39,7 +39,7 @@ from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConf
 from lightning_3d.distributed.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.model.deferred import defer_init
-from lightning_3d.pipeline.engine import check_loss, loss_of
+from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.planning.plan import Plan

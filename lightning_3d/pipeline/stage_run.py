@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
+from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.run.sharded_output import plain
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import base_of
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Call, Router, StepMode, set_finish
-from lightning_3d.trace.pytrees import flatten_call
 from lightning_3d.trace.side_outputs import (
     SideOutputs,
     call_hook,

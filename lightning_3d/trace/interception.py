@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.pytrees import Container, argument_containers, set_content
 from lightning_3d.torch_internals.modes import pop_function_mode, push_function_mode
 from lightning_3d.trace.hidden_calls import hidden_calls_seen
-from lightning_3d.trace.pytrees import Container, argument_containers, set_content
 from lightning_3d.trace.side_outputs import changed_containers, guard_attributes
 
 Call = Callable[..., Any]

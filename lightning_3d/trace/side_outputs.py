@@ -19,8 +19,8 @@ from torch import nn
 
 from lightning_3d.errors import TraceError
 from lightning_3d.model.own_code import is_own
+from lightning_3d.model.pytrees import Container, argument_containers, holds_tensors, set_content
 from lightning_3d.torch_internals.modules import forward_hooks, forward_hooks_copied, forward_hooks_with_kwargs
-from lightning_3d.trace.pytrees import Container, argument_containers, holds_tensors, set_content
 
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 

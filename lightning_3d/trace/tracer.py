@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
 from lightning_3d.model.named_state import named_state
+from lightning_3d.model.pytrees import as_called, copied, holds_tensors, is_opaque, register_dataclasses
 from lightning_3d.torch_internals.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -35,7 +36,6 @@ from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.trace.fake_run import RandomRun, run_with_state, running_statistics
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Call, Router, StepMode
-from lightning_3d.trace.pytrees import as_called, copied, holds_tensors, is_opaque, register_dataclasses
 from lightning_3d.trace.side_outputs import (
     HookCall,
     SideOutputs,

@@ -16,6 +16,7 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness, join_replica
 from lightning_3d.distributed.zero import Zero
 from lightning_3d.model.initial_weights import check_same_model, place_weights
+from lightning_3d.pipeline.effects.traced import TracedStepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Planned, Planner
@@ -59,7 +60,13 @@ def make_parallel(
     check_same_model(module, device)
     join_replica(mesh, device)
     planned = Planner(
-        trainer=trainer, module=module, config=config, shape=mesh.shape, precision=precision, device=device
+        trainer=trainer,
+        module=module,
+        config=config,
+        shape=mesh.shape,
+        precision=precision,
+        device=device,
+        effects_of=TracedStepEffects,
     ).plan()
     place_weights(module, planned.plan, mesh.pp_rank, device)
     set_device(module, device=device)
@@ -80,7 +87,7 @@ def make_parallel(
         engine = PipelineEngine(
             module=module,
             rank_module=zero.root,
-            tracing=planned.tracing,
+            blocks=planned.blocks,
             router=planned.router,
             plan=plan,
             mesh=mesh,

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.model.pytrees import as_called
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from lightning_3d.torch_internals.modules import buffers_of, parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
-from lightning_3d.trace.pytrees import as_called
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,20 +30,10 @@ from lightning_3d.tensor.run.sharded_output import as_logits
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.trace.sharded_logits import Logits
 
 Slot = tuple[nn.Module, str]
 """Where a parameter hangs: the module that owns it, and its name there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Logits:
-    """What a block returns to a loss that runs on shards."""
-
-    num_classes: int
-
-    is_read: bool
-    """Whether the step uses them for anything else, too: then they are gathered at once, on all ranks alike."""
-
 
 _LEAST_SHARE = 0.03
 """Of a block's parameters, for a table to be worth an all-reduce of what is looked up."""
