@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.join import join
 from lightning_3d.torch_internals.metric_state import FIXED_NAMES, start_anew
-from lightning_3d.torch_internals.modules import CHILDREN
 from lightning_3d.torch_internals.pytree import tree_map
 
 _METHODS = ("update", "forward", "reset", "compute")
@@ -100,17 +100,14 @@ class _Seen:
 @contextmanager
 def _scratch_state(metric: nn.Module) -> Iterator[None]:
     """Run a metric on states of its own, and forget them."""
-    saved = [(inner, dict(vars(inner))) for inner in metric.modules()]
-    for inner, attributes in saved:
-        vars(inner).update({name: _shallow(value) for name, value in attributes.items() if name != CHILDREN})
+    snapshot = Snapshot(metric.modules(), with_data=False)
+    for inner in metric.modules():
         if isinstance(inner, Metric):
             start_anew(inner)
     try:
         yield
     finally:
-        for inner, attributes in saved:
-            vars(inner).clear()
-            vars(inner).update(attributes)
+        snapshot.restore()
 
 
 def _shallow(value: Any) -> Any:

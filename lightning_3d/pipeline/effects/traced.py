@@ -9,12 +9,13 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.attributes import StepAttributes
 from lightning_3d.pipeline.effects.hooks import LazyHooks
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.pipeline.effects.recorder import StepRecorder
-from lightning_3d.pipeline.effects.undone import undone
 from lightning_3d.pipeline.loss import check_loss
+from lightning_3d.torch_internals.random_states import random_states_kept
 from lightning_3d.trace.interception import Router
 
 
@@ -36,8 +37,9 @@ class TracedStepEffects:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Put back attributes, forward hooks and random states."""
+        state_kept = preserved(self._module, without_data=self._blocks.values())
         hooks = self.hooks.put_back(is_trace=True)
-        with undone(self._module, self._blocks.values()), hooks, self._attributes.step(), self._attributes.microbatch():
+        with random_states_kept(), state_kept, hooks, self._attributes.step(), self._attributes.microbatch():
             yield
 
     def returned(self, name: str, step: Callable[[], Any]) -> Any:

@@ -43,12 +43,9 @@ def observe(
     own = copied(state.own())
     with torch.no_grad(), state.replaced(own), preserved(block), generators.preserved():
         attributes, buffers, states = attributes_of(block), _buffers(block), generators.states()
-        try:
-            results = tree_leaves(run(*arguments[0], **arguments[1]))
-            changed = _changed_attributes(block, attributes, buffers)
-            has_drawn = not generators.are_at(states)
-        finally:
-            _restore_containers(attributes)
+        results = tree_leaves(run(*arguments[0], **arguments[1]))
+        changed = _changed_attributes(block, attributes, buffers)
+        has_drawn = not generators.are_at(states)
         after = copied(own)
     if has_drawn:
         raise NotCompilable("it draws random numbers (dropout), which would be others if it were compiled")
@@ -82,15 +79,3 @@ def _changed_attributes(
     now = _buffers(block)
     set_anew = {name for name in now.keys() | buffers.keys() if now.get(name) is not buffers.get(name)}
     return sorted({*set_to_tensors, *others, *set_anew})
-
-
-def _restore_containers(attributes: dict[str, Attribute]) -> None:
-    for attribute in attributes.values():
-        value, content = attribute.value, attribute.content
-        if value is content:
-            continue
-        value.clear()
-        if isinstance(value, list):
-            value.extend(content)
-        else:
-            value.update(content)
