@@ -20,9 +20,10 @@ from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
 from lightning_3d import ThreeDStrategy
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.pipeline import engine
-from lightning_3d.pipeline.engine import Tracing
+from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.trace import step_tracing
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.step_tracing import StepTracing
 
 NUM_BLOCKS, STEPS = 48, 20
 
@@ -32,7 +33,8 @@ def trace_seconds() -> list[float]:
     model = GPT(width=64, num_layers=NUM_BLOCKS)
     blocks, router = find_blocks(model), Router()
     router.install(blocks)
-    tracing = Tracing(model, blocks, router, torch.device("cpu"))
+    effects = TracedStepEffects(model, blocks, router)
+    tracing = StepTracing(model, blocks, router, effects, torch.device("cpu"))
     batch = next(iter(random_tokens(1, 4, 32)))
     seconds = []
     for _ in range(5):
@@ -46,14 +48,14 @@ def trace_seconds() -> list[float]:
 def count_traces() -> int:
     """Traces that a run of ``STEPS`` steps with one batch signature makes on a rank."""
     traced = 0
-    trace_step = engine.trace_step
+    trace_step = step_tracing.trace_step
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal traced
         traced += 1
         return trace_step(*args, **kwargs)
 
-    engine.trace_step = counted
+    step_tracing.trace_step = counted
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,

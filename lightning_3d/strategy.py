@@ -13,22 +13,14 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp,
-)
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_3d.checkpoint import (
@@ -47,11 +39,13 @@ from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConf
 from lightning_3d.distributed.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.model.deferred import defer_init
-from lightning_3d.pipeline.engine import check_loss, loss_of
+from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.tensor.run.sharded_output import plain
+from lightning_3d.torch_internals import lightning_strategy
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import zeroes_unseen
 from lightning_3d.trainer.precision import ThreeDPrecision
@@ -181,7 +175,7 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
         # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = lightning_strategy.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -189,12 +183,12 @@ class ThreeDStrategy(ParallelStrategy):
         shape = resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)
         reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+        self._process_group_backend = self._process_group_backend or lightning_strategy.default_backend(
             self.root_device
         )
         assert self.cluster_environment is not None
         device_id = None if self.root_device.type == "cpu" else self.root_device
-        _init_dist_connection(
+        lightning_strategy.connect(
             self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
         )
         warn_of_slow_groups(shape, self.num_processes)
@@ -237,7 +231,7 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if self._parallel is None:
-            refuse_unsupported(self._module, self.mesh, sync_batchnorm=self._layer_sync is not None)
+            refuse_unsupported(self._module, self.mesh, sync_batchnorm=lightning_strategy.is_syncing_batchnorm(self))
             self._parallel = make_parallel(
                 trainer=trainer,
                 module=self._module,
@@ -247,7 +241,7 @@ class ThreeDStrategy(ParallelStrategy):
                 device=self.root_device,
             )
         if trainer.state.fn == TrainerFn.FITTING:
-            self._reset_optimizers_and_schedulers()
+            lightning_strategy.reset_optimizers(self)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._module, self.mesh)
         self.setup_precision_plugin()
@@ -393,12 +387,12 @@ class ThreeDStrategy(ParallelStrategy):
         """Reduce over the dp axis unless a group is given: the other axes hold copies."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return _sync_ddp(tensor, group or self.mesh.group("dp"), reduce_op=reduce_op)
+        return lightning_strategy.reduce_tensor(tensor, group or self.mesh.group("dp"), reduce_op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather over the dp axis unless a group is given: the other axes hold copies."""
-        return _all_gather_ddp_if_available(tensor, group=group or self.mesh.group("dp"), sync_grads=sync_grads)
+        return lightning_strategy.gather_tensor(tensor, group=group or self.mesh.group("dp"), sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

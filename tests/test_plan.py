@@ -21,7 +21,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.pipeline.engine import Tracing
+from lightning_3d.pipeline.effects.traced import TracedStepEffects
 from lightning_3d.planning.assignment import boundary_bytes
 from lightning_3d.planning.measure import measure_activations, measure_time
 from lightning_3d.planning.plan import Plan, make_plan
@@ -30,6 +30,7 @@ from lightning_3d.planning.split_blocks import is_balanced, refine
 from lightning_3d.planning.stage_flow import cut
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
 from tests.models import TinyGPT
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
@@ -90,7 +91,8 @@ def _traced(module: L.LightningModule, blocks: dict[str, nn.Module]) -> Trace:
     router = Router()
     router.install(blocks)
     try:
-        return Tracing(module, blocks, router, CPU)("training_step", _example(module), (0,))
+        effects = TracedStepEffects(module, blocks, router)
+        return StepTracing(module, blocks, router, effects, CPU)("training_step", _example(module), (0,))
     finally:
         router.uninstall(blocks)
 

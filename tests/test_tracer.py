@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import TraceError
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.pipeline.effects.undone import undone
+from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.torch_internals.random_states import random_states_kept
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.trace import Trace
@@ -50,7 +51,7 @@ class Traced:
         self.blocks = find_blocks(module)
         self.router = Router()
         self.router.install(self.blocks)
-        with undone(module, self.blocks.values()):
+        with random_states_kept(), preserved(module, without_data=self.blocks.values()):
             self.trace: Trace = trace_step(lambda: module(x), module, self.blocks, self.router, CPU, calls_all=True)
 
     def cut(self) -> StageFlow:

@@ -22,7 +22,8 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.tensor import plan_block, replicated_plan
 from lightning_3d.tensor.run.sharded_output import ShardedOutput, as_logits, plain
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
-from lightning_3d.tensor.vocabulary.uses import Logits, find_vocabulary, with_vocabulary
+from lightning_3d.tensor.vocabulary.uses import find_vocabulary, with_vocabulary
+from lightning_3d.trace.sharded_logits import Logits
 from tests import architectures
 from tests.hugging_face import hf_job
 from tests.models import ADAM_EPS, TinyGPT, loader, tokens

@@ -8,9 +8,6 @@ before they meet a file.
 
     full tensor, 8 rows         tp 0: dp 0 | dp 1    tp 1: dp 0 | dp 1        _StridedShard(0, 2), Shard(0)
                                 0  1  |  2  3          4  5  |  6  7
-
-The one place for torch's private `_StridedShard` and `compute_local_shape_and_global_offset` (torch 2.13; torch's own
-checkpoint code calls the latter, there is no public equivalent).
 """
 
 from __future__ import annotations
@@ -22,11 +19,10 @@ import torch
 import torch.distributed.tensor as dt
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_3d.checkpoint.tensor_info import TensorInfo
 from lightning_3d.errors import CheckpointError
+from lightning_3d.torch_internals.dtensor_parts import StridedShard, local_shape_and_offset
 
 
 def check_placements(tensors: Mapping[str, object]) -> None:
@@ -42,7 +38,7 @@ def check_placements(tensors: Mapping[str, object]) -> None:
         if not isinstance(tensor, DTensor):
             continue
         changed = zip(tensor.placements, _box_placements(tensor), strict=True)
-        in_pieces = {was.dim for was, kept in changed if isinstance(was, _StridedShard) and was != kept}
+        in_pieces = {was.dim for was, kept in changed if isinstance(was, StridedShard) and was != kept}
         for dim in in_pieces:
             if sum(_shards(placement, dim) for placement in tensor.placements) > 1:
                 raise CheckpointError(
@@ -80,7 +76,7 @@ def fill(target: Tensor, full: Tensor) -> None:
         return
     box = as_box(target)
     assert isinstance(box, DTensor)
-    sizes, offsets = compute_local_shape_and_global_offset(box.shape, box.device_mesh, box.placements)
+    sizes, offsets = local_shape_and_offset(box.shape, box.device_mesh, box.placements)
     part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
     box.to_local().copy_(full[part])
     take_box(target, box)
@@ -93,7 +89,7 @@ def full_value(tensor: Tensor) -> Tensor:
         return tensor
     # One axis at a time, in the reverse of the order in which they were sharded. `full_tensor()` does the like, but
     # logs a warning that one all-gather can't do it all.
-    strided = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, _StridedShard)]
+    strided = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, StridedShard)]
     others = [axis for axis in range(tensor.device_mesh.ndim) if axis not in strided]
     for axis in [*strided, *reversed(others)]:
         placements = list(tensor.placements)
@@ -127,7 +123,7 @@ def _box_placements(tensor: DTensor) -> tuple[Placement, ...]:
     kept = list(tensor.placements)
     for axis in reversed(range(len(kept))):
         placement = kept[axis]
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             inner = range(axis + 1, len(kept))
             shards = math.prod(tensor.device_mesh.size(i) for i in inner if _shards(kept[i], placement.dim))
             if placement.split_factor != shards:
@@ -136,4 +132,4 @@ def _box_placements(tensor: DTensor) -> tuple[Placement, ...]:
 
 
 def _shards(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
+    return isinstance(placement, Shard | StridedShard) and placement.dim == dim

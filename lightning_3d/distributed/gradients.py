@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
+from lightning_3d.torch_internals.operators import foreach_norm
 
 
 class Gradients:
@@ -48,7 +49,7 @@ class Gradients:
         """
         chosen = self._fqns if parameters is None else parameters
         local = [_local(p.grad) for p in chosen if p in self._counted and p.grad is not None]
-        norms = torch._foreach_norm(local, norm_type) if local else []
+        norms = foreach_norm(local, norm_type) if local else []
         stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=self._device)
         if norm_type == float("inf"):
             total = stacked.max()

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.torch_internals.fsdp import finish_backward
+from lightning_3d.torch_internals.modules import parameters_of
 
 
 class RankModule(nn.Module):
@@ -79,7 +81,7 @@ class Zero:
         self._fsdp.set_requires_gradient_sync(True)
         self._fsdp.set_reshard_after_backward(True)
         self._fsdp.set_is_last_backward(True)
-        _finish_backward(self._fsdp)
+        finish_backward(self._fsdp)
 
     def set_accumulating(self, accumulating: bool) -> None:
         """Without a pipeline: whether the next backward is followed by another before the optimizer's step."""
@@ -99,21 +101,7 @@ class Zero:
 def _tied_parameters(module: nn.Module) -> set[nn.Parameter]:
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for owner in module.modules():
-        for parameter in owner._parameters.values():
+        for parameter in parameters_of(owner).values():
             if parameter is not None:
                 owners.setdefault(parameter, set()).add(owner)
     return {parameter for parameter, where in owners.items() if len(where) > 1}
-
-
-def _finish_backward(root: FSDPModule) -> None:
-    """Reduce every unit's gradients and wait for them.
-
-    FSDP2 does this from autograd hooks in the last backward; a schedule's last backward of a stage is not always the
-    last of every unit. torch 2.13's own pipeline stages call the same private functions for that reason
-    (``_PipelineStageBase.perform_reduce_grad``).
-    """
-    state = fully_shard.state(root)  # type: ignore[attr-defined]
-    for unit in state._state_ctx.all_states:
-        for group in unit._fsdp_param_groups:
-            group.post_backward()
-    state._root_post_backward_final_callback()

@@ -15,6 +15,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint
 from lightning_3d.model.named_state import named_state
 from lightning_3d.planning.plan import Plan
+from lightning_3d.torch_internals.modules import buffers_of, parameters_of
 
 
 def check_same_model(module: nn.Module, device: torch.device) -> None:
@@ -143,5 +144,5 @@ def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
     if type(owner).__setattr__ is not nn.Module.__setattr__:  # an RNN keeps further references to its weights
         setattr(owner, name, tensor)
         return
-    members = owner._parameters if name in owner._parameters else owner._buffers
+    members = parameters_of(owner) if name in parameters_of(owner) else buffers_of(owner)
     members[name] = tensor  # type: ignore[assignment]

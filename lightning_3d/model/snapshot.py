@@ -1,32 +1,204 @@
-"""Running a block without leaving a trace on it: planning and proving run blocks before training does."""
+"""State of modules at one time, to put it back: planning, tracing and microbatches run a user's code whose changes must
+not stay.
+
+Covers attributes that are set or removed (parameters, buffers, hooks and training flags among them), what changes in
+the lists, dicts, sets and deques that they refer to, however deep, and the data of buffers and plain tensors. Tensors
+in lists are results of earlier steps, whose data is not kept. What changes inside of other objects stays changed.
+
+Only what changed is touched, and by the methods of the built-in classes: a frozen dict refuses its own ``update``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from lightning_3d.torch_internals.modules import BUFFERS
+from lightning_3d.torch_internals.tensors import version_of
+
+CONTAINERS = (dict, list, set, deque)
+"""Classes whose content is kept, their subclasses included."""
+
+_SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor, nn.Parameter})
+"""Classes of entries that nothing needs to be kept of, in a list."""
+
+
+class Snapshot:
+    """The state of modules as it is now.
+
+    Args:
+        modules: What is inside of them is not covered.
+        ignored: Names of attributes to leave alone.
+        with_data: Whether to keep the data of tensors too.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], *, ignored: frozenset[str] = frozenset(), with_data: bool = True
+    ) -> None:
+        self._ignored, self._with_data = ignored, with_data
+        self._saved: dict[int, _Container | _Data | None] = {}  # None while what is inside of it is looked at
+        self._owners = [(vars(module), self._kept(vars(module))) for module in modules]
+        for _, attributes in self._owners:
+            for name, value in attributes.items():
+                self._save_buffers(value) if name == BUFFERS else self._save(value)
+
+    def restore(self, *, unseen: bool = False) -> None:
+        """Put back what changed since.
+
+        Args:
+            unseen: Whether to copy data back also where torch counted no change, as of one through ``tensor.data``.
+        """
+        for attributes, before in self._owners:
+            if not _is_filled_with(now := self._kept(attributes), before):
+                for name in now.keys() - before.keys():
+                    del attributes[name]
+                attributes.update(before)
+        for saved in self._saved.values():
+            if isinstance(saved, _Data):
+                saved.restore(unseen=unseen)
+            elif saved is not None:
+                saved.restore()
+
+    def data_of(self, tensor: Tensor) -> Tensor | None:
+        """The data that a tensor had, if it was kept."""
+        saved = self._saved.get(id(tensor))
+        return saved.data if isinstance(saved, _Data) else None
+
+    def is_changed(self, tensor: Tensor) -> bool:
+        """Whether a tensor, whose data was kept, was changed in place."""
+        saved = self._saved[id(tensor)]
+        assert isinstance(saved, _Data)
+        return saved.is_changed()
+
+    def may_differ(self, value: Any) -> bool:
+        """Whether there is something else in a container now, or a tensor whose data was kept."""
+        saved = self._saved.get(id(value))
+        return isinstance(saved, _Data) or (saved is not None and saved.may_differ())
+
+    def _kept(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        if not self._ignored:
+            return dict(attributes)
+        return {name: value for name, value in attributes.items() if name not in self._ignored}
+
+    def _save_buffers(self, buffers: dict[str, Tensor | None]) -> None:
+        saved = _Container(buffers)
+        self._saved[id(buffers)] = saved
+        for buffer in buffers.values():
+            if buffer is not None:
+                self._save_data(buffer)
+
+    def _save(self, value: Any) -> None:
+        if type(value) is Tensor:
+            self._save_data(value)
+        elif isinstance(value, tuple):
+            for entry in value:
+                self._save(entry)
+        elif isinstance(value, CONTAINERS) and id(value) not in self._saved:
+            self._saved[id(value)] = None
+            saved = _Container(value)
+            for entry in saved.entries():
+                self._save(entry)
+            saved.nested = [n for n in (self._saved.get(id(entry)) for entry in saved.entries()) if n is not None]
+            self._saved[id(value)] = saved
+
+    def _save_data(self, tensor: Tensor) -> None:
+        if self._with_data and id(tensor) not in self._saved and not tensor.is_inference():
+            self._saved[id(tensor)] = _Data(tensor)
+
+
+class _Container:
+    """A container and its content."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.content = value, _content(value)
+        self.nested: list[_Container | _Data] = []
+        """What was kept of its entries."""
+
+    def entries(self) -> Iterable[Any]:
+        """Those of which something may have to be kept."""
+        if isinstance(self.content, set):  # hashable, so not changed in place
+            return ()
+        if isinstance(self.content, dict):
+            return self.content.values()
+        return () if _SIMPLE.issuperset(map(type, self.content)) else self.content
+
+    def may_differ(self) -> bool:
+        return not _is_filled_with(self.value, self.content) or any(
+            isinstance(saved, _Data) or saved.may_differ() for saved in self.nested
+        )
+
+    def restore(self) -> None:
+        if not _is_filled_with(self.value, self.content):
+            refill(self.value, self.content)
+
+
+class _Data:
+    """A tensor and its data."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self.data, self._version = tensor, tensor.detach().clone(), version_of(tensor)
+
+    def is_changed(self) -> bool:
+        return version_of(self._tensor) != self._version
+
+    def restore(self, *, unseen: bool) -> None:
+        if unseen or self.is_changed():
+            self._tensor.detach().copy_(self.data)
+            self._version = version_of(self._tensor)
 
 
 @contextmanager
-def preserved(block: nn.Module) -> Iterator[None]:
-    """Put every attribute of the block's modules back afterwards: parameters, buffers, caches, training flags.
+def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Put the state of a module, and of all modules inside of it, back afterwards.
 
-    Covers attributes that are set or removed, and buffers that are changed in place. What a forward changes inside an
-    object that an attribute refers to (it appends to a list) stays changed.
+    Args:
+        without_data: Modules inside of it whose tensors' data is not touched.
     """
-    saved = [(module, _attributes(module)) for module in block.modules()]
-    values = [(buffer, buffer.detach().clone()) for buffer in block.buffers()]
+    untouched = {id(inner) for outer in without_data for inner in outer.modules()}
+    modules = list(module.modules())
+    snapshots = [
+        Snapshot(inner for inner in modules if id(inner) not in untouched),
+        Snapshot((inner for inner in modules if id(inner) in untouched), with_data=False),
+    ]
     try:
         yield
     finally:
-        for module, attributes in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for buffer, value in values:
-            buffer.detach().copy_(value)
+        for snapshot in snapshots:
+            snapshot.restore(unseen=True)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: dict(value) if type(value) is dict else value for name, value in vars(module).items()}
+def refill(container: Any, content: Any) -> None:
+    """Change what is in a list, deque, set or dict."""
+    kind = _builtin(container)
+    kind.clear(container)
+    if isinstance(container, dict):
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
+    else:
+        (kind.update if kind is set else kind.extend)(container, content)
+
+
+def _builtin(container: Any) -> Any:
+    """The built-in class behind the container's."""
+    return next(cls for cls in (OrderedDict, *CONTAINERS) if isinstance(container, cls))
+
+
+def _content(container: Any) -> Any:
+    kind = _builtin(container)
+    if isinstance(container, dict):
+        return dict(kind.items(container))
+    return set(container) if kind is set else list(container)
+
+
+def _is_filled_with(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
+        return False
+    kind = _builtin(container)
+    if isinstance(container, dict):
+        return all(map(is_, kind.keys(container), content)) and all(map(is_, kind.values(container), content.values()))
+    return bool(container == content) if kind is set else all(map(is_, container, content))

@@ -10,69 +10,29 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.distributed.zero import RankModule
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.attributes import StepAttributes
-from lightning_3d.pipeline.effects.hooks import LazyHooks
 from lightning_3d.pipeline.effects.join import join
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.pipeline.effects.recorder import StepRecorder
 from lightning_3d.pipeline.effects.report import StepReport, make_metric_calls, replay, share
-from lightning_3d.pipeline.effects.undone import undone
+from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
 from lightning_3d.pipeline.schedule import Schedule, StageCall
 from lightning_3d.pipeline.spans import Span, SpanRecorder
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
-from lightning_3d.trace.trace import Trace
-from lightning_3d.trace.tracer import trace_step
+from lightning_3d.trace.step_tracing import StepTracing
 
 _MAX_CACHED = 64  # batch signatures whose flow and schedule are kept
-
-
-class Tracing:
-    """Traces the steps of a module.
-
-    Args:
-        module: The user's module.
-        blocks: FQN -> block, routed by ``router``.
-    """
-
-    def __init__(
-        self, module: LightningModule, blocks: Mapping[str, nn.Module], router: Router, device: torch.device
-    ) -> None:
-        self._module, self.blocks, self._router, self._device = module, blocks, router, device
-        self.saw_calls_in_blocks = False
-        """Whether a block logged or updated a metric in a trace so far."""
-        self.hooks = LazyHooks(module)
-
-    def __call__(self, name: str, microbatch: Any, rest: Sequence[Any]) -> Trace:
-        """Trace ``module.<name>(microbatch, *rest)``. What is logged or kept in attributes counts as returned."""
-
-        def step() -> Any:
-            recorder = StepRecorder(self._module, metrics_of(self._module), self._router)
-            try:
-                with recorder.installed(), recorder.microbatch(0, 0, keeps_glue=True):
-                    output = getattr(self._module, name)(microbatch, *rest)
-            finally:
-                self.saw_calls_in_blocks |= recorder.was_called_in_blocks
-            if name == "training_step":
-                check_loss(output)
-            return output, recorder.noted(0, 0), attributes.tensors()
-
-        attributes = StepAttributes(self._module, self.blocks.values())
-
-        state_kept = undone(self._module, self.blocks.values())
-        with state_kept, self.hooks.put_back(is_trace=True), attributes.step(), attributes.microbatch():
-            return trace_step(
-                step, self._module, self.blocks, self._router, self._device, calls_all=name == "training_step"
-            )
 
 
 class PipelineEngine:
@@ -81,7 +41,7 @@ class PipelineEngine:
     Args:
         module: The user's module.
         rank_module: The root of this rank's shards, around ``module``.
-        router: The router of the module's blocks.
+        blocks: FQN -> block, routed by ``router``.
         randomness: Seeds.
     """
 
@@ -90,14 +50,14 @@ class PipelineEngine:
         *,
         module: LightningModule,
         rank_module: RankModule,
-        tracing: Tracing,
+        blocks: Mapping[str, nn.Module],
         router: Router,
         plan: Plan,
         mesh: Mesh,
         randomness: StepRandomness,
         device: torch.device,
     ) -> None:
-        self._module, self._rank_module, self._tracing, self._router = module, rank_module, tracing, router
+        self._module, self._rank_module, self._router = module, rank_module, router
         self._plan, self._randomness, self._device = plan, randomness, device
         self._group = mesh.group("pp")
         self._stages = plan.stages_on(mesh.pp_rank)
@@ -109,7 +69,9 @@ class PipelineEngine:
         self.planned: tuple[tuple[Span, ...], ...] = ()
         """The schedule of the last measured step."""
         self._metrics = metrics_of(module)
-        self._attributes = StepAttributes(module, tracing.blocks.values())
+        self._attributes = StepAttributes(module, blocks.values())
+        self._traced_effects = TracedStepEffects(module, blocks, router)
+        self._tracing = StepTracing(module, blocks, router, self._traced_effects, device)
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -147,7 +109,7 @@ class PipelineEngine:
                 run = StageRun(
                     self._router, flows[index], stage, tensors, partial(self._randomness.block, number, index)
                 )
-                hooks = self._tracing.hooks.put_back(is_trace=False)
+                hooks = self._traced_effects.hooks.put_back(is_trace=False)
                 with hooks, self._attributes.microbatch(), recorder.microbatch(stage, index, keeps_glue=is_last):
                     answer = run.run(step)
                     if not is_last:
@@ -174,7 +136,7 @@ class PipelineEngine:
             sizes = [batch_size(part.batch) for part in parts]
             reports = self._shared(lambda: self._reports(name, recorder, outputs, sizes))
         replay(reports, self._module, self._metrics, self._attributes, own_stages=self._stages)
-        self._tracing.hooks.register()
+        self._traced_effects.hooks.register()
         return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, reports[-1].output)
 
     def _reports(
@@ -184,7 +146,7 @@ class PipelineEngine:
         reports = []
         for stage in self._stages:
             is_last = stage == self._last_stage
-            if not is_last and not self._tracing.saw_calls_in_blocks:
+            if not is_last and not self._traced_effects.saw_calls_in_blocks:
                 continue
             logged, calls = recorder.joined(stage, sizes)
             output = join([outputs[i] for i in range(len(sizes))], sizes, f"what {name} returned") if is_last else None
@@ -204,7 +166,7 @@ class PipelineEngine:
         except Exception as error:  # the other stages wait for a report: they get this one and raise too
             reports = StepError(f"{type(error).__name__} while joining the microbatches of a batch: {error}")
             reports.__cause__ = error
-        from_all = self._tracing.saw_calls_in_blocks
+        from_all = self._traced_effects.saw_calls_in_blocks
         return share(reports, self._group, self._source, self._device, from_all=from_all)
 
     def _flow(self, key: Hashable, name: str, part: Microbatch, rest: Sequence[Any]) -> StageFlow:
@@ -229,39 +191,6 @@ class PipelineEngine:
             _remember(self._schedules, key, schedule)
         self._schedules.move_to_end(key)
         return self._schedules[key]
-
-
-def check_loss(output: Any) -> Tensor:
-    """The loss in what ``training_step`` returned, to run the backward from.
-
-    Raises:
-        StepError: there is none, or no parameter would get a gradient from it.
-    """
-    loss = loss_of(output)
-    if not loss.requires_grad:
-        raise StepError(
-            "training_step returned a loss that does not require grad, so nothing would be trained. Don't detach it or"
-            " compute it under torch.no_grad(), and leave at least one parameter that it depends on unfrozen."
-        )
-    return loss
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what ``training_step`` returned; 0-d or of one element.
-
-    Raises:
-        StepError: there is none.
-    """
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if not isinstance(loss, Tensor):
-        raise StepError(
-            f"training_step returned {type(output).__name__}, not a loss. Return a 0-d tensor, or a dict with one under"
-            " 'loss'. A step can't be skipped by returning None: the ranks of the other replicas would wait for this"
-            " one's gradients."
-        )
-    if loss.numel() != 1:
-        raise StepError(f"training_step returned a loss of shape {tuple(loss.shape)}; reduce it to a 0-d tensor.")
-    return loss
 
 
 def _remember(cache: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:

@@ -1,6 +1,6 @@
-"""The adapter to torch.distributed.pipelining: the only file that touches its stages and schedules.
+"""The schedules of torch.distributed.pipelining, run on the stages of this rank.
 
-Its internals move from release to release; this was written for and tested with torch 2.13. Every microbatch reaches
+Every microbatch reaches
 every stage by its index (non-tensor keyword arguments are handed to all stages as they are), and the shapes that cross
 are static, since the trace knows them.
 """
@@ -16,26 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining._utils import TensorMeta as _TorchMeta
-from torch.distributed.pipelining._utils import _derive_grad_metas, extract_tensor_metas
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
 from lightning_3d.pipeline.spans import Computation, Kind, Span, SpanRecorder, play
 from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.torch_internals.pipelining import ComputationType, InOrder, ShapedStage
+from lightning_3d.torch_internals.tensors import is_view
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_KINDS: Mapping[_ComputationType, Kind] = {
-    _ComputationType.FORWARD: "forward",
-    _ComputationType.FULL_BACKWARD: "backward",
-    _ComputationType.BACKWARD_INPUT: "input",
-    _ComputationType.BACKWARD_WEIGHT: "weight",
+_KINDS: Mapping[ComputationType, Kind] = {
+    ComputationType.FORWARD: "forward",
+    ComputationType.FULL_BACKWARD: "backward",
+    ComputationType.BACKWARD_INPUT: "input",
+    ComputationType.BACKWARD_WEIGHT: "weight",
 }
 _SPLITTING = ("interleaved_zero_bubble", "zbv")
 _MULTI = {
@@ -93,7 +91,7 @@ class Schedule:
         elif regular:
             self._schedule = _MULTI[name](list(torch_stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)
         else:
-            self._schedule = _InOrder(torch_stages, num_microbatches, stage_ranks, loss_fn=loss_fn)
+            self._schedule = InOrder(torch_stages, num_microbatches, stage_ranks, loss_fn=loss_fn)
         self._indices = torch.arange(num_microbatches)
         self._stages = torch_stages
 
@@ -150,32 +148,6 @@ def _suits(name: str, num_microbatches: int, num_ranks: int) -> bool:
     return name in ("gpipe", "zbv") or num_microbatches % max(1, num_microbatches // num_ranks) == 0
 
 
-class _InOrder(_PipelineScheduleRuntime):
-    """All forwards stage by stage, then all backwards: for any number of microbatches, and for evaluation."""
-
-    def __init__(
-        self,
-        stages: list[_Stage],
-        num_microbatches: int,
-        stage_ranks: Sequence[int],
-        loss_fn: Callable[..., Tensor] | None,
-    ) -> None:
-        super().__init__(stages, num_microbatches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]  # torch 2.13
-        self.pipeline_order = {}
-        for rank in range(max(stage_ranks) + 1):
-            own = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
-            forward = [_Action(stage, _ComputationType.FORWARD, i) for stage in own for i in range(num_microbatches)]
-            backward = [_Action(a.stage_index, _ComputationType.FULL_BACKWARD, a.microbatch_index) for a in forward]
-            self.pipeline_order[rank] = [*forward, *reversed(backward)]
-        self._prepare_schedule_with_comms(self.pipeline_order)
-        if loss_fn is None:
-            kept = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
-            self.pipeline_order_with_comms = {
-                rank: [action for action in actions if action.computation_type in kept]
-                for rank, actions in self.pipeline_order_with_comms.items()
-            }
-
-
 class _StageModule(nn.Module):
     def __init__(self, module: nn.Module, stage: int, *, splits_backward: bool) -> None:
         super().__init__()
@@ -192,11 +164,11 @@ class _StageModule(nn.Module):
 
 def _detachable(tensor: Tensor) -> Tensor:
     """A tensor that may be detached in place: a split backward does so with outputs, which fails for views."""
-    return tensor.clone() if tensor.requires_grad and (tensor._is_view() or tensor.is_leaf) else tensor
+    return tensor.clone() if tensor.requires_grad and (is_view(tensor) or tensor.is_leaf) else tensor
 
 
-class _Stage(PipelineStage):
-    """A stage whose microbatches may have different shapes, and whose computations can be measured."""
+class _Stage(ShapedStage):
+    """A stage whose computations can be measured."""
 
     recorder: SpanRecorder | None = None
 
@@ -212,11 +184,7 @@ class _Stage(PipelineStage):
         outputs = [_examples(flow, flow.sent(stage)) for flow in flows]
         if stage == flows[0].num_stages - 1:  # it returns the loss, or nothing
             outputs = [(torch.empty((), device="meta", requires_grad=True),) for _ in flows]
-        super().__init__(
-            module, stage, flows[0].num_stages, device, input_args=inputs[0], output_args=outputs[0], group=group
-        )
-        self._inputs = [_metas(examples) for examples in inputs]
-        self._outputs = [_metas(examples) for examples in outputs]
+        super().__init__(module, stage, flows[0].num_stages, inputs=inputs, outputs=outputs, device=device, group=group)
 
     def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         if self.recorder is None:
@@ -237,50 +205,9 @@ class _Stage(PipelineStage):
         with self._measured("weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        received = {}
-        for index in range(num_microbatches):
-            self._stage_meta.inputs = self._inputs[index]
-            super()._setup_forward_recv_info(1, has_backward)
-            received[index] = self.args_recv_info[0]
-        self._stage_meta.inputs = self._inputs[0]
-        self.args_recv_info = received
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        received = {}
-        for index in range(num_microbatches):
-            self._stage_meta.output_grads = _gradients(self._outputs[index])
-            super()._setup_backward_recv_info(1)
-            received[index] = self.grad_recv_info[0]
-        self.chunks = num_microbatches
-        self.grad_recv_info = received
-
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self.has_backward and not self.is_first:  # what this stage did not use has gradient zero
-            pairs = zip(self.bwd_cache[bwd_chunk_id], self._inputs[bwd_chunk_id], strict=True)
-            self.bwd_cache[bwd_chunk_id] = tuple(self._sendable(gradient, meta) for gradient, meta in pairs)
-        operations: list[dist.P2POp] = super().get_bwd_send_ops(bwd_chunk_id)
-        return operations
-
-    def _sendable(self, gradient: Tensor | None, meta: _TorchMeta) -> Tensor | None:
-        if gradient is not None:
-            return gradient.contiguous()
-        return torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) if meta.requires_grad else None
-
 
 def _examples(flow: StageFlow, ids: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(
         torch.empty(meta.shape, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad)
         for meta in flow.metas(ids)
     )
-
-
-def _metas(examples: tuple[Tensor, ...]) -> tuple[_TorchMeta, ...]:
-    metas = extract_tensor_metas(examples)
-    assert metas is not None
-    return metas
-
-
-def _gradients(metas: tuple[_TorchMeta, ...]) -> tuple[_TorchMeta | None, ...]:
-    gradients: tuple[_TorchMeta | None, ...] = _derive_grad_metas(metas)
-    return gradients

@@ -11,16 +11,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
+from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.run.sharded_output import plain
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
+from lightning_3d.torch_internals.tensors import base_of
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Call, Router, StepMode, set_finish
-from lightning_3d.trace.pytrees import flatten_call
 from lightning_3d.trace.side_outputs import (
     SideOutputs,
     call_hook,
@@ -207,7 +208,7 @@ class StageRun(StepMode):
                 continue
             if result.tensor is not None:
                 output = output.view_as(output) if output in self._ids else output
-                if call.is_block and result.tensor in self._changed_views and output._base is not None:
+                if call.is_block and result.tensor in self._changed_views and base_of(output) is not None:
                     output = output.clone()  # an in-place change of a view drops the hook that FSDP2 put on it
                 self._keep(output, result.tensor, output)
             answer.append(output)

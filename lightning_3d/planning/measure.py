@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.model.deferred import DeferredTensor
 from lightning_3d.model.snapshot import preserved
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import own_forward
 

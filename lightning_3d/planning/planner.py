@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,13 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.pipeline.engine import Tracing
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
 from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, refine
 from lightning_3d.planning.tensor_blocks import plan_blocks
+from lightning_3d.torch_internals.lightning_loops import before_transfer
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.step_tracing import StepTracing, TracedEffects
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trainer.batches import example_batch
 from lightning_3d.trainer.precision import ThreeDPrecision
@@ -42,7 +43,6 @@ class Planned:
     blocks: Mapping[str, nn.Module]
     """FQN -> block, routed by ``router``."""
     router: Router
-    tracing: Tracing
     trace: Trace | None
     """Of one microbatch; None if the plan does not depend on it."""
 
@@ -55,6 +55,7 @@ class Planner:
         module: The user's module, not parallel yet.
         precision: Whose autocast the step runs under.
         device: Where the step will run.
+        effects_of: Makes what follows the step's effects while it is traced.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class Planner:
         shape: MeshShape,
         precision: ThreeDPrecision,
         device: torch.device,
+        effects_of: Callable[[LightningModule, Mapping[str, nn.Module], Router], TracedEffects],
     ) -> None:
         self._trainer, self._module, self._config, self._shape = trainer, module, config, shape
-        self._precision, self._device = precision, device
+        self._precision, self._device, self._effects_of = precision, device, effects_of
         self._needs_trace = shape.pp * shape.tp > 1
 
     def plan(self) -> Planned:
@@ -77,14 +79,13 @@ class Planner:
         blocks = self._find_blocks(microbatch)
         router = Router()
         router.install(blocks)
-        tracing = Tracing(self._module, blocks, router, self._device)
-        trace = self._trace(tracing, microbatch) if self._needs_trace else None
+        trace = self._trace(blocks, router, microbatch) if self._needs_trace else None
         plan = on_rank_zero(lambda: self._make_plan(trace, blocks), self._device)
-        return Planned(plan=plan, blocks=blocks, router=router, tracing=tracing, trace=trace)
+        return Planned(plan=plan, blocks=blocks, router=router, trace=trace)
 
     def _example_microbatch(self) -> Any:
         batch = self._trainer.precision_plugin.convert_input(example_batch(self._trainer))
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = before_transfer(self._module, batch)
         batch = detached_from_inference(self._trainer.strategy.batch_to_device(batch, dataloader_idx=0))
         return split_batch(batch, self._config.num_microbatches)[0].batch if self._shape.pp > 1 else batch
 
@@ -100,14 +101,16 @@ class Planner:
             router = Router()
             router.install(finer)
             try:
-                return self._trace(Tracing(module, finer, router, self._device), microbatch)
+                return self._trace(finer, router, microbatch)
             finally:
                 router.uninstall(finer)
 
         fqns = on_rank_zero(lambda: list(refine(module, blocks, num_stages, imbalance, trace_with)), self._device)
         return {fqn: module.get_submodule(fqn) for fqn in fqns}
 
-    def _trace(self, tracing: Tracing, microbatch: Any) -> Trace:
+    def _trace(self, blocks: Mapping[str, nn.Module], router: Router, microbatch: Any) -> Trace:
+        effects = self._effects_of(self._module, blocks, router)
+        tracing = StepTracing(self._module, blocks, router, effects, self._device)
         with self._step() as name:
             return tracing(name, microbatch, (0,))
 

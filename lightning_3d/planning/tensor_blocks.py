@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from lightning_3d.config.settings import TensorConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.model.named_state import named_state
+from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
 from lightning_3d.tensor import (
     BlockCompiler,
@@ -31,8 +31,8 @@ from lightning_3d.tensor import (
 )
 from lightning_3d.tensor.plan.block_plan import Role
 from lightning_3d.tensor.vocabulary.uses import VocabularyUse, WeightUse, find_vocabulary, with_vocabulary
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.trace.pytrees import is_opaque
 from lightning_3d.trace.sharded_logits import find_logits
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.unread_outputs import unread_outputs

@@ -9,10 +9,11 @@ from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_3d.torch_internals import functional_collectives as functional
+from lightning_3d.torch_internals.fake_tensors import FunctionalTensor
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis

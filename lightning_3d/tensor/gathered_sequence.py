@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM
+from lightning_3d.torch_internals.tensors import storage_id
 
 
 class GatheredSequence:
@@ -28,7 +29,7 @@ class GatheredSequence:
         self.whole = collectives.gather_sequence(local, axis, SEQUENCE_DIM)
         """(B, T, D)."""
         self._local, self._axis = local.detach(), axis
-        self._storage = self.whole.untyped_storage()._cdata
+        self._storage = storage_id(self.whole.untyped_storage())
         self._again: Tensor | None = None
         self._num_saved, self._is_expected = 0, False
 
@@ -37,7 +38,7 @@ class GatheredSequence:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, saved: Tensor) -> Any:
-        if saved.untyped_storage()._cdata != self._storage or saved.numel() != self.whole.numel():
+        if storage_id(saved.untyped_storage()) != self._storage or saved.numel() != self.whole.numel():
             return saved
         self._num_saved += 1
         if not self._is_expected and self.whole.requires_grad:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
@@ -64,7 +63,7 @@ class ShardedTensor(Tensor):
     origin: Origin | None = None
     """Set while planning."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as DTensor has it
+    __torch_function__ = no_torch_function  # type: ignore[assignment]  # as DTensor has it
 
     @staticmethod
     def __new__(cls, local: Tensor, axis: Axis, placement: Sharded | Partial) -> ShardedTensor:
@@ -74,7 +73,7 @@ class ShardedTensor(Tensor):
             shape = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
         elif type(placement) is Parts:
             shape = (*shape[: placement.dim], sum(placement.sizes), *shape[placement.dim + 1 :])
-        handle = Tensor._make_wrapper_subclass(
+        handle = make_wrapper(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         handle.local, handle.axis, handle.placement = local, axis, placement

@@ -40,7 +40,8 @@ from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
 from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, is_along
 from lightning_3d.tensor.rules.table import RULES, rewritten
 from lightning_3d.tensor.running_statistics import RunningStatistics
-from lightning_3d.torch_internals.own_shard import own_shard
+from lightning_3d.torch_internals.tensors import version_of
+from lightning_3d.tensor.own_shard import own_shard
 
 T = TypeVar("T")
 
@@ -291,7 +292,7 @@ class _ByTensor(Generic[T]):
     def get(self, tensor: Tensor, make: Callable[[], T]) -> T:
         """What was made of a tensor; made now if it is new or changed."""
         known = self._made.get(id(tensor))
-        if known is None or known[1] != tensor._version:
-            known = (tensor, tensor._version, make())
+        if known is None or known[1] != version_of(tensor):
+            known = (tensor, version_of(tensor), make())
             self._made[id(tensor)] = known
         return known[2]

@@ -12,10 +12,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-# torch 2.13 leaves a recomputed forward by this exception, on all ranks alike, once it has what the backward needs.
-from torch.utils.checkpoint import _StopRecomputationError
-
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.torch_internals.recompute import StopRecomputation
 
 
 class RunningStatistics:
@@ -48,7 +46,7 @@ class RunningStatistics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._changed and (kind is None or issubclass(kind, _StopRecomputationError)):
+        if self._changed and (kind is None or issubclass(kind, StopRecomputation)):
             self._complete(list(self._changed.values()))
         self._changed.clear()
 

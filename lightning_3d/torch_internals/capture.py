@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
-from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode
+from lightning_3d.torch_internals.modes import TorchDispatchMode
+from lightning_3d.torch_internals.operators import OpOverload
 
 Computation = Callable[..., Sequence[Tensor]]
 """A function of tensors alone."""
@@ -54,6 +54,11 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -
         compiled: Computation = compiler(module, list(tensors))  # type: ignore[arg-type]
     del module.computation  # what is compiled refers to the module
     return compiled
+
+
+def recompile_limit() -> int:
+    """How many compiled forms torch keeps of one function."""
+    return torch._dynamo.config.recompile_limit
 
 
 class _AsModule(nn.Module):

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from lightning_3d.torch_internals.operators import OpOverload
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map
 
 
 class NoRule(Exception):

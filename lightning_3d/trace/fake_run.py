@@ -8,17 +8,17 @@ alone determines (masks, positions) keeps its data.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map_only
 
+from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, failures_unlogged, unset_fake_temporarily
+from lightning_3d.torch_internals.modules import BatchNormBase
+from lightning_3d.torch_internals.pytree import tree_map_only
+from lightning_3d.torch_internals.tensors import version_of
 from lightning_3d.trace.interception import own_forward
 
 
@@ -29,7 +29,7 @@ def run_with_state(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, 
         state: Name in the block -> tensor; buffers that the forward sets anew are replaced in it.
     """
     renamed = {f"block.{name}": tensor for name, tensor in state.items()}
-    with _quiet():
+    with failures_unlogged():
         output = torch.func.functional_call(_ForwardOnly(block), renamed, args, kwargs)
     state.update({name: renamed[f"block.{name}"] for name in state})
     return output
@@ -59,7 +59,7 @@ class RandomRun:
         ]
         # What a block gets is no leaf of autograd, so it may change it in place.
         self.arguments = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._versions = [leaf._version if isinstance(leaf, Tensor) else 0 for leaf in self.arguments]
+        self._versions = [version_of(leaf) if isinstance(leaf, Tensor) else 0 for leaf in self.arguments]
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -81,7 +81,7 @@ class RandomRun:
         for fake, leaf, version in zip(self._fakes, self.arguments, self._versions, strict=True):
             if isinstance(leaf, Tensor):
                 back[id(leaf)] = fake
-                if leaf._version != version:
+                if version_of(leaf) != version:
                     torch.autograd.graph.increment_version(fake)
         made: dict[int, Tensor] = {}
 
@@ -100,7 +100,7 @@ def running_statistics(block: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in block.named_modules()
-        if isinstance(module, _NormBase) and module.training
+        if isinstance(module, BatchNormBase) and module.training
         for name, _ in module.named_buffers(recurse=False)
     )
 
@@ -110,17 +110,6 @@ def _random(fake: Tensor) -> Tensor:
     if fake.is_floating_point() or fake.is_complex():
         return torch.rand(fake.shape, dtype=fake.dtype, device=fake.device).mul_(0.1)
     return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's log of an operator that fails on fake tensors."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
 
 
 class _ForwardOnly(nn.Module):

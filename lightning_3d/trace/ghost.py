@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import TraceError
+from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +48,12 @@ class Ghost(Tensor):
 
     @staticmethod
     def __new__(cls, meta: TensorMeta) -> Ghost:
-        return Tensor._make_wrapper_subclass(
-            cls, meta.shape, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad
-        )
+        return make_wrapper(cls, meta.shape, dtype=meta.dtype, device=meta.device, requires_grad=meta.requires_grad)
 
     def __init__(self, meta: TensorMeta) -> None:
         """``__new__`` took the argument."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method

@@ -1,8 +1,8 @@
 """Calls in glue that torch's function modes do not see: custom autograd functions and activation checkpoints.
 
-Owns a workaround for torch 2.13, in which ``torch.utils.checkpoint`` bypasses function modes: while a step runs, the
-generator behind non-reentrant checkpoints is replaced by one that only says that it is on. A checkpoint around glue
-can't recompute glue, whose tensors may be on another stage; instead each block called inside of it is checkpointed.
+While a step runs, the generator behind non-reentrant checkpoints is replaced by one that only says that it is on. A
+checkpoint around glue can't recompute glue, whose tensors may be on another stage; instead each block called inside of
+it is checkpointed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
-import torch.utils.checkpoint
+import torch
 from torch import Tensor
 
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
+from lightning_3d.torch_internals.recompute import checkpoints_replaced, is_reentrant
 
 Call = Callable[..., Any]
 
@@ -35,13 +36,11 @@ class HiddenCalls(Protocol):
 @contextmanager
 def hidden_calls_seen(step: HiddenCalls) -> Iterator[None]:
     """Show custom autograd functions and checkpoints in glue to ``step``."""
-    checkpoints = torch.utils.checkpoint
-    original = checkpoints._checkpoint_without_reentrant_generator
 
     def answer(cls: type[torch.autograd.Function], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not step.is_in_glue():
             return call(*args, **kwargs)
-        if cls is checkpoints.CheckpointFunction:
+        if is_reentrant(cls):
             function, _, *arguments = args
             # As it does itself: without a tensor argument that requires grad there is no backward.
             requires_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments)
@@ -49,16 +48,15 @@ def hidden_calls_seen(step: HiddenCalls) -> Iterator[None]:
                 return function(*arguments)
         return step.on_hidden_function(cls.__name__, call, args, kwargs)
 
-    def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if not step.is_in_glue():
-            yield from original(*args, **kwargs)
-        else:
-            with step.checkpointed():
-                yield
+    def replace(present: Call) -> Call:
+        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+            if not step.is_in_glue():
+                yield from present(*args, **kwargs)
+            else:
+                with step.checkpointed():
+                    yield
 
-    checkpoints._checkpoint_without_reentrant_generator = generator
-    try:
-        with custom_functions_seen(answer):
-            yield
-    finally:
-        checkpoints._checkpoint_without_reentrant_generator = original
+        return generator
+
+    with checkpoints_replaced(replace), custom_functions_seen(answer):
+        yield

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.pytrees import Container, argument_containers, set_content
+from lightning_3d.torch_internals.modes import pop_function_mode, push_function_mode
 from lightning_3d.trace.hidden_calls import hidden_calls_seen
-from lightning_3d.trace.pytrees import Container, argument_containers, set_content
 from lightning_3d.trace.side_outputs import changed_containers, guard_attributes
 
 Call = Callable[..., Any]
@@ -130,19 +131,19 @@ class StepMode(TorchFunctionMode):
     def paused(self) -> Iterator[None]:
         """Run a block's own code: neither its functions nor nested calls are seen."""
         above = []
-        while (mode := torch._C._pop_torch_function_stack()) is not self:
+        while (mode := pop_function_mode()) is not self:
             above.append(mode)
         for mode in reversed(above):
-            torch._C._push_on_torch_function_stack(mode)
+            push_function_mode(mode)
         self._router.step = None
         try:
             yield
         finally:
             self._router.step = self
-            above = [torch._C._pop_torch_function_stack() for _ in above]
-            torch._C._push_on_torch_function_stack(self)
+            above = [pop_function_mode() for _ in above]
+            push_function_mode(self)
             for mode in reversed(above):
-                torch._C._push_on_torch_function_stack(mode)
+                push_function_mode(mode)
 
 
 class _Named:

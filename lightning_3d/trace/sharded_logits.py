@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from lightning_3d.tensor.vocabulary.uses import Logits
 from lightning_3d.trace.trace import Trace, TracedCall
 
 _LOSS = "cross_entropy"
@@ -33,6 +33,16 @@ _KEEPING = frozenset(
     }
 )
 """Calls that logits go through on shards; a further use of them elsewhere gathers them once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logits:
+    """What a block returns to a loss that runs on shards."""
+
+    num_classes: int
+
+    is_read: bool
+    """Whether the step uses them for anything else, too: then they are gathered at once, on all ranks alike."""
 
 
 def find_logits(trace: Trace) -> Mapping[str, Logits]:

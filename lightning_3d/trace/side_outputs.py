@@ -10,9 +10,8 @@ A hook that returns something changes an output inside of the block; it stays th
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,8 @@ from torch import nn
 
 from lightning_3d.errors import TraceError
 from lightning_3d.model.own_code import is_own
-from lightning_3d.trace.pytrees import Container, argument_containers, holds_tensors, set_content
+from lightning_3d.model.pytrees import Container, argument_containers, holds_tensors, set_content
+from lightning_3d.torch_internals.modules import forward_hooks, forward_hooks_copied, forward_hooks_with_kwargs
 
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
@@ -125,25 +125,22 @@ def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[No
         A list that fills while the block runs.
     """
     noted: list[Noted] = []
-    saved = []
+    copies = ExitStack()
     for name, module in block.named_modules():
         calls = {key: HookCall(module=name, hook=i) for i, key in enumerate(user_hooks(module))}
         calls = {key: call for key, call in calls.items() if call not in kept}
         if calls:
-            saved.append((module, module._forward_hooks, module._forward_hooks_with_kwargs))
-            module._forward_hooks = module._forward_hooks.copy()
-            module._forward_hooks_with_kwargs = module._forward_hooks_with_kwargs.copy()
+            copies.enter_context(forward_hooks_copied(module))
         for key, call in calls.items():
             if module is block:
-                del module._forward_hooks[key]
+                del forward_hooks(module)[key]
             else:
-                module._forward_hooks[key] = _note_into(noted, call)
-                module._forward_hooks_with_kwargs[key] = True
+                forward_hooks(module)[key] = _note_into(noted, call)
+                forward_hooks_with_kwargs(module)[key] = True
     try:
         yield noted
     finally:
-        for module, hooks, with_kwargs in saved:
-            module._forward_hooks, module._forward_hooks_with_kwargs = hooks, with_kwargs
+        copies.close()
 
 
 def _note_into(noted: list[Noted], call: HookCall) -> Any:
@@ -155,8 +152,7 @@ def _note_into(noted: list[Noted], call: HookCall) -> Any:
 
 def user_hooks(module: nn.Module) -> list[int]:
     """Keys of the forward hooks that neither torch's parallel modules nor this package registered."""
-    hooks: OrderedDict[int, Any] = module._forward_hooks  # type: ignore[assignment]
-    return [key for key, hook in hooks.items() if not is_own(getattr(hook, "__module__", ""))]
+    return [key for key, hook in forward_hooks(module).items() if not is_own(getattr(hook, "__module__", ""))]
 
 
 def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> Any:
@@ -174,8 +170,8 @@ def call_own_hooks(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _call_hook(module: nn.Module, key: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    hook = module._forward_hooks[key]
-    if key in module._forward_hooks_with_kwargs:
+    hook = forward_hooks(module)[key]
+    if key in forward_hooks_with_kwargs(module):
         return hook(module, args, kwargs, output)
     return hook(module, args, output)
 

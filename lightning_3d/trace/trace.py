@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.utils._pytree import TreeSpec
-
+from lightning_3d.torch_internals.pytree import TreeSpec
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs
 

@@ -18,22 +18,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_3d.errors import TraceError
+from lightning_3d.model.named_state import named_state
+from lightning_3d.model.pytrees import as_called, copied, holds_tensors, is_opaque, register_dataclasses
+from lightning_3d.torch_internals.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.weak import WeakTensorKeyDictionary
-
-from lightning_3d.errors import TraceError
-from lightning_3d.model.named_state import named_state
+from lightning_3d.torch_internals.modes import TorchDispatchMode
+from lightning_3d.torch_internals.operators import schema_of
+from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.trace.fake_run import RandomRun, run_with_state, running_statistics
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Call, Router, StepMode
-from lightning_3d.trace.pytrees import as_called, copied, holds_tensors, is_opaque, register_dataclasses
 from lightning_3d.trace.side_outputs import (
     HookCall,
     SideOutputs,
@@ -236,7 +238,7 @@ class _Tracer(StepMode):
         """
         fakes, spec = tree_flatten(arguments)
         state = dict(self._block_state[fqn])
-        versions = {name: tensor._version for name, tensor in state.items()}
+        versions = {name: version_of(tensor) for name, tensor in state.items()}
         kept = self.kept_hooks.get(fqn, frozenset())
         before = attributes_of(block)
         opaque = {i: copied(leaf) for i, leaf in enumerate(fakes) if is_opaque(leaf)}  # a failing run changes them
@@ -260,7 +262,7 @@ class _Tracer(StepMode):
         self.changed_buffers |= {
             f"{fqn}.{name}"
             for name, tensor in state.items()
-            if tensor is not fresh[name] or tensor._version != versions[name] or name in normalised
+            if tensor is not fresh[name] or version_of(tensor) != versions[name] or name in normalised
         }
         return packed, side
 
@@ -280,8 +282,8 @@ class _Tracer(StepMode):
                     f" {tuple(tensor.shape)}, which the block did not return in this step. Return it from the block's"
                     " forward, and don't keep it from one step to the next."
                 )
-            if self._written and tensor.untyped_storage()._cdata in self._written:
-                _, where = self._written[tensor.untyped_storage()._cdata]
+            if self._written and storage_id(tensor.untyped_storage()) in self._written:
+                _, where = self._written[storage_id(tensor.untyped_storage())]
                 raise TraceError(
                     f"{name} (called at {_user_frame()}) reads a tensor into which a block's output was written through"
                     f" a view (at {where}), so a pipeline stage that lacks the output would read the old values. Write"
@@ -309,7 +311,7 @@ class _Tracer(StepMode):
         where, is_block = _user_frame(), side is not None
         self.failed_call, self.failed_in_block = f"{name} at {where}", is_block
         fakes = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        versions = [fake._version if isinstance(fake, Tensor) else 0 for fake in fakes]
+        versions = [version_of(fake) if isinstance(fake, Tensor) else 0 for fake in fakes]
         arguments = {id(fake): i for i, fake in reversed(list(enumerate(fakes))) if isinstance(fake, Tensor)}
         inputs = tuple(self.ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.ids)
         sources = frozenset[str]().union(
@@ -327,7 +329,7 @@ class _Tracer(StepMode):
         mutated = {
             i: fake
             for i, (fake, version) in enumerate(zip(fakes, versions, strict=True))
-            if isinstance(fake, Tensor) and fake._version != version and is_recorded and arguments[id(fake)] == i
+            if isinstance(fake, Tensor) and version_of(fake) != version and is_recorded and arguments[id(fake)] == i
         }
         aliased = self._retag_aliases([(leaves[i], fake) for i, fake in mutated.items()], where) if mutated else {}
         new_ids = {i: self._new_id(leaves[i], fake) for i, fake in mutated.items()}
@@ -386,16 +388,16 @@ class _Tracer(StepMode):
 
     def _retag_aliases(self, mutated: list[tuple[Tensor, Tensor]], where: str) -> dict[int, int]:
         """Give a new id to every tensor that shares memory with one that was changed in place."""
-        storages = {fake.untyped_storage()._cdata for _, fake in mutated}
+        storages = {storage_id(fake.untyped_storage()) for _, fake in mutated}
         changed = {id(tensor) for tensor, _ in mutated}
         for tensor, _ in mutated:
             if self._is_known(tensor):
                 storage = tensor.untyped_storage()
-                self._written[storage._cdata] = (storage, where)
+                self._written[storage_id(storage)] = (storage, where)
         aliases = [
             (tensor, i)
             for tensor, i in self.ids.items()
-            if id(tensor) not in changed and self._fakes[tensor].untyped_storage()._cdata in storages
+            if id(tensor) not in changed and storage_id(self._fakes[tensor].untyped_storage()) in storages
         ]
         return {i: self._new_id(tensor, self._fakes[tensor]) for tensor, i in aliases}
 
@@ -415,10 +417,10 @@ class _RandomnessSeen(TorchDispatchMode):
 
 def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether it is an attention whose dropout is off: those count as random whatever their dropout."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return given == 0.0  # type: ignore[no-any-return]
+            return given == 0.0
     return False
 
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.config.settings import BatchConfig
@@ -18,6 +16,8 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import BatchError
 from lightning_3d.pipeline.microbatches import leaves_of
+from lightning_3d.torch_internals.lightning_loops import active_loaders
+from lightning_3d.torch_internals.random_states import random_states_kept
 
 _START_STEPS = 4  # steps that check="start" compares
 
@@ -30,21 +30,18 @@ def example_batch(trainer: Trainer) -> Any:
     Raises:
         BatchError: there is no batch.
     """
-    loop = trainer._active_loop
-    assert loop is not None
-    loop.setup_data()
-    combined = loop._combined_loader
-    if combined is None or not combined.flattened:
+    loaders = active_loaders(trainer)
+    if loaders is None:
         raise BatchError(
             "Cutting the model into stages or tensor-parallel shards takes an example batch, but there is no dataloader"
             f" for trainer.{trainer.state.fn.value if trainer.state.fn else 'fit'}(), or its number of batches is"
             " limited to 0. Give it one, or use pipeline_parallel_size=1 and tensor_parallel_size=1."
         )
     try:
-        with isolate_rng():
-            if combined._mode == "sequential":
-                return _first_batch(combined.flattened[0])
-            return tree_unflatten([_first_batch(loader) for loader in combined.flattened], combined._spec)
+        with random_states_kept():
+            if loaders.is_sequential:
+                return _first_batch(loaders.flat[0])
+            return loaders.structured([_first_batch(loader) for loader in loaders.flat])
     except StopIteration:
         raise BatchError(
             "A dataloader is empty, so there is no example batch to cut the model into stages or tensor-parallel shards"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 import torchmetrics
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -17,11 +16,13 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness, join_replica
 from lightning_3d.distributed.zero import Zero
 from lightning_3d.model.initial_weights import check_same_model, place_weights
+from lightning_3d.pipeline.effects.traced import TracedStepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Planned, Planner
 from lightning_3d.planning.tensor_blocks import apply_blocks, prove_blocks
 from lightning_3d.tensor import BlockCompiler
+from lightning_3d.torch_internals.lightning_strategy import set_device
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.pending_gradients import PendingGradients
 from lightning_3d.trainer.precision import ThreeDPrecision
@@ -59,10 +60,16 @@ def make_parallel(
     check_same_model(module, device)
     join_replica(mesh, device)
     planned = Planner(
-        trainer=trainer, module=module, config=config, shape=mesh.shape, precision=precision, device=device
+        trainer=trainer,
+        module=module,
+        config=config,
+        shape=mesh.shape,
+        precision=precision,
+        device=device,
+        effects_of=TracedStepEffects,
     ).plan()
     place_weights(module, planned.plan, mesh.pp_rank, device)
-    _update_properties(module, device=device)
+    set_device(module, device=device)
     plan = _shard_blocks(planned, module, config, mesh)
     own = {block.fqn: planned.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     planned.router.absent = frozenset(planned.blocks) - frozenset(own)
@@ -80,7 +87,7 @@ def make_parallel(
         engine = PipelineEngine(
             module=module,
             rank_module=zero.root,
-            tracing=planned.tracing,
+            blocks=planned.blocks,
             router=planned.router,
             plan=plan,
             mesh=mesh,

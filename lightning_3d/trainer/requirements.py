@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
+from lightning_3d.torch_internals.tensors import has_gradient_hooks
 from lightning_3d.trace.interception import is_routed
 
 
@@ -48,7 +49,7 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: b
 def _refuse_lost(module: LightningModule) -> None:
     """Raise for what hangs on parameters that shards take the place of."""
     for fqn, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if has_gradient_hooks(parameter):
             raise StepError(
                 f"{fqn} has gradient hooks, which would be lost: shards take the place of parameters. Change gradients"
                 " in on_before_optimizer_step instead."

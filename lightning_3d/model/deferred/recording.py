@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from lightning_3d.model.deferred.replay import Blank, Contents, Operand, Operation, RandomState, View, compute, effort
 from lightning_3d.model.deferred.tensor import DeferredTensor, LazyStorage
+from lightning_3d.torch_internals.modes import DisableTorchFunction, TorchDispatchMode, no_dispatch_modes
+from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS
+from lightning_3d.torch_internals.operators import OpOverload, written_arguments
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves
+from lightning_3d.torch_internals.tensors import typed_storage
 
 _SMALL = 2**14
 """Bytes up to which a storage is never freed, and is recorded by value."""
@@ -61,7 +64,7 @@ _GIVES_AWAY = frozenset(
         Tensor.data_ptr,
         Tensor.storage,
         Tensor.untyped_storage,
-        Tensor._typed_storage,
+        typed_storage,
         Tensor.share_memory_,
     }
 )
@@ -87,7 +90,7 @@ def defer_init(device: torch.device) -> Iterator[None]:
 class _Call:
     """A call of an operator, before and while it runs."""
 
-    func: torch._ops.OpOverload
+    func: OpOverload
     leaves: list[Any]
     written: set[UntypedStorage]
     inputs: list[UntypedStorage] = field(default_factory=list)
@@ -115,7 +118,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not all(issubclass(kind, nn.Parameter) or kind is Tensor for kind in types):
             return NotImplemented  # a subclass calls operators on what it holds
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             leaves, spec = tree_flatten((args, kwargs or {}))
             call = self._prepared(func, leaves, args, kwargs or {})
             overwritten = self._overwritten(call)
@@ -141,7 +144,7 @@ class _Recorder(TorchDispatchMode):
     def _prepared(self, func: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
         written = {
             leaf.untyped_storage()
-            for argument in _written_arguments(func, args, kwargs)
+            for argument in written_arguments(func, args, kwargs)
             for leaf in tree_leaves(argument)
             if _has_storage(leaf)
         }
@@ -272,7 +275,7 @@ class _Recorder(TorchDispatchMode):
         contents = self._recorded[storage]
         storage.resize_(contents.num_bytes)
         if needs_contents:
-            with _disable_current_modes():
+            with no_dispatch_modes():
                 storage.copy_(compute(contents))
         self._keep(storage)
         if needs_contents:
@@ -299,7 +302,7 @@ class _Recorder(TorchDispatchMode):
         if storage is None or contents is None:
             return copy.deepcopy(tensor, memo)
         self._bring_back(storage)
-        with _disable_current_modes():
+        with no_dispatch_modes():
             copied = copy.deepcopy(tensor, memo)
         if _has_storage(copied) and copied.untyped_storage() not in self._recorded:
             self._recorded[copied.untyped_storage()] = contents
@@ -356,7 +359,7 @@ def _tensors_of_modules() -> Iterator[Tensor]:
     seen: set[int] = set()
     while modules:
         state = vars(modules.pop())
-        for tensor in [*state.get("_parameters", {}).values(), *state.get("_buffers", {}).values()]:
+        for tensor in [*state.get(PARAMETERS, {}).values(), *state.get(BUFFERS, {}).values()]:
             if type(tensor) in (Tensor, nn.Parameter) and id(tensor) not in seen and _has_storage(tensor):
                 seen.add(id(tensor))
                 yield tensor
@@ -406,10 +409,3 @@ def _copied(leaf: Any) -> Any:
 
 def _is_large(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > _SMALL
-
-
-def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that an operator writes to."""
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[i] if i < len(args) else kwargs.get(argument.name)

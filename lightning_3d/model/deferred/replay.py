@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from lightning_3d.torch_internals.modes import DisableTorchFunction, no_dispatch_modes
+from lightning_3d.torch_internals.operators import OpOverload
+from lightning_3d.torch_internals.pytree import TreeSpec, tree_leaves, tree_unflatten
 
 _UNINITIALISED = frozenset(
     {
@@ -95,7 +97,7 @@ class Operation:
 
     number: int
     """Place in the order of all calls."""
-    func: torch._ops.OpOverload
+    func: OpOverload
     leaves: tuple[Any, ...]
     """Flat arguments: an ``Operand`` for a large tensor, small tensors and generators as copies, the rest as it was."""
     spec: TreeSpec
@@ -155,7 +157,7 @@ def compute(wanted: Contents) -> UntypedStorage:
     for contents in needed:
         produced.setdefault(contents.operation, []).append(contents)
     held: dict[Contents, UntypedStorage] = {}
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    with no_dispatch_modes(), DisableTorchFunction(), torch.no_grad():
         random_state = RandomState.now(wanted.device)
         for operation in _operations(needed):
             storages = [_take(operation, i, held, uses) for i in range(len(operation.inputs))]

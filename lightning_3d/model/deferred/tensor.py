@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_3d.model.deferred.replay import Contents, View, compute
+from lightning_3d.torch_internals.pytree import tree_map_only
+from lightning_3d.torch_internals.tensors import IS_PARAMETER, count_as_parameter, make_wrapper, no_torch_function
 
 
 class LazyStorage:
@@ -54,7 +55,7 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> DeferredTensor:
-        return Tensor._make_wrapper_subclass(
+        return make_wrapper(
             cls,
             like.size(),
             strides=like.stride(),
@@ -67,9 +68,9 @@ class DeferredTensor(Tensor):
     def __init__(self, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> None:
         self._place = _Place(lazy=lazy, view=View.of(like))
         if is_parameter:
-            self._is_param = True  # what isinstance(_, nn.Parameter) asks for
+            count_as_parameter(self)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
@@ -123,4 +124,4 @@ class DeferredTensor(Tensor):
 
 def attributes(tensor: Tensor) -> dict[str, Any]:
     """What its user hung on a tensor."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in ("_place", "_is_param")}
+    return {name: value for name, value in tensor.__dict__.items() if name not in ("_place", IS_PARAMETER)}

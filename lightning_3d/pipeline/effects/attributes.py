@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.join import are_rows, join, weighted_mean
 from lightning_3d.pipeline.effects.metrics import metrics_of
+from lightning_3d.torch_internals.modules import buffers_of
+from lightning_3d.torch_internals.tensors import version_of
 
 _FRAMEWORK_NAMES = frozenset(vars(LightningModule())) | {"log"}
 _DICTS = (dict, defaultdict, OrderedDict)
@@ -86,7 +88,7 @@ class StepAttributes:
 
     def _remembered(self, value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            self._tensors[id(value)] = (value, value._version, value.detach().clone())
+            self._tensors[id(value)] = (value, version_of(value), value.detach().clone())
         if type(value) in (*_DICTS, *_LISTS, set):
             self._containers.append((value, copy.copy(value)))
         if type(value) in _DICTS:
@@ -112,9 +114,9 @@ class StepAttributes:
             for container, content in self._containers:
                 _refill(container, content)
             for i, (tensor, version, data) in self._tensors.items():
-                if tensor._version != version:
+                if version_of(tensor) != version:
                     tensor.detach().copy_(data)
-                    self._tensors[i] = (tensor, tensor._version, data)
+                    self._tensors[i] = (tensor, version_of(tensor), data)
 
     def tensors(self) -> list[Tensor]:
         """The tensors in the attributes as they are now, in a fixed order."""
@@ -134,7 +136,7 @@ class StepAttributes:
             tensor = next(following)
             if id(present) not in self._tensors:
                 return tensor if tensor is present and not tensor.requires_grad else tensor.detach()
-            if tensor is present and tensor._version == self._tensors[id(present)][1]:
+            if tensor is present and version_of(tensor) == self._tensors[id(present)][1]:
                 return tensor
             self._in_place.add(id(present))
             return tensor.detach().clone()
@@ -208,12 +210,12 @@ class StepAttributes:
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Buffers and the author's own plain attributes."""
     own = {name: value for name, value in vars(module).items() if name not in _FRAMEWORK_NAMES}
-    return own | {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    return own | {name: buffer for name, buffer in buffers_of(module).items() if buffer is not None}
 
 
 def _holder(module: nn.Module, name: str) -> dict[str, Any]:
     """The dict that the attribute is in."""
-    return module._buffers if name in module._buffers else vars(module)
+    return buffers_of(module) if name in buffers_of(module) else vars(module)
 
 
 def _refill(container: Any, content: Any) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_3d.torch_internals.modules import forward_hook_registries
+
 
 class LazyHooks:
     """The forward hooks of a model and of its blocks.
@@ -55,8 +57,4 @@ class LazyHooks:
 
     def _registries(self) -> Iterator[dict[int, Any]]:
         for module in self._module.modules():
-            yield module._forward_hooks
-            yield module._forward_hooks_with_kwargs
-            yield module._forward_hooks_always_called
-            yield module._forward_pre_hooks
-            yield module._forward_pre_hooks_with_kwargs
+            yield from forward_hook_registries(module)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.join import weighted_mean
+from lightning_3d.torch_internals.pytree import tree_map
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 _REDUCTIONS: Mapping[Any, str] = {

@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from torchmetrics import Metric, MetricCollection
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.join import join
+from lightning_3d.torch_internals.metric_state import FIXED_NAMES, start_anew
+from lightning_3d.torch_internals.pytree import tree_map
 
 _METHODS = ("update", "forward", "reset", "compute")
 
@@ -98,28 +100,18 @@ class _Seen:
 @contextmanager
 def _scratch_state(metric: nn.Module) -> Iterator[None]:
     """Run a metric on states of its own, and forget them."""
-    saved = [(inner, dict(vars(inner))) for inner in metric.modules()]
-    for inner, attributes in saved:
-        vars(inner).update(
-            {name: _shallow(value) for name, value in attributes.items() if not name.startswith("_modules")}
-        )
+    snapshot = Snapshot(metric.modules(), with_data=False)
+    for inner in metric.modules():
         if isinstance(inner, Metric):
-            vars(inner).update({name: _fresh(default) for name, default in inner._defaults.items()})
-            vars(inner).update(_update_count=0, _computed=None)
+            start_anew(inner)
     try:
         yield
     finally:
-        for inner, attributes in saved:
-            vars(inner).clear()
-            vars(inner).update(attributes)
+        snapshot.restore()
 
 
 def _shallow(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict, set) else value
-
-
-def _fresh(default: Any) -> Any:
-    return default.detach().clone() if isinstance(default, Tensor) else []
 
 
 def join_calls(per_microbatch: Sequence[Sequence[MetricCall]], sizes: Sequence[int]) -> list[MetricCall]:
@@ -206,7 +198,7 @@ _OWN_NAMES = frozenset(vars(nn.Module()))
 
 def _state(metric: nn.Module) -> dict[str, Any]:
     """Attributes that updates may change."""
-    fixed = _OWN_NAMES | {"_defaults", "_persistent", "_reductions", "process_group", *_METHODS}
+    fixed = _OWN_NAMES | FIXED_NAMES.union(_METHODS)
     return {name: _shallow(value) for name, value in vars(metric).items() if name not in fixed and not callable(value)}
 
 

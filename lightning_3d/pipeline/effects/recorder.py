@@ -13,11 +13,11 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.logs import ForwardValue, LogCall, MetricReference, join_logs
 from lightning_3d.pipeline.effects.metrics import MetricCall, join_calls, metric_calls_seen
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
 
 

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.attributes import Change, StepAttributes
 from lightning_3d.pipeline.effects.logs import ForwardValue, LogCall, MetricReference
 from lightning_3d.pipeline.effects.metrics import MetricCall, MetricChanges, apply_changes, make_calls
+from lightning_3d.torch_internals.pytree import tree_map
 
 
 @dataclass(frozen=True, kw_only=True)

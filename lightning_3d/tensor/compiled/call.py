@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.compiled.observation import copied

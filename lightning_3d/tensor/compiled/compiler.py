@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.tensor.compiled.call import Call, CompiledCall, compile_call, read_call
 from lightning_3d.tensor.compiled.observation import observe
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.torch_internals.capture import NotCompilable
+from lightning_3d.torch_internals.capture import NotCompilable, recompile_limit
 from lightning_3d.trace.interception import is_answered, set_finish, take_finish
 
 _MAX_REASON = 300
@@ -81,7 +81,7 @@ class BlockCompiler:
         self, block: nn.Module, run: Callable[..., Any], call: Call, key: Hashable, call_keys: set[Hashable]
     ) -> CompiledCall:
         if key not in call_keys:
-            if len(call_keys) >= torch._dynamo.config.recompile_limit:
+            if len(call_keys) >= recompile_limit():
                 raise NotCompilable(f"it was called in more than {len(call_keys)} ways (shapes, values, modes)")
             call_keys.add(key)
         if key not in self._known:

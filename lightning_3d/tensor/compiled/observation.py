@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.compiled.state import own_part, read_state
 from lightning_3d.torch_internals.capture import NotCompilable
+from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.tensors import version_of
 from lightning_3d.trace.side_outputs import Attribute, attributes_of, changed_attributes
 
 
@@ -42,12 +43,9 @@ def observe(
     own = copied(state.own())
     with torch.no_grad(), state.replaced(own), preserved(block), generators.preserved():
         attributes, buffers, states = attributes_of(block), _buffers(block), generators.states()
-        try:
-            results = tree_leaves(run(*arguments[0], **arguments[1]))
-            changed = _changed_attributes(block, attributes, buffers)
-            has_drawn = not generators.are_at(states)
-        finally:
-            _restore_containers(attributes)
+        results = tree_leaves(run(*arguments[0], **arguments[1]))
+        changed = _changed_attributes(block, attributes, buffers)
+        has_drawn = not generators.are_at(states)
         after = copied(own)
     if has_drawn:
         raise NotCompilable("it draws random numbers (dropout), which would be others if it were compiled")
@@ -56,7 +54,7 @@ def observe(
     found, found_spec = tree_flatten(arguments)
     if found_spec != spec or any(a is not b for a, b in zip(found, copies, strict=True)):
         raise NotCompilable("it changes a list or dict among its arguments")
-    if any(isinstance(copy, Tensor) and copy._version for copy in copies):
+    if any(isinstance(copy, Tensor) and version_of(copy) for copy in copies):
         raise NotCompilable("it changes its arguments in place")
     parameters = [i for i, tensor in enumerate(state.tensors) if isinstance(tensor, nn.Parameter)]
     before = state.own()
@@ -81,15 +79,3 @@ def _changed_attributes(
     now = _buffers(block)
     set_anew = {name for name in now.keys() | buffers.keys() if now.get(name) is not buffers.get(name)}
     return sorted({*set_to_tensors, *others, *set_anew})
-
-
-def _restore_containers(attributes: dict[str, Attribute]) -> None:
-    for attribute in attributes.values():
-        value, content = attribute.value, attribute.content
-        if value is content:
-            continue
-        value.clear()
-        if isinstance(value, list):
-            value.extend(content)
-        else:
-            value.update(content)

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.torch_internals.capture import NotCompilable
-from lightning_3d.torch_internals.own_shard import own_shard
+from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS, children_of, has_hooks
+from lightning_3d.torch_internals.tensors import count_as_parameter
+from lightning_3d.tensor.own_shard import own_shard
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 """Of values that compare by what they are."""
@@ -28,7 +30,7 @@ class _Place(NamedTuple):
 
     module: nn.Module
     group: str | None
-    """``_parameters`` or ``_buffers``; None for a plain attribute."""
+    """Which registry of the module; None for a plain attribute."""
 
     name: str
     at: int
@@ -82,7 +84,7 @@ def _like(old: Tensor, own: Tensor) -> Tensor:
         shape, stride = old.shape, old.stride()
         own = DTensor.from_local(own, old.device_mesh, old.placements, run_check=False, shape=shape, stride=stride)
     if isinstance(old, nn.Parameter):
-        own._is_param = True  # as in `own_shard`
+        count_as_parameter(own)
     return own
 
 
@@ -105,11 +107,11 @@ def read_state(block: nn.Module) -> BlockState:
         places.append(_Place(module, group, name, indices[id(tensor)]))
 
     for module in _modules(block):
-        if module is not block and _has_hooks(module):
+        if module is not block and has_hooks(module):
             raise NotCompilable(f"{type(module).__name__} inside of it has hooks")
         attributes = vars(module)
         values += [type(module), module.training, len(attributes)]
-        for group in ("_parameters", "_buffers"):
+        for group in (PARAMETERS, BUFFERS):
             for name, tensor in attributes[group].items():
                 if tensor is not None:
                     note(module, group, name, tensor)
@@ -125,15 +127,9 @@ def read_state(block: nn.Module) -> BlockState:
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
     yield module
-    for child in module._modules.values():
+    for child in children_of(module).values():
         if child is not None:
             yield from _modules(child)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 class _Same:

@@ -16,20 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.errors import PlanError
+from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+from lightning_3d.torch_internals.modes import TorchDispatchMode
+from lightning_3d.torch_internals.operators import INDEX_PUT_IMPL, LOCAL_SCALAR_DENSE, UNIQUE2, OpOverload
 
 _aten = torch.ops.aten
 
 _MAX_READS = 10_000
 """A loop that waits for a value which never comes ends here."""
 
-_INDEXING = frozenset(
-    {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
-)
+_INDEXING = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, INDEX_PUT_IMPL})
 
 
 class AssumedValues(TorchDispatchMode):
@@ -54,7 +52,7 @@ class AssumedValues(TorchDispatchMode):
         if self._num_reads > _MAX_READS:
             raise PlanError(f"it reads more than {_MAX_READS} values of its data ({func})")
         tensor: Tensor = args[0]
-        if func is _aten._local_scalar_dense.default:
+        if func is LOCAL_SCALAR_DENSE:
             return _zero(tensor.dtype)
         if func is _aten.nonzero.default:
             return _nonzero(tensor)
@@ -63,7 +61,7 @@ class AssumedValues(TorchDispatchMode):
             return tensor.new_empty(max(shape, default=1))
         if func is _aten.bincount.default:
             return _bincount(*args, **kwargs)
-        if func is _aten._unique2.default:
+        if func is UNIQUE2:
             return tensor.flatten(), tensor.to(torch.int64), tensor.flatten().to(torch.int64)
         raise PlanError(f"{func} depends on data")
 

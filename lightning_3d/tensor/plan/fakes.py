@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_3d.model.pytrees import as_called
 from lightning_3d.model.snapshot import preserved
-from lightning_3d.trace.pytrees import as_called
+from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
+from lightning_3d.torch_internals.modules import buffers_of, parameters_of
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +64,9 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 def _stand_in(block: nn.Module, fakes: Mapping[int, Tensor], device: torch.device) -> None:
     """Hang fake parameters and buffers where the block's code finds the real ones."""
     for module in block.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
-                module._parameters[name] = fakes[id(parameter)]  # type: ignore[assignment]  # not a Parameter
-        for name, buffer in module._buffers.items():
+                parameters_of(module)[name] = fakes[id(parameter)]  # type: ignore[assignment]  # not a Parameter
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
-                module._buffers[name] = _fake(buffer, device)
+                buffers_of(module)[name] = _fake(buffer, device)

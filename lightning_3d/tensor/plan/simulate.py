@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 from lightning_3d.errors import PlanError
 from lightning_3d.model.own_code import is_own

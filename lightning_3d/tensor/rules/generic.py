@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
+from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import Placement as DTensorPlacement
 from torch.distributed.tensor import Shard as DTensorShard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
@@ -35,6 +34,7 @@ from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
+from lightning_3d.torch_internals.modes import TorchDispatchMode, no_dispatch_modes
 
 _MAX_SIGNATURES = 8192
 """Decisions that are kept; inputs of ever new lengths make ever new ones."""
@@ -200,15 +200,12 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int, differenti
     Returns:
         None if the call has no local form.
     """
-    rules = ShardingRules(size)
-    # Outside inference mode, which hides what a call consists of.
-    with (
-        torch.inference_mode(False),
-        torch.set_grad_enabled(differentiates),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
+    # Outside of whatever modes the caller has set; inference mode hides what a call consists of.
+    with no_dispatch_modes(), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
+        rules = ShardingRules(size)
         try:
-            return _decide(function, args, kwargs, rules, size, differentiates=differentiates)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return _decide(function, args, kwargs, rules, size, differentiates=differentiates)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever the call raises on fake tensors, DTensor or the call itself then says why

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 from lightning_3d.tensor.handle import ShardedTensor, shard_dim
 from lightning_3d.tensor.run.sharded_output import as_unread

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from lightning_3d.torch_internals.pytree import tree_map
 
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.boundary import gathered, slice_of_sequence
@@ -23,7 +23,9 @@ from lightning_3d.tensor.run.retained import RetainedActivations
 from lightning_3d.tensor.run.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.uses import VocabularyCalls
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
-from lightning_3d.torch_internals.own_shard import own_shard
+from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.torch_internals.modules import parameters_of
+from lightning_3d.torch_internals.tensors import count_as_parameter
 from lightning_3d.torch_internals.recompute import is_reentrant, recomputed_by
 
 Slot = tuple[nn.Module, str, Sharded | None]
@@ -109,7 +111,7 @@ def _own_parameters(slots: Sequence[Slot], axis: MeshAxis) -> Iterator[None]:
     own: dict[int, Tensor] = {}
     try:
         for owner, name, placement in slots:
-            parameters: dict[str, Any] = owner._parameters
+            parameters: dict[str, Any] = parameters_of(owner)
             parameter = parameters[name]
             if id(parameter) not in own:
                 own[id(parameter)] = _own_parameter(parameter, axis, placement)
@@ -127,7 +129,7 @@ def _own_parameter(parameter: DTensor, axis: MeshAxis, placement: Sharded | None
         return local
     weight = ShardedTensor(local, axis, placement)
     weight.is_weight = True
-    weight._is_param = True  # what a block's code finds is an nn.Parameter to it
+    count_as_parameter(weight)  # as what a block's code finds
     return weight
 
 

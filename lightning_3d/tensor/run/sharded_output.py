@@ -24,9 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import MeshAxis
@@ -35,6 +33,10 @@ from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.second_order import refuse_second_order
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Saved, as_cross_entropy, shard_bounds
+from lightning_3d.torch_internals.modes import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.operators import RESHAPE_ALIAS, TO_COPY, UNSAFE_VIEW, OpOverload, written_arguments
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
+from lightning_3d.torch_internals.tensors import make_wrapper
 
 _aten = torch.ops.aten
 
@@ -79,9 +81,7 @@ class ShardedOutput(Tensor):
         if strides is None:
             local = local.contiguous()
             strides = _contiguous_strides(shape)
-        tensor: ShardedOutput = Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=local.dtype, device=local.device
-        )
+        tensor: ShardedOutput = make_wrapper(cls, shape, strides=strides, dtype=local.dtype, device=local.device)
         tensor.local, tensor.mesh, tensor.sharded_dim = local, mesh, sharded_dim
         tensor._whole, tensor._origin = None, None
         return tensor
@@ -124,7 +124,7 @@ class ShardedOutput(Tensor):
             return _CrossEntropy.apply(call.input, call)  # type: ignore[no-untyped-call]  # torch 2.13
         if func in _READ_MEMORY:
             args, kwargs = tree_map(plain, (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
@@ -312,10 +312,10 @@ _ON_SHARDS: Mapping[OpOverload, _OnShards] = {
     _aten.alias.default: _same,
     _aten.clone.default: _same,
     _aten.detach.default: _same,
-    _aten._to_copy.default: _same,
+    TO_COPY: _same,
     _aten.view.default: _view,
-    _aten._unsafe_view.default: _view,
-    _aten._reshape_alias.default: _view,
+    UNSAFE_VIEW: _view,
+    RESHAPE_ALIAS: _view,
     _aten.slice.Tensor: _slice,
     _aten.slice_backward.default: _slice_backward,
     _aten.select.int: _select,
@@ -332,7 +332,7 @@ def _pointwise(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any])
     """An elementwise operator on logits that are cut alike and on tensors that are the same for all classes."""
     leaves = tree_leaves((args, kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, ShardedOutput))
-    if _changed(func, args, kwargs) or torch.Tag.nondeterministic_seeded in func.tags:
+    if written_arguments(func, args, kwargs) or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     if not all(_goes_with(first, leaf) for leaf in leaves if isinstance(leaf, Tensor)):
         return None
@@ -359,16 +359,8 @@ def _goes_with(logits: ShardedOutput, other: Tensor) -> bool:
     )
 
 
-def _changed(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to."""
-    written = [a for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    names = {argument.name: i for i, argument in enumerate(func._schema.arguments)}
-    values = [args[names[a.name]] if names[a.name] < len(args) else kwargs.get(a.name) for a in written]
-    return [value for value in values if value is not None]
-
-
 def _refuse_changes(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    if any(isinstance(leaf, ShardedOutput) for leaf in tree_leaves(_changed(func, args, kwargs))):
+    if any(isinstance(leaf, ShardedOutput) for leaf in tree_leaves(written_arguments(func, args, kwargs))):
         raise PlanError(
             f"{func} changes an output of a block in place that tensor parallel keeps sharded; the step did not do so"
             " when it was traced. Write y = f(x) for it, or do it on every step."

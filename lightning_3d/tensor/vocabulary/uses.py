@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from lightning_3d.torch_internals.modules import parameters_of
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.trace.sharded_logits import Logits
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Kind, MeshAxis
@@ -30,20 +32,10 @@ from lightning_3d.tensor.plan.weights import named_parameters
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.run.sharded_output import as_logits
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
-from lightning_3d.torch_internals.own_shard import own_shard
+from lightning_3d.tensor.own_shard import own_shard
 
 Slot = tuple[nn.Module, str]
 """Where a parameter hangs: the module that owns it, and its name there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Logits:
-    """What a block returns to a loss that runs on shards."""
-
-    num_classes: int
-
-    is_read: bool
-    """Whether the step uses them for anything else, too: then they are gathered at once, on all ranks alike."""
 
 
 _LEAST_SHARE = 0.03
@@ -297,7 +289,7 @@ class VocabularyCalls(TorchFunctionMode):
         super().__init__()
         assert isinstance(interpreter.axis, MeshAxis)
         self._interpreter, self._axis, self._gathers_logits = interpreter, interpreter.axis, gathers_logits
-        self._weights = [owner._parameters[name] for owner, name in slots]
+        self._weights = [parameters_of(owner)[name] for owner, name in slots]
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -10,9 +10,9 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_3d.errors import TraceError
+from lightning_3d.torch_internals.pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Container = list[Any] | dict[Any, Any]
 

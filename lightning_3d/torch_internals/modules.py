@@ -1,0 +1,58 @@
+"""The registries of ``nn.Module``: parameters, buffers, children and hooks, by the names under which they are set.
+
+``named_parameters(recurse=False)`` and the like leave out what is registered twice, and none of them can be written to.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+BatchNormBase = _NormBase
+"""Norms that keep running statistics."""
+
+PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
+"""The attributes that the registries are in."""
+
+Hooks = OrderedDict[int, Any]
+
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
+buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS)
+children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(CHILDREN)
+forward_hooks: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks")
+forward_hooks_with_kwargs: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks_with_kwargs")
+
+
+def forward_hook_registries(module: nn.Module) -> list[dict[int, Any]]:
+    """All registries of hooks that a forward calls."""
+    return [
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+    ]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module, or its backward, calls a hook on it."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+@contextmanager
+def forward_hooks_copied(module: nn.Module) -> Iterator[None]:
+    """Let changes of the module's forward hooks inside end with the context."""
+    present = module._forward_hooks, module._forward_hooks_with_kwargs
+    module._forward_hooks, module._forward_hooks_with_kwargs = present[0].copy(), present[1].copy()
+    try:
+        yield
+    finally:
+        module._forward_hooks, module._forward_hooks_with_kwargs = present

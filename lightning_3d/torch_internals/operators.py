@@ -1,0 +1,48 @@
+"""Operators of aten: their type, what they write to, and those that have no public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._C import FunctionSchema
+from torch._ops import OpOverload
+
+__all__ = [
+    "INDEX_PUT_IMPL",
+    "LOCAL_SCALAR_DENSE",
+    "OpOverload",
+    "RESHAPE_ALIAS",
+    "TO_COPY",
+    "UNIQUE2",
+    "UNSAFE_VIEW",
+    "foreach_norm",
+    "schema_of",
+    "written_arguments",
+]
+
+INDEX_PUT_IMPL = torch.ops.aten._index_put_impl_.default
+LOCAL_SCALAR_DENSE = torch.ops.aten._local_scalar_dense.default
+RESHAPE_ALIAS = torch.ops.aten._reshape_alias.default
+TO_COPY = torch.ops.aten._to_copy.default
+UNIQUE2 = torch.ops.aten._unique2.default
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+
+foreach_norm = torch._foreach_norm
+"""The norm of each of a list of tensors, in one call."""
+
+schema_of: Callable[[OpOverload], FunctionSchema] = attrgetter("_schema")
+"""Names, defaults and aliases of an operator's arguments."""
+
+
+def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to; optional ones that were not given are left out."""
+    names = {
+        argument.name: i
+        for i, argument in enumerate(schema_of(op).arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    }
+    values = [args[i] if i < len(args) else kwargs.get(name) for name, i in names.items()]
+    return [value for value in values if value is not None]

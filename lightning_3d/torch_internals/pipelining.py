@@ -1,0 +1,119 @@
+"""torch.distributed.pipelining: stages whose microbatches differ in shape, and a schedule for any number of them.
+
+Its internals move from release to release; this was written for and tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import TensorMeta, _derive_grad_metas, extract_tensor_metas
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+ComputationType = _ComputationType
+"""The kind of an action of a schedule."""
+
+
+class InOrder(_PipelineScheduleRuntime):
+    """All forwards stage by stage, then all backwards: for any number of microbatches, and for evaluation.
+
+    Args:
+        stage_ranks: For every stage the index of its rank.
+        loss_fn: None for forwards alone.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        num_microbatches: int,
+        stage_ranks: Sequence[int],
+        loss_fn: Callable[..., Tensor] | None,
+    ) -> None:
+        super().__init__(list(stages), num_microbatches, loss_fn=loss_fn, scale_grads=False)  # type: ignore[no-untyped-call]  # torch 2.13
+        self.pipeline_order = {}
+        for rank in range(max(stage_ranks) + 1):
+            own = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
+            forward = [_Action(stage, _ComputationType.FORWARD, i) for stage in own for i in range(num_microbatches)]
+            backward = [_Action(a.stage_index, _ComputationType.FULL_BACKWARD, a.microbatch_index) for a in forward]
+            self.pipeline_order[rank] = [*forward, *reversed(backward)]
+        self._prepare_schedule_with_comms(self.pipeline_order)
+        if loss_fn is None:
+            kept = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
+            self.pipeline_order_with_comms = {
+                rank: [action for action in actions if action.computation_type in kept]
+                for rank, actions in self.pipeline_order_with_comms.items()
+            }
+
+
+class ShapedStage(PipelineStage):
+    """A stage whose microbatches may have different shapes, all known beforehand.
+
+    Args:
+        module: Runs the stage.
+        stage: Its index.
+        num_stages: Of all ranks.
+        inputs: Meta tensors that each microbatch receives.
+        outputs: Meta tensors that each microbatch sends.
+        device: Where it runs.
+        group: Process group of the pp axis.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage: int,
+        num_stages: int,
+        *,
+        inputs: Sequence[tuple[Tensor, ...]],
+        outputs: Sequence[tuple[Tensor, ...]],
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(module, stage, num_stages, device, input_args=inputs[0], output_args=outputs[0], group=group)
+        self._inputs = [_metas(examples) for examples in inputs]
+        self._outputs = [_metas(examples) for examples in outputs]
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        received = {}
+        for index in range(num_microbatches):
+            self._stage_meta.inputs = self._inputs[index]
+            super()._setup_forward_recv_info(1, has_backward)
+            received[index] = self.args_recv_info[0]
+        self._stage_meta.inputs = self._inputs[0]
+        self.args_recv_info = received
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        received = {}
+        for index in range(num_microbatches):
+            self._stage_meta.output_grads = _gradients(self._outputs[index])
+            super()._setup_backward_recv_info(1)
+            received[index] = self.grad_recv_info[0]
+        self.chunks = num_microbatches
+        self.grad_recv_info = received
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:  # what this stage did not use has gradient zero
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self._inputs[bwd_chunk_id], strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(self._sendable(gradient, meta) for gradient, meta in pairs)
+        operations: list[dist.P2POp] = super().get_bwd_send_ops(bwd_chunk_id)
+        return operations
+
+    def _sendable(self, gradient: Tensor | None, meta: TensorMeta) -> Tensor | None:
+        if gradient is not None:
+            return gradient.contiguous()
+        return torch.zeros(meta.shape, dtype=meta.dtype, device=self.device) if meta.requires_grad else None
+
+
+def _metas(examples: tuple[Tensor, ...]) -> tuple[TensorMeta, ...]:
+    metas = extract_tensor_metas(examples)
+    assert metas is not None
+    return metas
+
+
+def _gradients(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta | None, ...]:
+    gradients: tuple[TensorMeta | None, ...] = _derive_grad_metas(metas)
+    return gradients

@@ -1,0 +1,48 @@
+"""What a tensor knows of itself and torch does not tell publicly, and how a subclass of it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+import torch
+from torch import Tensor, UntypedStorage
+
+IS_PARAMETER = "_is_param"
+"""The attribute by which ``isinstance(tensor, nn.Parameter)`` knows tensors of other classes."""
+
+make_wrapper = Tensor._make_wrapper_subclass
+"""A tensor of a subclass, with shape, dtype and device, and no data."""
+
+no_torch_function = torch._C._disabled_torch_function_impl
+"""The ``__torch_function__`` of a subclass whose functions torch runs as those of plain tensors."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Grows by every in-place change of a tensor or of its views."""
+
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that a view was made of, for autograd; None for what is no view."""
+
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+"""Whether autograd holds a tensor for a view of another."""
+
+typed_storage = Tensor._typed_storage
+"""A getter of the memory behind a tensor."""
+
+storage_id: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+"""Equal for storages that are the same memory, also where there is none, as with fake tensors."""
+
+
+def count_as_parameter(tensor: Tensor) -> None:
+    """Let ``isinstance(tensor, nn.Parameter)`` hold."""
+    tensor._is_param = True
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether a hook waits for the gradient of a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def is_referred_to(tensor: Tensor) -> bool:
+    """Whether more than one owner refers to a tensor, as where autograd hands one gradient to two nodes."""
+    return bool(tensor._use_count() > 1)  # type: ignore[attr-defined]

@@ -1,0 +1,108 @@
+"""No file outside of `torch_internals/` touches a private symbol of torch, Lightning or torchmetrics."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_3d
+from lightning_3d.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS
+from lightning_3d.torch_internals.tensors import IS_PARAMETER
+
+_ROOT = Path(lightning_3d.__file__).parent
+_PACKAGES = ("torch", "lightning", "lightning_utilities", "torchmetrics")
+_STRINGS = {PARAMETERS, BUFFERS, CHILDREN, IS_PARAMETER, "_forward_hooks", "_defaults", "_update_count", "_version"}
+"""Names that would reach a private attribute through a dict or ``getattr``."""
+
+_PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_getframe"}
+"""Documented by Python: of named tuples, and of ``sys``."""
+
+_OF_STRATEGIES = {"_configure_launcher", "_launcher", "_precision_plugin"}
+"""Each strategy of Lightning defines them; an override has no other name. Canary: ``test_torch_internals.py``."""
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
+
+
+def _own_names(tree: ast.AST) -> set[str]:
+    """Private names that the file itself gives to its functions, classes and attributes."""
+    own: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            own.add(node.attr)
+    return own - _OF_STRATEGIES
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _private_uses(tree: ast.AST, inherited: set[str]) -> Iterator[tuple[int, str]]:
+    own = _own_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _PACKAGES:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if any(map(_is_private, name.split("."))):
+                    yield node.lineno, f"imports {name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if any(map(_is_private, alias.name.split("."))):
+                    yield node.lineno, f"imports {alias.name}"
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in own | _PUBLIC:
+            if not (_is_self(node.value) and node.attr in inherited | _OF_STRATEGIES):
+                yield node.lineno, f"reads {ast.unparse(node)}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in _STRINGS:
+            yield node.lineno, f"names {node.value!r}"
+
+
+def _files() -> list[Path]:
+    return [path for path in sorted(_ROOT.rglob("*.py")) if path.parent.name != "torch_internals"]
+
+
+def test_only_the_adapters_touch_private_symbols() -> None:
+    trees = {path: ast.parse(path.read_text()) for path in _files()}
+    inherited = set().union(*map(_own_names, trees.values()))  # by `self`, from a class of another file
+    found = [
+        f"{path.relative_to(_ROOT)}:{line} {use}"
+        for path, tree in trees.items()
+        for line, use in _private_uses(tree, inherited)
+    ]
+    assert not found, "Make an adapter in torch_internals/ for it:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from torch.utils._pytree import tree_map",
+        "from torch.distributed.tensor.placement_types import _StridedShard",
+        "import torch._dynamo",
+        "def f(tensor):\n    return tensor._version",
+        "def f(func):\n    return torch._C._push_on_torch_function_stack(func)",
+        "class A:\n    def f(self):\n        return self._backward_hooks",
+        "def f(module):\n    return vars(module)['_parameters']",
+        "def f(module):\n    from lightning.fabric.utilities.distributed import _sync_ddp",
+    ],
+)
+def test_a_private_use_is_seen(source: str) -> None:
+    assert list(_private_uses(ast.parse(source), set()))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class A:\n    _x: int\n    def f(self, other):\n        return other._x",
+        "def f(value):\n    return value._replace(a=1), value.__class__",
+        "from torch.utils.data import DataLoader",
+    ],
+)
+def test_what_is_public_or_own_is_not(source: str) -> None:
+    assert not list(_private_uses(ast.parse(source), set()))

@@ -1,0 +1,691 @@
+"""Canaries: each private symbol behind `torch_internals/` does what its adapter relies on.
+
+An upgrade of torch, Lightning or torchmetrics that changes one fails here first, by the name of the adapter.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import logging
+import random
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_3d import torch_internals
+from lightning_3d.torch_internals import (
+    autograd_functions,
+    capture,
+    dtensor_parts,
+    dtensor_rules,
+    fake_tensors,
+    fsdp,
+    functional_collectives,
+    lightning_loops,
+    lightning_strategy,
+    metric_state,
+    modes,
+    modules,
+    operators,
+    pipelining,
+    pytree,
+    random_states,
+    recompute,
+    tensors,
+)
+from tests.workers import WorkerPools
+
+_CHECKED: set[tuple[str, str]] = set()
+
+
+def canary(adapter: ModuleType, *symbols: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Mark the check of some symbols of an adapter."""
+    name = adapter.__name__.rpartition(".")[2]
+    _CHECKED.update((name, symbol) for symbol in symbols)
+
+    def mark(check: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(check)
+        def checked(*args: Any, **kwargs: Any) -> None:
+            try:
+                check(*args, **kwargs)
+            except Exception as error:
+                raise AssertionError(
+                    f"torch_internals/{name}.py: {', '.join(symbols)} changed with torch {torch.__version__}, lightning"
+                    f" {L.__version__}, torchmetrics {torchmetrics.__version__}: {error!r}"
+                ) from error
+
+        return checked
+
+    return mark
+
+
+def _public_names(path: Path) -> Iterator[str]:
+    module = importlib.import_module(f"{torch_internals.__name__}.{path.stem}")
+    yield from getattr(module, "__all__", ())
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Assign):
+            yield from (n.id for target in node.targets for n in ast.walk(target) if isinstance(n, ast.Name))
+
+
+def test_every_adapter_has_a_canary() -> None:
+    folder = Path(torch_internals.__file__).parent
+    missing = {
+        (path.stem, name)
+        for path in folder.glob("[!_]*.py")
+        for name in _public_names(path)
+        if not name.startswith("_")
+        and typing.get_origin(getattr(importlib.import_module(f"{torch_internals.__name__}.{path.stem}"), name)) is None
+    }
+    assert missing - _CHECKED == set(), "no canary in tests/test_torch_internals.py"
+
+
+# ---------------------------------------------------------------------------------------------------- tensors, modules
+
+
+@canary(tensors, "version_of")
+def test_versions() -> None:
+    tensor = torch.zeros(2)
+    before = tensors.version_of(tensor)
+    tensor[:1].add_(1)
+    assert tensors.version_of(tensor) > before, "an in-place change of a view counts"
+
+
+@canary(tensors, "base_of", "is_view")
+def test_views() -> None:
+    tensor = torch.zeros(2, requires_grad=True) * 1
+    view = tensor[:1]
+    assert tensors.base_of(view) is tensor
+    assert tensors.base_of(tensor) is None
+    assert tensors.is_view(view)
+    assert not tensors.is_view(tensor)
+
+
+@canary(tensors, "storage_id", "typed_storage")
+def test_storages() -> None:
+    with fake_tensors.FakeTensorMode():
+        tensor, other = torch.zeros(2), torch.zeros(2)
+    assert tensors.storage_id(tensor.untyped_storage()) == tensors.storage_id(tensor[:1].untyped_storage())
+    assert tensors.storage_id(tensor.untyped_storage()) != tensors.storage_id(other.untyped_storage())
+    assert isinstance(tensors.typed_storage(torch.zeros(2)), torch.TypedStorage)
+
+
+class _Wrapper(Tensor):
+    calls: typing.ClassVar[list[Any]] = []
+    __torch_function__ = tensors.no_torch_function
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> _Wrapper:
+        return tensors.make_wrapper(cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=True)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func)
+        return torch.zeros(args[0].shape)
+
+
+@canary(tensors, "make_wrapper", "no_torch_function")
+def test_wrappers() -> None:
+    wrapper = _Wrapper(torch.zeros(2))
+    assert wrapper.shape == (2,)
+    assert wrapper.requires_grad
+    assert type(torch.neg(wrapper)) is Tensor, "only __torch_dispatch__ answers"
+    assert _Wrapper.calls == [torch.ops.aten.neg.default]
+
+
+@canary(tensors, "count_as_parameter", "IS_PARAMETER")
+def test_tensors_that_count_as_parameters() -> None:
+    wrapper = _Wrapper(torch.zeros(2))
+    assert not isinstance(wrapper, nn.Parameter)
+    tensors.count_as_parameter(wrapper)
+    assert isinstance(wrapper, nn.Parameter)
+    assert set(vars(wrapper)) == {tensors.IS_PARAMETER}
+
+
+@canary(tensors, "has_gradient_hooks")
+def test_gradient_hooks() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    assert not tensors.has_gradient_hooks(parameter)
+    handle = parameter.register_hook(lambda gradient: None)
+    assert tensors.has_gradient_hooks(parameter)
+    handle.remove()
+    assert not tensors.has_gradient_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert tensors.has_gradient_hooks(parameter)
+
+
+class _Passed(torch.autograd.Function):
+    referred: typing.ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        _Passed.referred.append(tensors.is_referred_to(gradient))
+        return gradient
+
+
+@canary(tensors, "is_referred_to")
+def test_gradients_that_two_nodes_get() -> None:
+    tensor = torch.zeros(2, requires_grad=True)
+    _Passed.apply(tensor).backward(torch.ones(2))
+    gradient = torch.ones(2)
+    (_Passed.apply(tensor) + _Passed.apply(tensor)).backward(gradient)
+    assert _Passed.referred[1:] == [True, True]
+
+
+@canary(modules, "PARAMETERS", "BUFFERS", "CHILDREN", "parameters_of", "buffers_of", "children_of", "BatchNormBase")
+def test_registries_of_modules() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    norm = module[0]
+    assert modules.children_of(module) == {"0": norm} == vars(module)[modules.CHILDREN]
+    assert modules.parameters_of(norm) == {"weight": norm.weight, "bias": norm.bias} == vars(norm)[modules.PARAMETERS]
+    assert modules.buffers_of(norm).keys() == {"running_mean", "running_var", "num_batches_tracked"}
+    assert modules.buffers_of(norm) is vars(norm)[modules.BUFFERS]
+    modules.parameters_of(norm)["weight"] = other = nn.Parameter(torch.ones(2))
+    assert norm.weight is other
+    assert isinstance(norm, modules.BatchNormBase)
+    assert not isinstance(nn.LayerNorm(2), modules.BatchNormBase)
+
+
+@canary(
+    modules,
+    *("forward_hooks", "forward_hooks_with_kwargs", "forward_hook_registries", "has_hooks", "forward_hooks_copied"),
+)
+def test_hooks_of_modules() -> None:
+    module = nn.Linear(1, 1)
+    assert not modules.has_hooks(module)
+    with modules.forward_hooks_copied(module):
+        handle = module.register_forward_hook(lambda *args, **kwargs: None, with_kwargs=True)
+        assert list(modules.forward_hooks(module)) == [handle.id] == list(modules.forward_hooks_with_kwargs(module))
+        assert modules.has_hooks(module)
+        assert sum(handle.id in registry for registry in modules.forward_hook_registries(module)) == 2
+        modules.forward_hooks(module).pop(handle.id)
+        module(torch.zeros(1))
+    assert not modules.has_hooks(module)
+    for register in (
+        module.register_forward_pre_hook,
+        module.register_full_backward_hook,
+        module.register_full_backward_pre_hook,
+    ):
+        handle = register(lambda *args: None)
+        assert modules.has_hooks(module)
+        handle.remove()
+    kinds = [f"_forward{pre}_hooks{kind}" for pre in ("", "_pre") for kind in ("", "_with_kwargs")]
+    present = {name for name in vars(module) if name.startswith("_forward")}
+    assert present == {*kinds, "_forward_hooks_always_called"}, "forward_hook_registries knows them all"
+
+
+# ---------------------------------------------------------------------------------------------------- modes, operators
+
+
+class _Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@canary(modes, "pop_function_mode", "push_function_mode", "DisableTorchFunction", "DisableTorchFunctionSubclass")
+def test_the_stack_of_function_modes() -> None:
+    tensor, mode = torch.zeros(2), _Counting()
+    with mode:
+        assert modes.pop_function_mode() is mode
+        tensor.neg()
+        modes.push_function_mode(mode)
+        with modes.DisableTorchFunction():
+            tensor.neg()
+        assert mode.calls == []
+        with modes.DisableTorchFunctionSubclass():
+            tensor.neg()
+    assert mode.calls == [Tensor.neg], "the last one keeps modes on"
+
+
+class _Operators(modes.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@canary(modes, "TorchDispatchMode", "no_dispatch_modes")
+def test_dispatch_modes() -> None:
+    with _Operators() as mode, fake_tensors.FakeTensorMode():
+        with modes.no_dispatch_modes():
+            real = torch.zeros(2)
+        assert mode.calls == []
+    assert type(real) is Tensor
+    with _Operators() as mode:
+        torch.zeros(2).neg()
+    assert mode.calls == [torch.ops.aten.zeros.default, torch.ops.aten.neg.default]
+
+
+@canary(operators, "OpOverload", "schema_of", "written_arguments")
+def test_schemas() -> None:
+    op = torch.ops.aten.native_batch_norm.default
+    assert isinstance(op, operators.OpOverload)
+    names = [argument.name for argument in operators.schema_of(op).arguments]
+    assert names[3:5] == ["running_mean", "running_var"]
+    tensor, out = torch.zeros(2), torch.zeros(2)
+    assert operators.written_arguments(torch.ops.aten.add_.Tensor, (tensor, out), {}) == [tensor]
+    written = operators.written_arguments(torch.ops.aten.add.out, (tensor, tensor), {"out": out})
+    assert len(written) == 1
+    assert written[0] is out
+    assert operators.written_arguments(torch.ops.aten.add.Tensor, (tensor, out), {}) == []
+
+
+@canary(operators, *("INDEX_PUT_IMPL", "LOCAL_SCALAR_DENSE", "RESHAPE_ALIAS", "TO_COPY", "UNIQUE2", "UNSAFE_VIEW"))
+def test_operators_without_public_names() -> None:
+    tensor = torch.arange(3.0)
+    assert operators.LOCAL_SCALAR_DENSE(tensor[1]) == 1.0
+    assert operators.TO_COPY(tensor, dtype=torch.int64).dtype == torch.int64
+    assert operators.UNSAFE_VIEW(tensor, [3, 1]).shape == (3, 1)
+    assert operators.RESHAPE_ALIAS(tensor, [3, 1], [1, 1]).shape == (3, 1)
+    assert len(operators.UNIQUE2(tensor)) == 3, "values, inverse, counts"
+    operators.INDEX_PUT_IMPL(tensor, [torch.tensor([0])], torch.tensor([5.0]))
+    assert tensor.tolist() == [5.0, 1.0, 2.0]
+    with _Operators() as mode:
+        tensor.unique()
+        tensor[0].item()
+        tensor.to(torch.int64)
+    assert {operators.UNIQUE2, operators.LOCAL_SCALAR_DENSE, operators.TO_COPY} <= set(mode.calls)
+
+
+@canary(operators, "foreach_norm")
+def test_norms_of_a_list() -> None:
+    norms = operators.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([-2.0])], 2.0)
+    assert [norm.item() for norm in norms] == [5.0, 2.0]
+
+
+# -------------------------------------------------------------------------------------------------------- fake tensors
+
+
+@canary(
+    fake_tensors,
+    *("FakeTensor", "FakeTensorMode", "unset_fake_temporarily"),
+    *("DataDependentOutputException", "DynamicOutputShapeException"),
+)
+def test_fake_tensors() -> None:
+    with fake_tensors.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = torch.zeros(2)
+        assert (fake + torch.ones(2)).shape == (2,)
+        with pytest.raises(fake_tensors.DataDependentOutputException):
+            fake.sum().item()
+        with pytest.raises(fake_tensors.DynamicOutputShapeException):
+            fake.nonzero()
+        with fake_tensors.unset_fake_temporarily():
+            assert type(torch.zeros(2)) is Tensor
+    assert isinstance(fake, fake_tensors.FakeTensor)
+    assert isinstance(mode.from_tensor(torch.zeros(2)), fake_tensors.FakeTensor)
+
+
+@canary(fake_tensors, "failures_unlogged")
+def test_failures_on_fake_tensors_are_logged_there(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        with fake_tensors.FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.zeros(2, 3) @ torch.zeros(2, 3)
+
+    name = "torch._subclasses.fake_tensor"
+    assert logging.getLogger(name) in (importlib.import_module(name).log, logging.getLogger(name))
+    assert importlib.import_module(name).log.name == name
+    with fake_tensors.failures_unlogged():
+        fail()
+        assert importlib.import_module(name).log.disabled
+    assert not importlib.import_module(name).log.disabled
+    assert caplog.records == []
+
+
+@canary(pytree, *pytree.__all__)
+def test_pytrees() -> None:
+    tree = {"a": [1, (2,)], "b": None}
+    leaves, spec = pytree.tree_flatten(tree)
+    assert leaves == [1, 2, None] == pytree.tree_leaves(tree)
+    assert isinstance(spec, pytree.TreeSpec)
+    assert pytree.tree_unflatten(leaves, spec) == tree
+    assert hash(spec) == hash(pytree.tree_flatten(tree)[1])
+    assert pytree.tree_map(str, [1, (2,)]) == ["1", ("2",)]
+    assert pytree.tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
+    assert "cls" in inspect.signature(pytree.register_dataclass).parameters
+
+
+# ---------------------------------------------------------------------------------- autograd functions and checkpoints
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+_apply_doubled = _Doubled.apply  # as user code may keep it
+
+
+@canary(autograd_functions, "custom_functions_seen")
+def test_custom_functions_are_seen() -> None:
+    def answer(cls: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        seen.append(cls)
+        return apply(*args, **kwargs)
+
+    seen: list[Any] = []
+    tensor = torch.ones(2, requires_grad=True)
+    with autograd_functions.custom_functions_seen(answer):
+        _Doubled.apply(tensor)
+        _apply_doubled(tensor).sum().backward()
+    _Doubled.apply(tensor)
+    assert seen == [_Doubled, _Doubled]
+    assert tensor.grad is not None
+    assert tensor.grad.tolist() == [2.0, 2.0]
+
+
+@canary(recompute, "checkpoints_replaced", "recomputed_by", "is_reentrant", "StopRecomputation")
+def test_checkpoints() -> None:
+    calls: list[str] = []
+
+    def function(tensor: Tensor) -> Tensor:
+        calls.append("function")
+        try:
+            return tensor.exp().neg()
+        except recompute.StopRecomputation:
+            calls.append("stopped")
+            raise
+
+    def again(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            calls.append("again")
+            return function(*args)
+
+        return called
+
+    tensor = torch.ones(2, requires_grad=True)
+    with recompute.recomputed_by(again):
+        output = checkpoint(function, tensor, use_reentrant=False)
+    assert calls == ["function"]
+    output.sum().backward()
+    assert calls == ["function", "again", "function", "stopped"]
+
+    seen: list[Any] = []
+
+    def answer(cls: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        seen.append((recompute.is_reentrant(cls), args[0]))
+        return apply(*args, **kwargs)
+
+    with autograd_functions.custom_functions_seen(answer):
+        checkpoint(function, tensor, use_reentrant=True)
+    assert seen == [(True, function)]
+
+
+# ------------------------------------------------------------------------------------------------ DTensor, collectives
+
+
+@canary(dtensor_rules, "ShardingRules", "Propagation", "Move", "NoRule")
+def test_rules_of_dtensor_without_process_groups() -> None:
+    rules = dtensor_rules.ShardingRules(2)
+    x, weight = torch.empty(3, 4, device="meta"), torch.empty(4, 8, device="meta")
+    placements = {id(x): Replicate(), id(weight): Shard(1)}
+    found = rules.propagate(torch.ops.aten.mm.default, (x, weight), {}, lambda tensor: placements[id(tensor)])
+    assert found == dtensor_rules.Propagation(outputs=(Shard(1),), moves=())
+    placements[id(x)] = Shard(0)
+    found = rules.propagate(torch.ops.aten.mm.default, (x, weight), {}, lambda tensor: placements[id(tensor)])
+    assert len(found.moves) == 1
+    assert isinstance(found.moves[0], dtensor_rules.Move)
+    with pytest.raises(dtensor_rules.NoRule):
+        rules.propagate(torch.ops.aten.bernoulli.default, (x,), {}, lambda tensor: Shard(0))
+
+
+def _parts_of_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    full = torch.arange(8.0)
+    tensor = DTensor.from_local(full[: full.shape[0] // 4], mesh, [Replicate(), Shard(0)], run_check=False)
+    assert dtensor_parts.local_tensor(tensor).shape == (2,)
+    assert type(dtensor_parts.local_tensor(tensor)) is Tensor
+    again = DTensor(dtensor_parts.local_tensor(tensor), dtensor_parts.spec_of(tensor), requires_grad=False)
+    assert (again.placements, again.device_mesh, again.shape) == (tensor.placements, mesh, tensor.shape)
+    inner_first = (dtensor_parts.StridedShard(0, split_factor=2), Shard(0))
+    assert inner_first[0].split_factor == 2
+    shape, offset = dtensor_parts.local_shape_and_offset(torch.Size([8]), mesh, inner_first)
+    dp, tp = mesh.get_coordinate() or (0, 0)
+    assert (tuple(shape), tuple(offset)) == ((2,), (4 * tp + 2 * dp,))
+    group = mesh.get_group("tp")
+    ones = torch.ones(2)
+    assert functional_collectives.all_reduce(ones, "sum", group).tolist() == [2.0, 2.0]
+    assert functional_collectives.all_gather_single(ones, 0, group).tolist() == [1.0] * 4
+    assert ones.tolist() == [1.0, 1.0]
+
+
+@canary(dtensor_parts, *dtensor_parts.__all__)
+@canary(functional_collectives, *functional_collectives.__all__)
+def test_parts_of_dtensors(workers: WorkerPools) -> None:
+    workers(4).run(_parts_of_dtensors)
+
+
+def _finished_backward() -> list[float]:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    root = fully_shard(model, mesh=mesh)
+    assert isinstance(root, FSDPModule)
+    root.set_requires_gradient_sync(False)
+    root.set_is_last_backward(False)
+    for _ in range(2):
+        model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
+    root.set_requires_gradient_sync(True)
+    root.set_is_last_backward(True)
+    fsdp.finish_backward(root)
+    gradient = model[0].weight.grad
+    assert isinstance(gradient, DTensor)
+    return gradient.full_tensor().flatten().tolist()
+
+
+@canary(fsdp, "finish_backward")
+def test_a_backward_that_fsdp_did_not_see_end(workers: WorkerPools) -> None:
+    # Two backwards, each the mean over inputs 1 and 2, times the two rows of the second layer.
+    assert workers(2).run(_finished_backward) == [[6.0] * 4, [6.0] * 4]
+
+
+# ---------------------------------------------------------------------------------------------------------- pipelining
+
+
+class _Doubling(nn.Module):
+    def forward(self, *received: Tensor, index: Tensor) -> Tensor:
+        tensor = received[0] if received else torch.ones(int(index) + 1, requires_grad=True)
+        return tensor * 2 if not received else (tensor * 2).sum()
+
+
+def _varying_microbatches() -> list[str]:
+    def metas(index: int) -> tuple[Tensor, ...]:
+        return (torch.empty(index + 1, device="meta", requires_grad=True),)
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    sent = [metas(i) for i in range(3)]
+    stage = pipelining.ShapedStage(
+        _Doubling(),
+        rank,
+        2,
+        inputs=[()] * 3 if rank == 0 else sent,
+        outputs=sent if rank == 0 else [(torch.empty((), device="meta", requires_grad=True),)] * 3,
+        device=torch.device("cpu"),
+        group=group,
+    )
+    schedule = pipelining.InOrder([stage], 3, [0, 1], loss_fn=lambda output, target: output)
+    losses: list[Tensor] = []
+    indices = torch.arange(3)
+    schedule.step(index=indices, target=indices, losses=losses, return_outputs=False)
+    if rank == 1:
+        assert [loss.item() for loss in losses] == [4.0, 8.0, 12.0]
+    return [action.computation_type.name for action in schedule.pipeline_order[rank] if action is not None]
+
+
+@canary(pipelining, "ShapedStage", "InOrder", "ComputationType")
+def test_microbatches_of_different_shapes(workers: WorkerPools) -> None:
+    kinds = pipelining.ComputationType
+    expected = [kinds.FORWARD.name] * 3 + [kinds.FULL_BACKWARD.name] * 3
+    assert workers(2).run(_varying_microbatches) == [expected, expected]
+    assert {"BACKWARD_INPUT", "BACKWARD_WEIGHT"} <= {kind.name for kind in kinds}
+
+
+# ----------------------------------------------------------------------------------------------------------- compiling
+
+
+@canary(capture, "capture", "NotCompilable", "recompile_limit")
+@canary(fake_tensors, "FunctionalTensor")
+def test_a_function_is_captured() -> None:
+    def computation(tensor: Tensor) -> list[Tensor]:
+        kinds.append(isinstance(tensor, fake_tensors.FunctionalTensor))
+        return [tensor.sin() * 2]
+
+    kinds: list[bool] = []
+    tensor = torch.ones(2, requires_grad=True)
+    compiled = capture.capture(computation, [tensor], "aot_eager")
+    assert kinds
+    assert all(kinds), "stand-ins are FunctionalTensors"
+    (output,) = compiled(tensor)
+    output.sum().backward()
+    assert torch.equal(output, tensor.sin() * 2)
+    assert tensor.grad is not None
+    assert torch.allclose(tensor.grad, tensor.cos() * 2)
+    with pytest.raises(capture.NotCompilable, match="reads the value"):
+        capture.capture(lambda tensor: [tensor] if tensor.sum() > 0 else [tensor * 2], [tensor], "aot_eager")
+    other = torch.ones(2)
+    with pytest.raises(capture.NotCompilable, match="neither its arguments"):
+        capture.capture(lambda tensor: [tensor + other], [tensor], "aot_eager")
+    assert capture.recompile_limit() > 1
+
+
+# ------------------------------------------------------------------------------------------ Lightning and torchmetrics
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+@canary(lightning_strategy, "ScriptLauncher", "connect", "default_backend", "reduce_tensor", "gather_tensor")
+def test_helpers_of_strategies() -> None:
+    assert list(inspect.signature(lightning_strategy.ScriptLauncher).parameters) == [
+        "cluster_environment",
+        "num_processes",
+        "num_nodes",
+    ]
+    assert {"cluster_environment", "torch_distributed_backend", "kwargs"} <= _parameters(lightning_strategy.connect)
+    assert lightning_strategy.default_backend(torch.device("cpu")) == "gloo"
+    assert {"group", "reduce_op"} <= _parameters(lightning_strategy.reduce_tensor)
+    assert {"group", "sync_grads"} <= _parameters(lightning_strategy.gather_tensor)
+
+
+class _Strategy(ParallelStrategy):
+    root_device = torch.device("cpu")
+    optimizer_state = barrier = broadcast = reduce = all_gather = model_to_device = None  # type: ignore[assignment]
+
+
+@canary(lightning_strategy, "reset_optimizers", "is_syncing_batchnorm")
+def test_what_strategies_hold() -> None:
+    strategy = _Strategy()
+    strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
+    lightning_strategy.reset_optimizers(strategy)
+    assert strategy.optimizers == []
+    assert not lightning_strategy.is_syncing_batchnorm(strategy)
+    for name in ("_configure_launcher", "_launcher", "_precision_plugin"):  # ThreeDStrategy overrides or sets them
+        assert hasattr(strategy, name), f"ParallelStrategy.{name}"
+
+
+@canary(lightning_strategy, "set_device")
+def test_modules_know_their_device() -> None:
+    module = L.LightningModule()
+    lightning_strategy.set_device(module, device=torch.device("meta"))
+    assert module.device == torch.device("meta")
+
+
+class _Loaded(L.LightningModule):
+    seen: typing.ClassVar[list[Any]] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch, dataloader_idx)
+
+    def train_dataloader(self) -> Any:
+        return {"a": DataLoader(range(4)), "b": DataLoader(range(4, 8))}
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loaders = lightning_loops.active_loaders(self.trainer)
+        assert loaders is not None
+        self.seen.append((len(loaders.flat), loaders.is_sequential, loaders.structured([1, 2])))
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers", "ignore:.*training_step. returned")
+@canary(lightning_loops, "active_loaders", "Loaders", "before_transfer")
+def test_dataloaders_of_a_loop(tmp_path: Path) -> None:
+    trainer = L.Trainer(
+        default_root_dir=tmp_path, max_steps=1, limit_train_batches=1, logger=False, enable_checkpointing=False
+    )
+    module = _Loaded()
+    trainer.fit(module)
+    assert module.seen == [(2, False, {"a": 1, "b": 2})]
+    assert lightning_loops.before_transfer(module, 1) == (1, 0)
+    assert lightning_loops.Loaders(flat=[], is_sequential=True, _spec=None).is_sequential
+
+
+@canary(metric_state, "start_anew", "FIXED_NAMES")
+def test_states_of_metrics() -> None:
+    metric = torchmetrics.MeanMetric()
+    metric.update(torch.tensor(4.0))
+    metric.compute()
+    assert set(vars(metric)) >= metric_state.FIXED_NAMES
+    metric_state.start_anew(metric)
+    assert not metric.update_called
+    metric.update(torch.tensor(2.0))
+    assert metric.compute() == 2.0
+
+
+@canary(random_states, "random_states_kept")
+def test_random_states() -> None:
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+    def fail() -> None:
+        drawn.append(draw())
+        raise KeyError
+
+    drawn: list[tuple[float, float, float]] = []
+    with pytest.raises(KeyError), random_states.random_states_kept():
+        fail()
+    assert draw() == drawn[0]
