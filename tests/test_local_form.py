@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.rules.function import map_tensors, tensors_in
-from lightning_3d.tensor.run.local_form import LocalForm, Operand, call_locally, local_form, signature
+from lightning_3d.tensor.rules.generic import LocalForm, Operand, call_locally, local_form, signature
 
 SIZE = 2
 HEADS = (3, 4, 5, 8)  # [batch, heads, length, head_dim]
@@ -82,6 +82,9 @@ LOCAL = [
     (F.rms_norm, (heads(), (8,), torch.randn(8)), {}),
     (Tensor.mean, (heads(), -1), {"keepdim": True}),
     (Tensor.topk, (heads(), 2), {}),
+    (Tensor.sum, (heads(), 1), {}),
+    (Tensor.mean, (heads(),), {}),
+    (torch.matmul, (Sharded(3, 5, 32, dim=2), torch.randn(32, 8)), {}),  # the matrix is cut along its rows
 ]
 
 
@@ -95,11 +98,16 @@ def test_shards_of_the_result_are_the_results_on_shards(
     for rank in range(SIZE):
         along = iter([cut if dim is None else dim for dim, cut in zip(dims, form.cuts, strict=True)])
         own = map_tensors(lambda tensor: _shard(tensor, along, rank), (full_args, full_kwargs))  # noqa: B023
-        shards.append(list(tensors_in(call_locally(function, *own, form.local_shape))))
+        shards.append(list(tensors_in(_call(function, *own, form.local_shape))))
     expected = list(tensors_in(function(*full_args, **full_kwargs)))
     assert len(expected) == len(form.dims)
     for tensor, dim, parts in zip(expected, form.dims, zip(*shards, strict=True), strict=True):
-        assert torch.equal(torch.cat(parts, dim), tensor) or torch.allclose(torch.cat(parts, dim), tensor, atol=1e-6)
+        made = torch.stack(parts).sum(0) / (SIZE if form.is_mean else 1) if dim is None else torch.cat(parts, dim)
+        assert torch.equal(made, tensor) or torch.allclose(made, tensor, atol=1e-5)
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any, local_shape: tuple[int, ...] | None) -> Any:
+    return function(*args, **kwargs) if local_shape is None else call_locally(function, local_shape, args[0])
 
 
 def _shard(tensor: Tensor, along: Iterator[int | None], rank: int) -> Tensor:
@@ -111,8 +119,8 @@ def _shard(tensor: Tensor, along: Iterator[int | None], rank: int) -> Tensor:
     ("function", "args", "kwargs"),
     [
         (F.softmax, (heads(), 1), {}),
-        (Tensor.sum, (heads(), 1), {}),
-        (Tensor.mean, (heads(),), {}),
+        (Tensor.amax, (heads(), 1), {}),
+        (Tensor.var, (heads(), 1), {}),
         (Tensor.cumsum, (heads(), 1), {}),
         (Tensor.flip, (heads(), (1,)), {}),
         (Tensor.split, (heads(), 2, 1), {}),

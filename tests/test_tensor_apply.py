@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -43,6 +42,7 @@ from lightning_3d.tensor import (
     verify_block,
 )
 from lightning_3d.tensor.placement import marked
+from tests.collectives import Collectives, planned
 from tests.models import ADAM_EPS, Block
 from tests.test_tensor_plan import (
     ATTENTION,
@@ -75,20 +75,6 @@ from tests.test_tensor_plan import (
 from tests.workers import WorkerPools
 
 Make = Callable[[], Example]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives by kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _mesh(size: int) -> DeviceMesh:
@@ -136,10 +122,10 @@ def _loss(output: Any) -> Tensor:
     return sum((leaf.sin() * (index + 1)).sum() for index, leaf in enumerate(leaves))  # type: ignore[return-value]
 
 
-def _run(block: nn.Module, example: Example) -> tuple[Tensor, dict[str, Tensor], Counter[str], Counter[str]]:
+def _run(block: nn.Module, example: Example) -> tuple[Tensor, dict[str, Tensor], Collectives, Collectives]:
     """Loss, gradients by name, collectives of the forward, of the backward."""
     _, args, kwargs = example
-    tensors = [leaf.clone().requires_grad_(leaf.is_floating_point()) for leaf in args if isinstance(leaf, Tensor)]
+    tensors = [leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for leaf in args if isinstance(leaf, Tensor)]
     args = (*tensors, *args[len(tensors) :])  # tensors come first
     with Collectives() as forward:
         loss = _loss(block(*args, **kwargs))
@@ -156,7 +142,7 @@ def _run(block: nn.Module, example: Example) -> tuple[Tensor, dict[str, Tensor],
             gradient = grouped[fqn].ungrouped(gradient) if fqn in grouped else gradient
         if gradient is not None:
             gradients[fqn] = gradient
-    return loss.detach(), gradients, forward.counts, backward.counts
+    return loss.detach(), gradients, forward, backward
 
 
 def _is_held_as_planned(block: nn.Module, plan: BlockTensorPlan) -> None:
@@ -175,9 +161,19 @@ def _parity(name: str) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
 
 
 def parity_of(
-    example: Example, *, sequence_parallel: bool = False, defers_sums: bool = False
+    example: Example, *, sequence_parallel: bool = False, defers_sums: bool = False, as_planned: bool = True
 ) -> tuple[BlockTensorPlan, Counter[str], Counter[str]]:
-    """Plan a block and run it on the ranks: values and gradients of one process. Returns collectives, too."""
+    """Plan a block and run it on the ranks: values and gradients of one process, and the planned collectives.
+
+    Args:
+        example: The block and its arguments.
+        sequence_parallel: As for `plan_block`.
+        defers_sums: Whether it is run so, whatever is planned.
+        as_planned: Whether the planned collectives are all that it makes; not so where routing depends on data.
+
+    Returns:
+        The plan, and how many collectives of which kind the forward and the backward made.
+    """
     size = dist.get_world_size()
     block, args, kwargs = example
     dense = copy.deepcopy(block)
@@ -197,7 +193,10 @@ def parity_of(
         torch.testing.assert_close(
             gradient, expected[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
         )
-    return plan, forward, backward
+    if as_planned:
+        assert forward.sent == planned(plan, is_backward=False)
+        assert backward.sent == planned(plan, is_backward=True)
+    return plan, forward.counts, backward.counts
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -206,9 +205,9 @@ def test_megatrons_plan_is_right(workers: WorkerPools, name: str, size: int) -> 
     pytest.importorskip("transformers")
     for plan, forward, backward in workers(size).run(_parity, name):
         assert plan.sharded_share > 0.96
-        assert forward == {"allreduce_": 2}
-        assert backward["allreduce_"] == 2
-        assert set(backward) <= {"allreduce_", "all_gather_into_tensor"}  # T5's own position bias: all heads' gradient
+        assert forward == {"all-reduce": 2}
+        assert backward["all-reduce"] == 2
+        assert set(backward) <= {"all-reduce", "all-gather"}  # T5's own position bias: all heads' gradient
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -217,8 +216,8 @@ def test_fused_weights_are_right(workers: WorkerPools, name: str, size: int) -> 
     pytest.importorskip("transformers")
     for plan, forward, backward in workers(size).run(_parity, name):
         assert plan.sharded_share > 0.97
-        assert forward == {"allreduce_": 2}
-        assert backward == {"allreduce_": 2}
+        assert forward == {"all-reduce": 2}
+        assert backward == {"all-reduce": 2}
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -227,7 +226,7 @@ def test_few_key_value_heads_are_right(workers: WorkerPools, name: str, size: in
     pytest.importorskip("transformers")
     for plan, forward, _ in workers(size).run(_parity, name):
         assert plan.sharded_share > 0.77
-        assert forward == {"allreduce_": plan.num_all_reduces_forward}
+        assert forward == {"all-reduce": plan.num_all_reduces_forward}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama_one_kv_head"])
@@ -235,33 +234,33 @@ def test_grouped_queries_are_right(workers: WorkerPools, name: str) -> None:
     pytest.importorskip("transformers")
     for plan, forward, backward in workers(2).run(_parity, name):
         assert plan.sharded_share > 0.93
-        assert forward == {"allreduce_": 2}
+        assert forward == {"all-reduce": 2}
         # Also the norms of queries and keys, or the key and value that the ranks share.
-        assert backward["allreduce_"] == (2 if name == "llama" else 4)
+        assert backward["all-reduce"] == (2 if name == "llama" else 4)
 
 
 @pytest.mark.parametrize(
     ("name", "share", "collectives"),
     [
-        ("FusedLowRank", 0.96, {"allreduce_": 1}),
+        ("FusedLowRank", 0.96, {"all-reduce": 1}),
         ("FusedNorm", 0.0, {}),
-        ("Experts", 0.97, {"allreduce_": 1}),
-        ("EinsumExperts", 0.97, {"allreduce_": 1}),
-        ("EinsumAttention", 1.0, {"allreduce_": 1}),
-        ("Matrices", 0.99, {"allreduce_": 1}),
-        ("LowRank", 0.98, {"allreduce_": 1}),
-        ("FlatNorm", 0.97, {"allreduce_": 1, "all_reduce": 1}),
-        ("EagerAttention", 0.97, {"allreduce_": 1}),
-        ("GroupedQuery", 0.98, {"allreduce_": 1, "all_gather_into_tensor": 1}),
-        ("one_kv_head", 0.78, {"allreduce_": 1}),
-        ("bool_mask", 0.98, {"allreduce_": 1, "all_gather_into_tensor": 1}),
-        ("InPlace", 0.99, {"allreduce_": 1, "all_reduce": 1}),
-        ("Caching", 0.99, {"allreduce_": 1}),
-        ("encoder_layer", 0.97, {"allreduce_": 2}),
-        ("decoder_layer", 0.97, {"allreduce_": 3}),
-        ("cross_attention", 0.97, {"allreduce_": 1}),
-        ("attention_weights", 0.97, {"allreduce_": 1, "all_gather_into_tensor": 1}),
-        ("average_attention_weights", 0.99, {"allreduce_": 1, "all_reduce": 1}),
+        ("Experts", 0.97, {"all-reduce": 1}),
+        ("EinsumExperts", 0.97, {"all-reduce": 1}),
+        ("EinsumAttention", 1.0, {"all-reduce": 1}),
+        ("Matrices", 0.99, {"all-reduce": 1}),
+        ("LowRank", 0.98, {"all-reduce": 1}),
+        ("FlatNorm", 0.97, {"all-reduce": 2}),
+        ("EagerAttention", 0.97, {"all-reduce": 1}),
+        ("GroupedQuery", 0.98, {"all-reduce": 1, "all-gather": 1}),
+        ("one_kv_head", 0.78, {"all-reduce": 1}),
+        ("bool_mask", 0.98, {"all-reduce": 1, "all-gather": 1}),
+        ("InPlace", 0.99, {"all-reduce": 2}),
+        ("Caching", 0.99, {"all-reduce": 1}),
+        ("encoder_layer", 0.97, {"all-reduce": 2}),
+        ("decoder_layer", 0.97, {"all-reduce": 3}),
+        ("cross_attention", 0.97, {"all-reduce": 1}),
+        ("attention_weights", 0.97, {"all-reduce": 1, "all-gather": 1}),
+        ("average_attention_weights", 0.99, {"all-reduce": 2}),
         ("Mixture", 0.0, {}),
         ("linear", 0.0, {}),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
@@ -13,6 +12,7 @@ from lightning_3d.tensor.handle import ShardedTensor, shard_dim
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
 def slice_of_sequence(tensor: Tensor, axis: Axis) -> ShardedTensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Partial, Parts, Shard, Sharded
+from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function
 
 _UNSEEN = (
     "a sharded activation was used where tensor parallel does not see it: by code that bypasses torch's function "
@@ -73,9 +74,7 @@ class ShardedTensor(Tensor):
             shape = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
         elif type(placement) is Parts:
             shape = (*shape[: placement.dim], sum(placement.sizes), *shape[placement.dim + 1 :])
-        handle = make_wrapper(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        handle = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
         handle.local, handle.axis, handle.placement = local, axis, placement
         if local.requires_grad:
             handle.register_hook(_refuse)  # type: ignore[no-untyped-call]  # torch 2.13

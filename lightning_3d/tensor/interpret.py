@@ -23,6 +23,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.gathered_sequence import GatheredSequence
 from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Partial, Placement, Shard, Sharded, Whole
 from lightning_3d.tensor.randomness import seeded_for_rank
 from lightning_3d.tensor.rules.function import (
@@ -40,8 +41,8 @@ from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
 from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, is_along
 from lightning_3d.tensor.rules.table import RULES, rewritten
 from lightning_3d.tensor.running_statistics import RunningStatistics
+from lightning_3d.torch_internals.modes import DisableTorchFunction
 from lightning_3d.torch_internals.tensors import version_of
-from lightning_3d.tensor.own_shard import own_shard
 
 T = TypeVar("T")
 
@@ -106,8 +107,9 @@ class Interpreter(TorchFunctionMode):
         """Answer a custom autograd function; those of torch and of this package make and read shards themselves."""
         if is_own(cls.__module__) or not (_holds(args) or _holds(kwargs.values())):
             return function(*args, **kwargs)
-        call = self._mapped(Call(function, cls.__name__, args, kwargs), self._summed)
-        return self.execute(call, custom(call, self.axis) or on_whole(call))
+        with DisableTorchFunction():  # this mode included
+            call = self._mapped(Call(function, cls.__name__, args, kwargs), self._summed)
+            return self.execute(call, custom(call, self.axis) or on_whole(call))
 
     def _other(self, call: Call) -> LocalCall:
         """A call that no rule answers."""

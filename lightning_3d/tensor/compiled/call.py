@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.compiled.observation import copied
@@ -21,6 +20,7 @@ from lightning_3d.tensor.compiled.state import STATIC_TYPES, own_part, read_stat
 from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.placement import Partial, Sharded
 from lightning_3d.torch_internals.capture import Computation, NotCompilable, capture
+from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS, children_of, has_hooks
 from lightning_3d.torch_internals.tensors import count_as_parameter
-from lightning_3d.tensor.own_shard import own_shard
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 """Of values that compare by what they are."""

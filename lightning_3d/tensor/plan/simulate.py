@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from lightning_3d.torch_internals.pytree import tree_leaves
 
 from lightning_3d.errors import PlanError
 from lightning_3d.model.own_code import is_own
@@ -40,6 +39,7 @@ from lightning_3d.tensor.rules.projection import as_projection
 from lightning_3d.tensor.rules.sequence import sequence_input
 from lightning_3d.tensor.rules.views import cut_pieces, num_parts_of, viewed_shape
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]

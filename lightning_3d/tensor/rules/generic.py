@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import Placement as DTensorPlacement
 from torch.distributed.tensor import Shard as DTensorShard
-from lightning_3d.torch_internals.pytree import tree_leaves
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
@@ -34,7 +32,9 @@ from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
+from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from lightning_3d.torch_internals.modes import TorchDispatchMode, no_dispatch_modes
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 _MAX_SIGNATURES = 8192
 """Decisions that are kept; inputs of ever new lengths make ever new ones."""
@@ -387,7 +387,7 @@ class _WatchOps(TorchDispatchMode):
         moved: dict[int, int] = {}
         placements: Sequence[DTensorPlacement | None] = ()
         if any(id(tensor) in self._sums for tensor in tensors):
-            raise NoRule(f"{func} reads a sum that is not made yet")
+            return self._view_of_sum(func, tensors, args, kwargs)
         if any(id(tensor) in self._dims for tensor in tensors):
             propagation = self._rules.propagate(func, args, kwargs, self._placement)
             moved = {id(move.tensor): self._cut_of(move.tensor, move.target) for move in propagation.moves}
@@ -404,6 +404,14 @@ class _WatchOps(TorchDispatchMode):
                 self._enter(leaf, placement)
         if placements and self._has_parts:
             self._check_order(func, tensors, leaves)
+        return output
+
+    def _view_of_sum(self, func: OpOverload, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        if func.overloadpacket not in _VIEWS or len(tensors) > 1:
+            raise NoRule(f"{func} reads a sum that is not made yet")
+        output = func(*args, **kwargs)
+        self._kept.append(output)
+        self._sums[id(output)] = self._sums[id(tensors[0])]
         return output
 
     def _placement(self, tensor: Tensor) -> DTensorPlacement:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from lightning_3d.torch_internals.pytree import tree_map
 
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.boundary import gathered, slice_of_sequence
 from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.rules.sequence import sequence_input
@@ -23,10 +23,10 @@ from lightning_3d.tensor.run.retained import RetainedActivations
 from lightning_3d.tensor.run.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.uses import VocabularyCalls
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
-from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.torch_internals.modules import parameters_of
-from lightning_3d.torch_internals.tensors import count_as_parameter
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.torch_internals.recompute import is_reentrant, recomputed_by
+from lightning_3d.torch_internals.tensors import count_as_parameter
 
 Slot = tuple[nn.Module, str, Sharded | None]
 """Where a parameter hangs: the module that owns it, its name there, and how it is sharded; None: replicated."""

@@ -19,20 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from lightning_3d.torch_internals.modules import parameters_of
-from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.trace.sharded_logits import Logits
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Kind, MeshAxis
 from lightning_3d.tensor.interpret import Interpreter
+from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.weights import named_parameters
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.run.sharded_output import as_logits
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
-from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.torch_internals.modules import parameters_of
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.trace.sharded_logits import Logits
 
 Slot = tuple[nn.Module, str]
 """Where a parameter hangs: the module that owns it, and its name there."""
