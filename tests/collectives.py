@@ -34,8 +34,6 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
-        """By kind."""
         self.sent: Sent = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,9 +43,21 @@ class Collectives(TorchDispatchMode):
             kind, size = _KINDS[name], dist.get_world_size()
             tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
             num_bytes = max(tensor.numel() * tensor.element_size() for tensor in tensors) * (size - 1) // size
-            self.counts[kind] += 1
             self.sent[kind, num_bytes * (2 if kind == "all-reduce" else 1)] += 1
         return output
+
+    @property
+    def counts(self) -> Counter[str]:
+        """By kind."""
+        return by_kind(self.sent)
+
+
+def by_kind(sent: Sent) -> Counter[str]:
+    """How many collectives of each kind."""
+    counts: Counter[str] = Counter()
+    for (kind, _), number in sent.items():
+        counts[kind] += number
+    return counts
 
 
 def planned(plan: BlockTensorPlan, *, is_backward: bool) -> Sent:

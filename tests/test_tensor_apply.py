@@ -180,6 +180,7 @@ def parity_of(
     names = [fqn for fqn, _ in block.named_parameters()]
     trained = [parameter.requires_grad for parameter in block.parameters()]
     plan = plan_block(block, args, kwargs, size=size, sequence_parallel=sequence_parallel)
+    as_planned = as_planned and (plan.defers_sums or not defers_sums)
     plan = replace(plan, defers_sums=plan.defers_sums or defers_sums)
     apply_block(block, plan, _mesh(size))
     _is_held_as_planned(block, plan)

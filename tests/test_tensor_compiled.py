@@ -116,7 +116,7 @@ def test_values_and_gradients_are_those_of_the_dense_block(
         for name, (num_compiled, forward, backward) in found.items():
             assert num_compiled == 1, name
             if name in NUM_ALL_REDUCES:
-                assert forward == backward == {"all_reduce": NUM_ALL_REDUCES[name]}, name
+                assert forward == backward == {"all-reduce": NUM_ALL_REDUCES[name]}, name
 
 
 def _variants() -> dict[str, float]:

@@ -57,7 +57,7 @@ def test_block_without_sequence_parallelism(workers: WorkerPools) -> None:
         assert block.num_all_reduces_forward == block.num_all_reduces_backward == 2
     (warned,) = [text for text in result.warnings if "left out of blocks" in text]
     assert warned.startswith("Sequence parallelism is left out of blocks whose sharding differs from dense: blocks.0: ")
-    assert "the kernel does not take a ShardedActivation" in warned
+    assert "the kernel does not take a ShardedTensor" in warned
     assert "% of the parameters sharded" in warned
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.tensor.rules.function import Function
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 from lightning_3d.torch_internals.modes import TorchDispatchMode
 from lightning_3d.torch_internals.operators import INDEX_PUT_IMPL, LOCAL_SCALAR_DENSE, UNIQUE2, OpOverload
@@ -64,6 +65,18 @@ class AssumedValues(TorchDispatchMode):
         if func is UNIQUE2:
             return tensor.flatten(), tensor.to(torch.int64), tensor.flatten().to(torch.int64)
         raise PlanError(f"{func} depends on data")
+
+
+def without_values(function: Function) -> Function:
+    """A function that reads values in a form that takes fake tensors; any other as it is."""
+    return tolist if function is Tensor.tolist else function
+
+
+def tolist(tensor: Tensor) -> Any:
+    """Zeros in place of ``tensor.tolist()``, which takes no subclasses of tensors."""
+    if tensor.dim() == 0:
+        return _zero(tensor.dtype)
+    return [tolist(row) for row in tensor.unbind()]
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float:

@@ -103,11 +103,8 @@ def _find(
 def _with_sums_deferred(
     find: Callable[[Callable[..., Simulated]], Simulated], simulate: Callable[..., Simulated], best: Simulated
 ) -> Simulated:
-    """Where outputs of stacked weights are gathered, as that sends less than an all-reduce: reduce them later instead.
-
-    Elsewhere that would send less, too, but takes one more (small) all-reduce in the backward, for the scores.
-    """
-    if all(c.cause.row is not None or c.cause.sources.isdisjoint(best.stacked) for c in best.forward):
+    """Sum what row weights of experts give where it is small, if that sends less in spite of the scores' gradient."""
+    if not best.stacked:
         return best
     try:
         deferred = find(partial(simulate, defers_sums=True))
@@ -202,9 +199,16 @@ def _improve(simulate: Simulate, size: int, replicated: dict[str, str], by_hand:
         largest = max(gathers, key=lambda gather: gather.collective.num_bytes)
         candidate = replicated | _reasons(largest, by_hand)
         trial = _without_doubtful(simulate, simulate(candidate), size, candidate, by_hand)
-        if trial.communicated_bytes < best.communicated_bytes:
-            best = max(trial, best, key=lambda simulated: simulated.num_sharded_elements)
+        if _shards_more_for_less(trial, best):
+            best = trial
     return best
+
+
+def _shards_more_for_less(trial: Simulated, best: Simulated) -> bool:
+    """Whether a plan shards no less, and sends no more bytes per element that it shards."""
+    more = trial.num_sharded_elements >= best.num_sharded_elements
+    per_element = trial.communicated_bytes * best.num_sharded_elements
+    return more and per_element < best.communicated_bytes * trial.num_sharded_elements
 
 
 def _without_doubtful(

@@ -22,7 +22,7 @@ from lightning_3d.tensor.call import Call, LocalCall
 from lightning_3d.tensor.handle import Origin, ShardedTensor, placement_of, shard_dim
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Partial, Parts, Placement, Shard
-from lightning_3d.tensor.plan.assumed_values import AssumedValues
+from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_values
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
@@ -200,7 +200,7 @@ class _Simulation(Interpreter):
         if is_multi_head_attention(func, args, kwargs):
             with self:
                 return multi_head_attention(*args, **kwargs)
-        func, args = without_data(func), simplified(func, args)
+        func, args = without_values(without_data(func)), simplified(func, args)
         with self.axis.caused_by(call=name):
             return self._simulate(func, name, types, args, kwargs)
 
@@ -276,8 +276,9 @@ class _Simulation(Interpreter):
         sources, row = _sources(own), rows[0] if rows else None
         with self.axis.caused_by(sources=sources, row=row):
             made = super().sum(partial, call, local)
-        if isinstance(made, ShardedTensor) and isinstance(made.placement, Partial):
-            made.origin = Origin(sources, row=row)
+        if isinstance(made, ShardedTensor):  # a deferred sum, or a slice of the sequence, which comes from no weight
+            is_deferred = isinstance(made.placement, Partial)
+            made.origin = Origin(sources, row=row) if is_deferred else Origin(frozenset())
         return made
 
     def reduce_deferred(self, partial: Tensor, tensor: ShardedTensor) -> Tensor:

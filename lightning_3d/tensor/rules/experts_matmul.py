@@ -28,15 +28,16 @@ def experts_matmul(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tens
     return (input, weight) if (input.dim(), weight.dim()) == (2, 3) else None
 
 
+def grouped_mm(input: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """The product with the first expert: what ``F.grouped_mm`` gives, but for the numbers."""
+    if (input.dim(), weight.dim()) != (2, 3):
+        raise NotImplementedError(f"grouped_mm of {list(input.shape)} and {list(weight.shape)} on fake tensors")
+    return input @ weight[0]
+
+
 def without_data(function: Function) -> Function:
     """What gives a result of the same shape and history where there is no data; any other function as it is.
 
     torch 2.13 has no rule for fake tensors in fp32.
     """
-    return _by_first_expert if is_experts_matmul(function) else function
-
-
-def _by_first_expert(input: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
-    if (input.dim(), weight.dim()) != (2, 3):
-        raise NotImplementedError(f"grouped_mm of {list(input.shape)} and {list(weight.shape)} on fake tensors")
-    return input @ weight[0]
+    return grouped_mm if is_experts_matmul(function) else function

@@ -31,6 +31,7 @@ from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
 from lightning_3d.tensor.rules.function import Function, tensors_in
+from lightning_3d.torch_internals.dtensor_parts import StridedShard
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from lightning_3d.torch_internals.modes import TorchDispatchMode, no_dispatch_modes
@@ -341,6 +342,7 @@ class _WatchOps(TorchDispatchMode):
         self._rules, self._size, self._has_parts = rules, size, has_parts
         self._kept: list[Tensor] = [tensor for tensor, _ in operands]  # so that no id is used twice
         self._dims = {id(tensor): dim for tensor, dim in operands if dim is not None}
+        self._strided: dict[int, DTensorPlacement] = {}
         self._sums: dict[int, str] = {}  # parts of which lie on the ranks: "sum" or "avg"
         self._cuts: dict[int, set[int | None]] = {id(tensor): set() for tensor, dim in operands if dim is None}
 
@@ -388,7 +390,7 @@ class _WatchOps(TorchDispatchMode):
         placements: Sequence[DTensorPlacement | None] = ()
         if any(id(tensor) in self._sums for tensor in tensors):
             return self._view_of_sum(func, tensors, args, kwargs)
-        if any(id(tensor) in self._dims for tensor in tensors):
+        if any(id(tensor) in self._dims or id(tensor) in self._strided for tensor in tensors):
             propagation = self._rules.propagate(func, args, kwargs, self._placement)
             moved = {id(move.tensor): self._cut_of(move.tensor, move.target) for move in propagation.moves}
             placements = propagation.outputs
@@ -415,6 +417,8 @@ class _WatchOps(TorchDispatchMode):
         return output
 
     def _placement(self, tensor: Tensor) -> DTensorPlacement:
+        if id(tensor) in self._strided:
+            return self._strided[id(tensor)]
         dim = self._dims.get(id(tensor))
         return Replicate() if dim is None else DTensorShard(dim)
 
@@ -430,6 +434,8 @@ class _WatchOps(TorchDispatchMode):
             self._sums[id(tensor)] = placement.reduce_op
         elif type(placement) is DTensorShard and tensor.shape[placement.dim] % self._size == 0:
             self._dims[id(tensor)] = placement.dim
+        elif isinstance(placement, StridedShard):  # a sharded dim was flattened into one before it, for now
+            self._strided[id(tensor)] = placement
         else:
             raise NoRule(f"a result is {placement}")
 
