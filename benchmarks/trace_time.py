@@ -20,7 +20,7 @@ from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
 from lightning_3d import ThreeDStrategy
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.trace import step_tracing
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
@@ -33,7 +33,7 @@ def trace_seconds() -> list[float]:
     model = GPT(width=64, num_layers=NUM_BLOCKS)
     blocks, router = find_blocks(model), Router()
     router.install(blocks)
-    effects = TracedStepEffects(model, blocks, router)
+    effects = StepEffects(model, blocks, router)
     tracing = StepTracing(model, blocks, router, effects, torch.device("cpu"))
     batch = next(iter(random_tokens(1, 4, 32)))
     seconds = []

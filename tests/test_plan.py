@@ -21,7 +21,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.assignment import boundary_bytes
 from lightning_3d.planning.measure import measure_activations, measure_time
 from lightning_3d.planning.plan import Plan, make_plan
@@ -91,7 +91,7 @@ def _traced(module: L.LightningModule, blocks: dict[str, nn.Module]) -> Trace:
     router = Router()
     router.install(blocks)
     try:
-        effects = TracedStepEffects(module, blocks, router)
+        effects = StepEffects(module, blocks, router)
         return StepTracing(module, blocks, router, effects, CPU)("training_step", _example(module), (0,))
     finally:
         router.uninstall(blocks)

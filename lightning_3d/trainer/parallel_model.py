@@ -16,7 +16,7 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness, join_replica
 from lightning_3d.distributed.zero import Zero
 from lightning_3d.model.initial_weights import check_same_model, place_weights
-from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Planned, Planner
@@ -66,7 +66,7 @@ def make_parallel(
         shape=mesh.shape,
         precision=precision,
         device=device,
-        effects_of=TracedStepEffects,
+        effects_of=StepEffects,
     ).plan()
     place_weights(module, planned.plan, mesh.pp_rank, device)
     set_device(module, device=device)
