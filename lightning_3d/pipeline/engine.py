@@ -23,7 +23,7 @@ from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
 from lightning_3d.pipeline.reports import StageReport, share
 from lightning_3d.pipeline.schedule import Schedule, StageCall
-from lightning_3d.pipeline.spans import Span, SpanRecorder
+from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
@@ -77,10 +77,8 @@ class PipelineEngine:
         self._last_stage = plan.num_stages - 1
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
-        self.recorder: SpanRecorder | None = None
-        """If set, measures the steps that run."""
-        self.planned: tuple[tuple[Span, ...], ...] = ()
-        """The schedule of the last measured step."""
+        self._recorder: SpanRecorder | None = None  # measures the steps that run
+        self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
         self._effects = StepEffects(module, blocks, router, RandomNumbers(randomness))
         self._tracing = StepTracing(module, blocks, router, self._effects, device)
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
@@ -106,11 +104,11 @@ class PipelineEngine:
         schedule = self._schedule((backward, *keys), flows, backward=backward)
         step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward)
         with self._effects.begin(number):
-            if self.recorder is not None:
+            if self._recorder is not None:
                 torch.distributed.barrier(self._group)
-                self.recorder.begin()
-                self.planned = schedule.planned()
-            schedule.run(StageCall(forward=partial(self._forward, step), recorder=self.recorder))
+                self._recorder.begin()
+                self._planned = schedule.planned()
+            schedule.run(StageCall(forward=partial(self._forward, step), recorder=self._recorder))
         reports = share(
             lambda: self._reports(step),
             self._group,
@@ -120,6 +118,18 @@ class PipelineEngine:
         )
         self._effects.apply([(report.effects, report.stage in self._stages) for report in reports])
         return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, reports[-1].output)
+
+    def start_timeline(self) -> None:
+        """Measure the steps that follow. Every rank calls it."""
+        self._recorder = SpanRecorder(self._device)
+
+    def finish_timeline(self) -> Timeline:
+        """What was measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
+        assert self._recorder is not None, "start_timeline comes first"
+        measured: list[tuple[Span, ...]] = [()] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(measured, tuple(self._recorder.spans), group=self._group)
+        self._recorder = None
+        return Timeline(name=self._plan.schedule, planned=self._planned, measured=tuple(measured))
 
     def _forward(self, step: _Step, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a microbatch on a stage; returns the tensors to send, or the weighted loss on the last stage."""

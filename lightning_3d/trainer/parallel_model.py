@@ -24,8 +24,8 @@ from lightning_3d.planning.tensor_blocks import apply_blocks, prove_blocks
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.torch_internals.lightning_strategy import set_device
 from lightning_3d.trainer.batches import BatchGuard
-from lightning_3d.trainer.pending_gradients import PendingGradients
 from lightning_3d.trainer.precision import ThreeDPrecision
+from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,8 @@ class ParallelModel:
     plan: Plan
     zero: Zero
     gradients: Gradients
-    pending: PendingGradients
-    engine: PipelineEngine | None
-    """None without a pipeline."""
     guard: BatchGuard
-    randomness: StepRandomness
+    runner: StepRunner
 
 
 def make_parallel(
@@ -82,7 +79,7 @@ def make_parallel(
         stage=mesh.pp_rank,
         device=device,
     )
-    engine = None
+    runner: StepRunner = WholeModelRunner(module, zero, randomness)
     if mesh.shape.pp > 1:
         engine = PipelineEngine(
             module=module,
@@ -94,17 +91,11 @@ def make_parallel(
             randomness=randomness,
             device=device,
         )
+        runner = PipelineRunner(module, zero, engine, gradients, splits_backward=config.pipeline.splits_backward)
     _join_metrics(module, mesh.group("dp"))
     precision.attach(device_type=device.type, norm=gradients.norm)
-    return ParallelModel(
-        plan=plan,
-        zero=zero,
-        gradients=gradients,
-        pending=PendingGradients(p for p in module.parameters() if not p.is_meta),
-        engine=engine,
-        guard=BatchGuard(config.batch, mesh, device),
-        randomness=randomness,
-    )
+    guard = BatchGuard(config.batch, mesh, device)
+    return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, runner=runner)
 
 
 def _shard_blocks(planned: Planned, module: LightningModule, config: ThreeDConfig, mesh: Mesh) -> Plan:
