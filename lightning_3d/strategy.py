@@ -104,6 +104,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._parallel: ParallelModel | None = None
         self._accumulating = False
         self._is_deferring = False  # inside tensor_init_context, which may nest
+        self._patches = ExitStack()  # of the model's blocks, while the Trainer runs
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
     @classmethod
@@ -236,6 +237,7 @@ class ThreeDStrategy(ParallelStrategy):
                 precision=self._precision,
                 device=self.root_device,
             )
+        self._patches.enter_context(self._parallel.router.installed())
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_strategy.reset_optimizers(self)
             self.setup_optimizers(trainer)
@@ -454,6 +456,7 @@ class ThreeDStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._patches.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

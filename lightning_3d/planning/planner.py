@@ -21,7 +21,7 @@ from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, refine
 from lightning_3d.planning.tensor_blocks import plan_blocks
 from lightning_3d.torch_internals.lightning_loops import before_transfer
-from lightning_3d.trace.interception import Router
+from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.step_tracing import StepTracing, TracedEffects
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trainer.batches import example_batch
@@ -41,8 +41,7 @@ class Planned:
 
     plan: Plan
     blocks: Mapping[str, nn.Module]
-    """FQN -> block, routed by ``router``."""
-    router: Router
+    """FQN -> block."""
     trace: Trace | None
     """Of one microbatch; None if the plan does not depend on it."""
 
@@ -77,11 +76,9 @@ class Planner:
         """Find the blocks, trace a microbatch, and plan."""
         microbatch = self._example_microbatch() if self._needs_trace else None
         blocks = self._find_blocks(microbatch)
-        router = Router()
-        router.install(blocks)
-        trace = self._trace(blocks, router, microbatch) if self._needs_trace else None
+        trace = self._trace(blocks, microbatch) if self._needs_trace else None
         plan = on_rank_zero(lambda: self._make_plan(trace, blocks), self._device)
-        return Planned(plan=plan, blocks=blocks, router=router, trace=trace)
+        return Planned(plan=plan, blocks=blocks, trace=trace)
 
     def _example_microbatch(self) -> Any:
         batch = self._trainer.precision_plugin.convert_input(example_batch(self._trainer))
@@ -98,21 +95,15 @@ class Planner:
             return blocks
 
         def trace_with(finer: Mapping[str, nn.Module]) -> Trace:
-            router = Router()
-            router.install(finer)
-            try:
-                return self._trace(finer, router, microbatch)
-            finally:
-                router.uninstall(finer)
+            return self._trace(finer, microbatch)
 
         fqns = on_rank_zero(lambda: list(refine(module, blocks, num_stages, imbalance, trace_with)), self._device)
         return {fqn: module.get_submodule(fqn) for fqn in fqns}
 
-    def _trace(self, blocks: Mapping[str, nn.Module], router: Router, microbatch: Any) -> Trace:
-        effects = self._effects_of(self._module, blocks, router)
-        tracing = StepTracing(self._module, blocks, router, effects, self._device)
-        with self._step() as name:
-            return tracing(name, microbatch, (0,))
+    def _trace(self, blocks: Mapping[str, nn.Module], microbatch: Any) -> Trace:
+        with self._step() as name, routed(blocks) as router:
+            effects = self._effects_of(self._module, blocks, router)
+            return StepTracing(self._module, blocks, router, effects, self._device)(name, microbatch, (0,))
 
     def _make_plan(self, trace: Trace | None, blocks: Mapping[str, nn.Module]) -> Plan:
         with self._step():

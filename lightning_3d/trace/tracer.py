@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
+from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.named_state import named_state
 from lightning_3d.model.pytrees import as_called, copied, holds_tensors, is_opaque, register_dataclasses
 from lightning_3d.torch_internals.fake_tensors import (
@@ -35,7 +36,7 @@ from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_lea
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.trace.fake_run import RandomRun, run_with_state, running_statistics
 from lightning_3d.trace.ghost import Ghost, TensorMeta
-from lightning_3d.trace.interception import Call, Router, StepMode
+from lightning_3d.trace.interception import Router, StepMode
 from lightning_3d.trace.side_outputs import (
     HookCall,
     SideOutputs,
@@ -202,7 +203,8 @@ class _Tracer(StepMode):
             return func(*args, **kwargs)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
 
-    def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fqn, block = runner.fqn, runner.block
         register_dataclasses((args, kwargs))
         leaves, spec = tree_flatten((args, kwargs))
         self._check_followed([leaf for leaf in leaves if isinstance(leaf, Tensor)], fqn)

@@ -23,6 +23,7 @@ from lightning_3d.planning.planner import Planned, Planner
 from lightning_3d.planning.tensor_blocks import apply_blocks, prove_blocks
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.torch_internals.lightning_strategy import set_device
+from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
@@ -35,6 +36,8 @@ class ParallelModel:
     plan: Plan
     zero: Zero
     gradients: Gradients
+    router: Router
+    """Of the blocks' calls; to be installed while the Trainer runs."""
     guard: BatchGuard
     runner: StepRunner
 
@@ -69,7 +72,7 @@ def make_parallel(
     set_device(module, device=device)
     plan = _shard_blocks(planned, module, config, mesh)
     own = {block.fqn: planned.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
-    planned.router.absent = frozenset(planned.blocks) - frozenset(own)
+    router = Router(planned.blocks, absent=planned.blocks.keys() - own.keys())
     zero = Zero(module, own.values(), mesh=mesh, stage=config.zero.stage)
     gradients = Gradients(module, plan, mesh, device)
     randomness = StepRandomness(
@@ -85,7 +88,7 @@ def make_parallel(
             module=module,
             rank_module=zero.root,
             blocks=planned.blocks,
-            router=planned.router,
+            router=router,
             plan=plan,
             mesh=mesh,
             randomness=randomness,
@@ -95,7 +98,7 @@ def make_parallel(
     _join_metrics(module, mesh.group("dp"))
     precision.attach(device_type=device.type, norm=gradients.norm)
     guard = BatchGuard(config.batch, mesh, device)
-    return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, runner=runner)
+    return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)
 
 
 def _shard_blocks(planned: Planned, module: LightningModule, config: ThreeDConfig, mesh: Mesh) -> Plan:

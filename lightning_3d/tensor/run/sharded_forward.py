@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.parts import Parts
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.rules.grouped import GroupedTensor
@@ -51,11 +52,10 @@ class ShardedForward:
         slots: Sequence[Slot],
         vocabulary: Sequence[tuple[nn.Module, str]],
     ) -> None:
-        self._forward, self._plan, self._mesh = block.forward, plan, mesh
+        self._forward, self._plan, self._mesh = running(block).innermost, plan, mesh
         self._slots, self._vocabulary = slots, vocabulary
         self._kept = KeptActivations(block)
         self._is_running = False
-        functools.update_wrapper(self, block.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output: plain tensors, and shards of what nothing reads."""
@@ -148,13 +148,6 @@ def _plain(leaf: Any) -> Any:
     return whole(leaf) if isinstance(leaf, Tensor) else leaf
 
 
-def without_shards(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What callers get of what nothing reads: it is gathered only if something does after all."""
-
-    @functools.wraps(run)
-    def returned(*args: Any, **kwargs: Any) -> Any:
-        return tree_map(
-            lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedActivation) else leaf, run(*args, **kwargs)
-        )
-
-    return returned
+def without_shards(output: Any) -> Any:
+    """Return unread outputs as lazily gathered tensors."""
+    return tree_map(lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedActivation) else leaf, output)
