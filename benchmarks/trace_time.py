@@ -20,9 +20,9 @@ from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
 from lightning_3d import ThreeDStrategy
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.trace import step_tracing
-from lightning_3d.trace.interception import Router
+from lightning_3d.trace.interception import routed
 from lightning_3d.trace.step_tracing import StepTracing
 
 NUM_BLOCKS, STEPS = 48, 20
@@ -31,17 +31,17 @@ NUM_BLOCKS, STEPS = 48, 20
 def trace_seconds() -> list[float]:
     """Seconds of five traces; the first one also warms torch up."""
     model = GPT(width=64, num_layers=NUM_BLOCKS)
-    blocks, router = find_blocks(model), Router()
-    router.install(blocks)
-    effects = TracedStepEffects(model, blocks, router)
-    tracing = StepTracing(model, blocks, router, effects, torch.device("cpu"))
+    blocks = find_blocks(model)
     batch = next(iter(random_tokens(1, 4, 32)))
     seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        trace = tracing("training_step", batch, (0,))
-        seconds.append(time.perf_counter() - start)
-        assert len(trace.block_calls) == NUM_BLOCKS + 3
+    with routed(blocks) as router:
+        effects = StepEffects(model, blocks, router)
+        tracing = StepTracing(model, blocks, router, effects, torch.device("cpu"))
+        for _ in range(5):
+            start = time.perf_counter()
+            trace = tracing("training_step", batch, (0,))
+            seconds.append(time.perf_counter() - start)
+            assert len(trace.block_calls) == NUM_BLOCKS + 3
     return seconds
 
 

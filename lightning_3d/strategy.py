@@ -39,15 +39,11 @@ from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConf
 from lightning_3d.distributed.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.model.deferred import defer_init
-from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.microbatches import detached_from_inference
-from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
+from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
-from lightning_3d.tensor.run.sharded_output import plain
 from lightning_3d.torch_internals import lightning_strategy
-from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
-from lightning_3d.trainer.pending_gradients import zeroes_unseen
 from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
@@ -108,6 +104,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._parallel: ParallelModel | None = None
         self._accumulating = False
         self._is_deferring = False  # inside tensor_init_context, which may nest
+        self._patches = ExitStack()  # of the model's blocks, while the Trainer runs
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
     @classmethod
@@ -240,6 +237,7 @@ class ThreeDStrategy(ParallelStrategy):
                 precision=self._precision,
                 device=self.root_device,
             )
+        self._patches.enter_context(self._parallel.router.installed())
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_strategy.reset_optimizers(self)
             self.setup_optimizers(trainer)
@@ -250,26 +248,11 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        parts = self._parts
         self._num_steps += 1
         batch, *rest = (*args, *kwargs.values())
-        batch = parts.guard(batch)
+        batch = self._parts.guard(batch)
         with self._precision.train_step_context():
-            if parts.engine is None:
-                parts.zero.set_accumulating(self._accumulating)
-                with parts.randomness.replica(self._num_steps):
-                    output = parts.zero.root(lambda: self._module.training_step(batch, *rest))
-                output = tree_map(plain, output)
-                if self._module.automatic_optimization:
-                    check_loss(output)
-                return output
-            parts.pending.begin()
-            parts.zero.begin_step(splits_backward=self.config.pipeline.splits_backward)
-            output = parts.engine.run("training_step", batch, rest, number=self._num_steps, backward=True)
-            parts.zero.end_step()
-            parts.gradients.sum_shared()
-        loss = parts.pending.hold(loss_of(output))
-        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+            return self._parts.runner.train(batch, rest, number=self._num_steps, accumulating=self._accumulating)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -287,20 +270,15 @@ class ThreeDStrategy(ParallelStrategy):
             return self._evaluate("predict_step", *args, *kwargs.values())
 
     def _evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
-        parts = self._parts
         self._num_steps += 1
         with torch.inference_mode(False), torch.no_grad():  # DTensors do not survive inference mode
-            batch = parts.guard(detached_from_inference(batch))
-            if parts.engine is not None:
-                return parts.engine.run(name, batch, rest, number=self._num_steps, backward=False)
-            with parts.randomness.replica(self._num_steps):
-                return tree_map(plain, parts.zero.root(lambda: getattr(self._module, name)(batch, *rest)))
+            batch = self._parts.guard(detached_from_inference(batch))
+            return self._parts.runner.evaluate(name, batch, rest, number=self._num_steps)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        if self._parts.engine is not None:
-            self._parts.pending.check_released()
+        self._parts.runner.after_backward()
         if not self._accumulating:
             self._parts.zero.reshard()
         return loss
@@ -308,7 +286,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._parts.pending.used = zeroes_unseen(self._module.trainer, self._module)
+        self._parts.runner.after_optimizer_step()
         return output
 
     @override
@@ -325,19 +303,16 @@ class ThreeDStrategy(ParallelStrategy):
         return self._parts.gradients.norm(norm_type=norm_type)
 
     def start_timeline(self) -> None:
-        """Measure the pipeline steps that follow. Every rank calls it."""
-        assert self._parts.engine is not None
-        self._parts.engine.recorder = SpanRecorder(self.root_device)
+        """Measure the pipeline steps that follow. Every rank calls it.
+
+        Raises:
+            StepError: there is no pipeline.
+        """
+        self._parts.runner.start_timeline()
 
     def finish_timeline(self) -> Timeline:
         """The timeline of this rank's pipeline since ``start_timeline``. Every rank calls it."""
-        engine = self._parts.engine
-        assert engine is not None
-        assert engine.recorder is not None
-        measured: list[tuple[Span, ...]] = [()] * self.mesh.shape.pp
-        dist.all_gather_object(measured, tuple(engine.recorder.spans), group=self.mesh.group("pp"))
-        engine.recorder = None
-        return Timeline(name=self.config.pipeline.schedule, planned=engine.planned, measured=tuple(measured))
+        return self._parts.runner.finish_timeline()
 
     def report(self) -> list[RankReport]:
         """What each rank holds, by rank. Every rank calls it; ``report_table`` shows it."""
@@ -481,6 +456,7 @@ class ThreeDStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._patches.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -21,7 +21,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.assignment import boundary_bytes
 from lightning_3d.planning.measure import measure_activations, measure_time
 from lightning_3d.planning.plan import Plan, make_plan
@@ -29,7 +29,7 @@ from lightning_3d.planning.plan_text import folded
 from lightning_3d.planning.split_blocks import is_balanced, refine
 from lightning_3d.planning.stage_flow import cut
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.trace.interception import Router
+from lightning_3d.trace.interception import routed
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
 from tests.models import TinyGPT
@@ -88,13 +88,9 @@ def _example(module: L.LightningModule) -> Any:
 
 def _traced(module: L.LightningModule, blocks: dict[str, nn.Module]) -> Trace:
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
-    router = Router()
-    router.install(blocks)
-    try:
-        effects = TracedStepEffects(module, blocks, router)
+    with routed(blocks) as router:
+        effects = StepEffects(module, blocks, router)
         return StepTracing(module, blocks, router, effects, CPU)("training_step", _example(module), (0,))
-    finally:
-        router.uninstall(blocks)
 
 
 def _plan(
@@ -290,7 +286,7 @@ def test_only_the_block_in_the_way_is_opened() -> None:
     names = ["tokens", "positions", "blocks.0", *(f"blocks.1.{n}" for n in ("norm1", "attention", "norm2", "mlp"))]
     assert _refined(model, 2) == [*names, "blocks.2", "norm", "head"]
     assert type(model.blocks[0]).__name__ == "Block"
-    assert "_router" not in vars(model.blocks[0]), "nothing stays routed"
+    assert "forward" not in vars(model.blocks[0]), "nothing stays routed"
 
 
 def test_too_few_blocks_are_opened_before_it_is_an_error() -> None:

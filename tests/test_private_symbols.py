@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 import lightning_3d
-from lightning_3d.torch_internals.modules import BUFFERS, CHILDREN, PARAMETERS
+from lightning_3d.torch_internals.modules import BUFFERS, CALL, CHILDREN, PARAMETERS
 from lightning_3d.torch_internals.tensors import IS_PARAMETER
 
 _ROOT = Path(lightning_3d.__file__).parent
 _PACKAGES = ("torch", "lightning", "lightning_utilities", "torchmetrics")
-_STRINGS = {PARAMETERS, BUFFERS, CHILDREN, IS_PARAMETER, "_forward_hooks", "_defaults", "_update_count", "_version"}
+_STRINGS = {
+    CALL,
+    PARAMETERS,
+    BUFFERS,
+    CHILDREN,
+    IS_PARAMETER,
+    "_forward_hooks",
+    "_defaults",
+    "_update_count",
+    "_version",
+}
 """Names that would reach a private attribute through a dict or ``getattr``."""
 
 _PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_getframe"}

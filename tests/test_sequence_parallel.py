@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.tensor import apply_block, plan_block, verify_block
+from tests.collectives import Collectives, by_kind, planned
 from tests.models import Block, TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
-from tests.collectives import Collectives, by_kind, planned
 from tests.workers import WorkerPools
 
 SHAPE = (2, 8, 32)  # (B, T, D)

@@ -125,7 +125,9 @@ def _loss(output: Any) -> Tensor:
 def _run(block: nn.Module, example: Example) -> tuple[Tensor, dict[str, Tensor], Collectives, Collectives]:
     """Loss, gradients by name, collectives of the forward, of the backward."""
     _, args, kwargs = example
-    tensors = [leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for leaf in args if isinstance(leaf, Tensor)]
+    tensors = [
+        leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for leaf in args if isinstance(leaf, Tensor)
+    ]
     args = (*tensors, *args[len(tensors) :])  # tensors come first
     with Collectives() as forward:
         loss = _loss(block(*args, **kwargs))

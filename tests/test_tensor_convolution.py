@@ -23,8 +23,8 @@ from lightning_3d.checkpoint.box import full_value
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block
 from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import Role
-from tests.models import ADAM_EPS
 from tests.collectives import Collectives, Sent, by_kind, planned
+from tests.models import ADAM_EPS
 from tests.workers import WorkerPools
 
 Example = tuple[nn.Module, tuple[Tensor, ...]]

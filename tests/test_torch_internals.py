@@ -6,6 +6,7 @@ An upgrade of torch, Lightning or torchmetrics that changes one fails here first
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import importlib
 import inspect
@@ -197,6 +198,18 @@ def test_gradients_that_two_nodes_get() -> None:
     gradient = torch.ones(2)
     (_Passed.apply(tensor) + _Passed.apply(tensor)).backward(gradient)
     assert _Passed.referred[1:] == [True, True]
+
+
+@canary(modules, "CALL", "call_of")
+def test_what_a_call_of_a_module_calls() -> None:
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *args: "hooked")
+    assert modules.call_of(module)(torch.ones(2)) == "hooked"
+    vars(module)[modules.CALL] = lambda *args: "called"
+    assert module(torch.ones(2)) == "called"
+    assert modules.CALL not in vars(copy.deepcopy(module))
+    module.compile(backend="eager")
+    assert vars(module)[modules.CALL](torch.ones(2)) == "hooked"
 
 
 @canary(modules, "PARAMETERS", "BUFFERS", "CHILDREN", "parameters_of", "buffers_of", "children_of", "BatchNormBase")

@@ -21,7 +21,7 @@ from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.torch_internals.random_states import random_states_kept
 from lightning_3d.trace.ghost import Ghost
-from lightning_3d.trace.interception import Router
+from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.tracer import trace_step
 
@@ -49,10 +49,9 @@ class Traced:
     def __init__(self, module: Layers, x: Tensor) -> None:
         self.module, self.x = module, x
         self.blocks = find_blocks(module)
-        self.router = Router()
-        self.router.install(self.blocks)
-        with random_states_kept(), preserved(module, without_data=self.blocks.values()):
-            self.trace: Trace = trace_step(lambda: module(x), module, self.blocks, self.router, CPU, calls_all=True)
+        kept = preserved(module, without_data=self.blocks.values())
+        with routed(self.blocks) as router, random_states_kept(), kept:
+            self.trace: Trace = trace_step(lambda: module(x), module, self.blocks, router, CPU, calls_all=True)
 
     def cut(self) -> StageFlow:
         return cut(self.trace, {fqn: (i,) for i, fqn in enumerate(self.blocks)}, len(self.blocks))
@@ -61,9 +60,10 @@ class Traced:
         """What the last stage returns, the stages run one after the other."""
         flow, sent = self.cut(), ()
         for stage, fqn in enumerate(self.blocks):
-            self.router.absent = frozenset(self.blocks) - {fqn}
-            run = StageRun(self.router, flow, stage, sent, lambda call: nullcontext())
-            sent = run.run(lambda: self.module(self.x))
+            router = Router(self.blocks, absent=self.blocks.keys() - {fqn})
+            with router.installed():
+                run = StageRun(router, flow, stage, sent, lambda call: nullcontext())
+                sent = run.run(lambda: self.module(self.x))
         return sent
 
 

@@ -25,11 +25,11 @@ from lightning_3d.tensor.vocabulary.loss import shard_bounds
 from lightning_3d.tensor.vocabulary.uses import find_vocabulary, with_vocabulary
 from lightning_3d.trace.sharded_logits import Logits
 from tests import architectures
+from tests.collectives import Collectives
 from tests.hugging_face import hf_job
 from tests.models import ADAM_EPS, TinyGPT, loader, tokens
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.test_lightning import QUIET
-from tests.collectives import Collectives
 from tests.workers import WorkerPools
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from types import FunctionType
@@ -79,6 +79,23 @@ def set_content(container: Container, content: Container) -> None:
     else:
         container.clear()
         container.update(content)
+
+
+def changed_containers(containers: Sequence[Container], before: Sequence[Container]) -> tuple[int, ...]:
+    """Which of the containers have another content than ``before``."""
+    return tuple(i for i, (old, new) in enumerate(zip(before, containers, strict=True)) if not is_same(old, new))
+
+
+def is_same(before: Any, after: Any) -> bool:
+    """Whether two values are one object, or plain values or containers of the same content."""
+    if isinstance(after, (list, dict, set)) and type(before) is type(after):
+        old, new = (list(x.items()) if isinstance(x, dict) else list(x) for x in (before, after))
+        return len(old) == len(new) and all(is_same(a, b) for a, b in zip(old, new, strict=True))
+    if isinstance(after, tuple) and isinstance(before, tuple):
+        return len(before) == len(after) and all(is_same(a, b) for a, b in zip(before, after, strict=True))
+    if isinstance(after, (bool, int, float, str)):
+        return type(before) is type(after) and bool(before == after)
+    return before is after
 
 
 def is_opaque(value: Any) -> bool:

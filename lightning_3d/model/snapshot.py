@@ -64,16 +64,20 @@ class Snapshot:
             elif saved is not None:
                 saved.restore()
 
-    def data_of(self, tensor: Tensor) -> Tensor | None:
-        """The data that a tensor had, if it was kept."""
-        saved = self._saved.get(id(tensor))
-        return saved.data if isinstance(saved, _Data) else None
+    def has_data_of(self, tensor: Tensor) -> bool:
+        """Whether the data of a tensor was kept."""
+        return isinstance(self._saved.get(id(tensor)), _Data)
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Whether a tensor, whose data was kept, was changed in place."""
         saved = self._saved[id(tensor)]
         assert isinstance(saved, _Data)
         return saved.is_changed()
+
+    def is_refilled(self, container: Any) -> bool:
+        """Whether there is something else in a container now, apart from what is deeper inside."""
+        saved = self._saved.get(id(container))
+        return isinstance(saved, _Container) and saved.is_changed()
 
     def may_differ(self, value: Any) -> bool:
         """Whether there is something else in a container now, or a tensor whose data was kept."""
@@ -127,13 +131,14 @@ class _Container:
             return self.content.values()
         return () if _SIMPLE.issuperset(map(type, self.content)) else self.content
 
+    def is_changed(self) -> bool:
+        return not _is_filled_with(self.value, self.content)
+
     def may_differ(self) -> bool:
-        return not _is_filled_with(self.value, self.content) or any(
-            isinstance(saved, _Data) or saved.may_differ() for saved in self.nested
-        )
+        return self.is_changed() or any(isinstance(saved, _Data) or saved.may_differ() for saved in self.nested)
 
     def restore(self) -> None:
-        if not _is_filled_with(self.value, self.content):
+        if self.is_changed():
             refill(self.value, self.content)
 
 
@@ -141,14 +146,14 @@ class _Data:
     """A tensor and its data."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self.data, self._version = tensor, tensor.detach().clone(), version_of(tensor)
+        self._tensor, self._data, self._version = tensor, tensor.detach().clone(), version_of(tensor)
 
     def is_changed(self) -> bool:
         return version_of(self._tensor) != self._version
 
     def restore(self, *, unseen: bool) -> None:
         if unseen or self.is_changed():
-            self._tensor.detach().copy_(self.data)
+            self._tensor.detach().copy_(self._data)
             self._version = version_of(self._tensor)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,17 +15,15 @@ from torch import Tensor, nn
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.distributed.zero import RankModule
-from lightning_3d.errors import StepError
-from lightning_3d.pipeline.effects.attributes import StepAttributes
+from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import join
-from lightning_3d.pipeline.effects.metrics import metrics_of
-from lightning_3d.pipeline.effects.recorder import StepRecorder
-from lightning_3d.pipeline.effects.report import StepReport, make_metric_calls, replay, share
-from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.pipeline.effects.randomness import RandomNumbers
+from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
+from lightning_3d.pipeline.reports import StageReport, share
 from lightning_3d.pipeline.schedule import Schedule, StageCall
-from lightning_3d.pipeline.spans import Span, SpanRecorder
+from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
@@ -33,6 +32,20 @@ from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
 
 _MAX_CACHED = 64  # batch signatures whose flow and schedule are kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """One step on one batch."""
+
+    name: str
+    parts: Sequence[Microbatch]
+    rest: Sequence[Any]
+    flows: Sequence[StageFlow]
+    number: int
+    backward: bool
+    outputs: dict[int, Any] = field(default_factory=dict)
+    """Microbatch -> what the step returned for it, filled on the last stage."""
 
 
 class PipelineEngine:
@@ -64,14 +77,10 @@ class PipelineEngine:
         self._last_stage = plan.num_stages - 1
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
-        self.recorder: SpanRecorder | None = None
-        """If set, measures the steps that run."""
-        self.planned: tuple[tuple[Span, ...], ...] = ()
-        """The schedule of the last measured step."""
-        self._metrics = metrics_of(module)
-        self._attributes = StepAttributes(module, blocks.values())
-        self._traced_effects = TracedStepEffects(module, blocks, router)
-        self._tracing = StepTracing(module, blocks, router, self._traced_effects, device)
+        self._recorder: SpanRecorder | None = None  # measures the steps that run
+        self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
+        self._effects = StepEffects(module, blocks, router, RandomNumbers(randomness))
+        self._tracing = StepTracing(module, blocks, router, self._effects, device)
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -86,88 +95,79 @@ class PipelineEngine:
         Returns:
             What the step returns for the whole batch, the same on every stage; tensors are detached.
         """
-        size = batch_size(batch)
-        parts = split_batch(batch, min(self._plan.num_microbatches, size))
+        parts = split_batch(batch, min(self._plan.num_microbatches, batch_size(batch)))
         # What is frozen may change while training.
         trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
         modes = (name, self._module.training, torch.is_grad_enabled(), trainable)
         keys = [(*modes, signature(part.batch)) for part in parts]
         flows = [self._flow(key, name, part, rest) for key, part in zip(keys, parts, strict=True)]
         schedule = self._schedule((backward, *keys), flows, backward=backward)
-        recorder = StepRecorder(self._module, self._metrics, self._router)
-        outputs: dict[int, Any] = {}
-
-        def forward(stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
-            is_last = stage == self._last_stage
-
-            def step() -> Any:
-                output = getattr(self._module, name)(parts[index].batch, *rest)
-                return output, recorder.noted(stage, index), self._attributes.tensors()
-
-            def run_stage(*tensors: Tensor) -> Any:
-                self._randomness.seed_glue(number, index)
-                run = StageRun(
-                    self._router, flows[index], stage, tensors, partial(self._randomness.block, number, index)
-                )
-                hooks = self._traced_effects.hooks.put_back(is_trace=False)
-                with hooks, self._attributes.microbatch(), recorder.microbatch(stage, index, keeps_glue=is_last):
-                    answer = run.run(step)
-                    if not is_last:
-                        recorder.settle(stage, index, recorder.noted(stage, index))
-                        return answer
-                    output, noted, attributes = answer
-                    recorder.settle(stage, index, noted)
-                    self._attributes.keep(index, attributes)
-                    return output
-
-            output = self._rank_module(run_stage, *received)
-            if not is_last:
-                return output
-            outputs[index] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
-            return check_loss(output).reshape(()) * parts[index].weight if backward else ()
-
-        with self._attributes.step():
-            with self._randomness.step(), recorder.installed():
-                if self.recorder is not None:
-                    torch.distributed.barrier(self._group)
-                    self.recorder.begin()
-                    self.planned = schedule.planned()
-                schedule.run(StageCall(forward=forward, recorder=self.recorder))
-            sizes = [batch_size(part.batch) for part in parts]
-            reports = self._shared(lambda: self._reports(name, recorder, outputs, sizes))
-        replay(reports, self._module, self._metrics, self._attributes, own_stages=self._stages)
-        self._traced_effects.hooks.register()
+        step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward)
+        with self._effects.begin(number):
+            if self._recorder is not None:
+                torch.distributed.barrier(self._group)
+                self._recorder.begin()
+                self._planned = schedule.planned()
+            schedule.run(StageCall(forward=partial(self._forward, step), recorder=self._recorder))
+        reports = share(
+            lambda: self._reports(step),
+            self._group,
+            source=self._source,
+            device=self._device,
+            from_all=self._effects.act_in_blocks,
+        )
+        self._effects.apply([(report.effects, report.stage in self._stages) for report in reports])
         return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, reports[-1].output)
 
-    def _reports(
-        self, name: str, recorder: StepRecorder, outputs: Mapping[int, Any], sizes: Sequence[int]
-    ) -> list[StepReport]:
+    def start_timeline(self) -> None:
+        """Measure the steps that follow. Every rank calls it."""
+        self._recorder = SpanRecorder(self._device)
+
+    def finish_timeline(self) -> Timeline:
+        """What was measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
+        assert self._recorder is not None, "start_timeline comes first"
+        measured: list[tuple[Span, ...]] = [()] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(measured, tuple(self._recorder.spans), group=self._group)
+        self._recorder = None
+        return Timeline(name=self._plan.schedule, planned=self._planned, measured=tuple(measured))
+
+    def _forward(self, step: _Step, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
+        """Run a microbatch on a stage; returns the tensors to send, or the weighted loss on the last stage."""
+        place = Place(stage=stage, microbatch=index, is_last=stage == self._last_stage)
+        output = self._rank_module(partial(self._run_stage, step, place), *received)
+        if not place.is_last:
+            return output
+        step.outputs[index] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+        return check_loss(output).reshape(()) * step.parts[index].weight if step.backward else ()
+
+    def _run_stage(self, step: _Step, place: Place, *received: Tensor) -> Any:
+        index = place.microbatch
+
+        def call() -> Any:
+            output = getattr(self._module, step.name)(step.parts[index].batch, *step.rest)
+            return output, self._effects.collect(place)
+
+        randomness = partial(self._randomness.block, step.number, index)
+        run = StageRun(self._router, step.flows[index], place.stage, received, randomness)
+        with self._effects.microbatch(place):
+            answer = run.run(call)
+            output, found = answer if place.is_last else (answer, self._effects.collect(place))
+            self._effects.keep(place, found)
+        return output
+
+    def _reports(self, step: _Step) -> list[StageReport]:
         """What this rank's stages have to tell."""
+        sizes = [batch_size(part.batch) for part in step.parts]
         reports = []
         for stage in self._stages:
-            is_last = stage == self._last_stage
-            if not is_last and not self._traced_effects.saw_calls_in_blocks:
+            output, is_last = None, stage == self._last_stage
+            if not is_last and not self._effects.act_in_blocks:
                 continue
-            logged, calls = recorder.joined(stage, sizes)
-            output = join([outputs[i] for i in range(len(sizes))], sizes, f"what {name} returned") if is_last else None
-            metrics, logged = make_metric_calls(calls, logged, self._metrics)
-            attributes = self._attributes.joined(sizes) if is_last else []
-            reports.append(
-                StepReport(stage=stage, output=output, logged=logged, metrics=metrics, attributes=attributes)
-            )
+            if is_last:
+                output = join([step.outputs[i] for i in range(len(sizes))], sizes, f"what {step.name} returned")
+            effects = self._effects.join(stage, sizes, is_last=is_last)
+            reports.append(StageReport(stage=stage, output=output, effects=effects))
         return reports
-
-    def _shared(self, make: Callable[[], list[StepReport]]) -> list[StepReport]:
-        reports: list[StepReport] | StepError
-        try:
-            reports = make()
-        except StepError as error:
-            reports = error
-        except Exception as error:  # the other stages wait for a report: they get this one and raise too
-            reports = StepError(f"{type(error).__name__} while joining the microbatches of a batch: {error}")
-            reports.__cause__ = error
-        from_all = self._traced_effects.saw_calls_in_blocks
-        return share(reports, self._group, self._source, self._device, from_all=from_all)
 
     def _flow(self, key: Hashable, name: str, part: Microbatch, rest: Sequence[Any]) -> StageFlow:
         if key not in self._flows:

@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
+from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.run.sharded_output import plain
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import base_of
 from lightning_3d.trace.ghost import Ghost
-from lightning_3d.trace.interception import Call, Router, StepMode, set_finish
+from lightning_3d.trace.interception import Router, StepMode
 from lightning_3d.trace.side_outputs import (
     SideOutputs,
     call_hook,
@@ -113,7 +114,8 @@ class StageRun(StepMode):
 
         return self._on_call(name, False, leaves, run)
 
-    def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fqn, block = runner.fqn, runner.block
         leaves, with_leaves = flatten_call(args, kwargs)
         self._check_ghosts(leaves, fqn)
         side = self._side_outputs(fqn)
@@ -133,8 +135,8 @@ class StageRun(StepMode):
                         raise self._changed(f"{fqn} made other calls of forward hooks")
                     return pack_outputs(block, output, (args, kwargs), side, noted)
 
-                set_finish(block, forward_and_pack)
-                return run_block(*with_leaves(values))
+                with runner.forward_through(forward_and_pack):
+                    return run_block(*with_leaves(values))
 
         with self.paused():
             packed = self._on_call(fqn, True, leaves, run)

@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
+from lightning_3d.model.block_runner import own_forward
 from lightning_3d.model.deferred import DeferredTensor
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.trace.interception import own_forward
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a block, with a ``TensorMeta`` in place of each tensor."""

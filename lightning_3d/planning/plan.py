@@ -7,7 +7,7 @@ Applying a plan only executes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Group, RenderableType
@@ -37,6 +37,8 @@ class BlockPlan:
     """Pipeline stage of its first call, its second, ..."""
     tensor: BlockTensorPlan | None
     """How its weights are sharded over tp; None if they are replicated."""
+    safer: BlockTensorPlan | None = None
+    """What takes the place of ``tensor`` if that does not prove out; None for replicated weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,19 @@ class Plan:
         """The blocks that a rank of the pp axis runs."""
         stages = set(self.stages_on(pp_rank))
         return tuple(block for block in self.blocks if stages.intersection(block.stages))
+
+    def blocks_in(self, module: nn.Module) -> dict[str, nn.Module]:
+        """FQN -> block of this model, in definition order."""
+        fqns = {block.fqn for block in self.blocks}
+        return {fqn: block for fqn, block in module.named_modules(remove_duplicate=False) if fqn in fqns}
+
+    def with_tensor(self, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
+        """The plan with other shardings of some blocks, by FQN, which have no safer ones."""
+        blocks = (
+            replace(block, tensor=tensor[block.fqn], safer=None) if block.fqn in tensor else block
+            for block in self.blocks
+        )
+        return replace(self, blocks=tuple(blocks))
 
     def holds(self, pp_rank: int, fqn: str) -> bool:
         """Whether a rank of the pp axis holds this parameter or buffer."""

@@ -1,34 +1,20 @@
-"""Tensor parallel for the blocks of a plan: find each block's sharding, prove it, carry it out."""
+"""Tensor parallel for the blocks of a plan: each block's sharding, and a safer one in case it does not prove out."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.config.settings import TensorConfig
-from lightning_3d.distributed.agreement import on_rank_zero
-from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.model.named_state import named_state
 from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
-from lightning_3d.tensor import (
-    BlockCompiler,
-    BlockTensorPlan,
-    Verification,
-    apply_block,
-    block_signature,
-    check_roles,
-    plan_block,
-    replicated_plan,
-    roles_by_hand,
-    verify_block,
-)
+from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replicated_plan, roles_by_hand
 from lightning_3d.tensor.plan.block_plan import Role
 from lightning_3d.tensor.vocabulary.uses import VocabularyUse, WeightUse, find_vocabulary, with_vocabulary
 from lightning_3d.torch_internals.pytree import tree_map
@@ -46,38 +32,37 @@ def plan_blocks(
     Raises:
         PlanError: a rule of ``config.plan`` names nothing or can't be followed.
     """
-    excluded = _shared(plan, module)
+    excluded = excluded_parameters(plan, module)
     by_hand = roles_by_hand(config.plan, module, blocks)
     vocabulary = _find_vocabulary(plan, module, blocks, trace, by_hand)
     unread = unread_outputs(trace)
-    found: dict[Hashable, BlockTensorPlan] = {}
+    found: dict[Hashable, tuple[BlockTensorPlan, BlockTensorPlan | None]] = {}
     sharded = []
     for block_plan in plan.blocks:
-        block = blocks[block_plan.fqn]
-        if block_plan.fqn not in trace.block_inputs:
-            reason = f"{block_plan.fqn} was not called in the traced step"
-            rest = replicated_plan(block, size=plan.shape.tp, reason=reason)
-            sharded.append(replace(block_plan, tensor=with_vocabulary(rest, vocabulary[block_plan.fqn])))
+        fqn, block = block_plan.fqn, blocks[block_plan.fqn]
+        use, roles, leaves = vocabulary[fqn], by_hand.get(fqn, {}), unread.get(fqn, frozenset())
+        if fqn not in trace.block_inputs:
+            rest = replicated_plan(block, size=plan.shape.tp, reason=f"{fqn} was not called in the traced step")
+            sharded.append(replace(block_plan, tensor=with_vocabulary(rest, use)))
             continue
-        args, kwargs = trace.block_inputs[block_plan.fqn]
-        roles = by_hand.get(block_plan.fqn, {})
-        use, leaves = vocabulary[block_plan.fqn], unread.get(block_plan.fqn, frozenset())
-        key = (_kind_of(block, excluded), tuple(roles.items()), leaves, _described((use, args, kwargs)))
+        inputs = trace.block_inputs[fqn]
+        key = (_kind_of(block, excluded), tuple(roles.items()), leaves, _described((use, *inputs)))
         if key not in found:
-            args, kwargs = _examples((args, kwargs))
-            rest = plan_block(
+            find = partial(
+                plan_block,
                 block,
-                args,
-                kwargs,
+                *example_inputs(inputs),
                 size=plan.shape.tp,
                 excluded=[*excluded, *(block.get_parameter(fqn) for fqn in use.fqns)],
                 by_hand={fqn: role for fqn, role in roles.items() if role != "vocabulary"},
-                sequence_parallel=config.sequence_parallel and not use.fqns,
                 unread=leaves,
             )
-            found[key] = with_vocabulary(rest, use)
-        check_roles(found[key], roles, block_plan.fqn)
-        sharded.append(replace(block_plan, tensor=found[key]))
+            best = find(sequence_parallel=config.sequence_parallel and not use.fqns)
+            safer = find(sequence_parallel=False) if best.is_sequence_parallel else None
+            found[key] = with_vocabulary(best, use), safer and with_vocabulary(safer, use)
+        tensor, safer = found[key]
+        check_roles(tensor, roles, fqn)
+        sharded.append(replace(block_plan, tensor=tensor, safer=safer))
     return replace(plan, blocks=tuple(sharded))
 
 
@@ -90,14 +75,14 @@ def _find_vocabulary(
 ) -> Mapping[str, VocabularyUse]:
     """What each called block can shard over the vocabulary; of tied weights only those that all their blocks can."""
     logits = find_logits(trace)
-    by_glue = _parameters(module, plan.used_by_glue)
+    by_glue = parameters_of(module, plan.used_by_glue)
     found: dict[str, VocabularyUse] = {}
     known: dict[Hashable, VocabularyUse] = {}
     for fqn, inputs in trace.block_inputs.items():
         roles = by_hand.get(fqn, {})
         key = (_kind_of(blocks[fqn], by_glue), tuple(roles.items()), _described(inputs), logits.get(fqn))
         if key not in known:
-            args, kwargs = _examples(inputs)
+            args, kwargs = example_inputs(inputs)
             known[key] = find_vocabulary(
                 blocks[fqn],
                 args,
@@ -146,131 +131,21 @@ def _slot(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), name
 
 
-def prove_blocks(
-    plan: Plan,
-    module: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    trace: Trace,
-    mesh: Mesh,
-    config: TensorConfig,
-    compiler: BlockCompiler | None,
-) -> Plan:
-    """Compare every distinct sharded block with its dense self, each rank those of its stage; every rank calls it.
-
-    A compiler compiles what is compared as it will what runs.
-
-    Returns:
-        The same plan on all ranks, in which blocks that did not prove out have a safer sharding that does (without
-        sequence parallelism), or none; each is warned of.
-    """
-    failed = _failures(plan, module, blocks, trace, mesh, config, compiler)
-    safer = {b.fqn for b in plan.blocks if b.fqn in failed and b.tensor is not None and b.tensor.is_sequence_parallel}
-    if safer:
-        _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
-        device = torch.device(mesh.device_mesh.device_type)
-        without = replace(config, sequence_parallel=False)
-        plain = on_rank_zero(lambda: plan_blocks(plan, module, blocks, trace, without), device)
-        plan = _with(plan, {b.fqn: b.tensor for b in plain.blocks if b.fqn in safer})
-        failed |= _failures(plan, module, {fqn: blocks[fqn] for fqn in safer}, trace, mesh, config, compiler)
-    if failed:
-        failed = _with_partners(failed, plan)
-        _warn("Tensor parallel", failed)
-    left = {fqn: replicated_plan(blocks[fqn], size=plan.shape.tp, reason=why) for fqn, why in failed.items()}
-    return _with(plan, left)
-
-
-def _failures(
-    plan: Plan,
-    module: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    trace: Trace,
-    mesh: Mesh,
-    config: TensorConfig,
-    compiler: BlockCompiler | None,
-) -> dict[str, str]:
-    """FQN -> plan and difference, on all ranks, for those of ``blocks`` that do not prove out."""
-    excluded = _shared(plan, module)
-    proofs: dict[Hashable, Verification] = {}
-    failed: dict[str, str] = {}
-    for block_plan in plan.blocks_on(mesh.pp_rank):
-        tensor, fqn = block_plan.tensor, block_plan.fqn
-        if fqn not in blocks or tensor is None or not tensor.is_sharded or fqn not in trace.block_inputs:
-            continue
-        block = blocks[fqn]
-        key = block_signature(block, tensor)
-        if key not in proofs:
-            args, kwargs = _examples(trace.block_inputs[fqn])
-            proofs[key] = verify_block(
-                block,
-                tensor,
-                args,
-                kwargs,
-                mesh.axis("tp"),
-                tolerance=None if config.verify_tolerance == "auto" else config.verify_tolerance,
-                excluded=excluded,
-                compiler=compiler,
-            )
-        if not proofs[key].passed:
-            failed[fqn] = f"{proofs[key]} ({tensor.summary})"
-    everyone: list[dict[str, str]] = [{}] * mesh.shape.world_size
-    dist.all_gather_object(everyone, failed)
-    return {fqn: why for part in everyone for fqn, why in part.items()}
-
-
-def _warn(what: str, failed: Mapping[str, str]) -> None:
-    if dist.get_rank() == 0:
-        listed = "; ".join(f"{fqn}: {why}" for fqn, why in failed.items())
-        warnings.warn(f"{what} is left out of blocks whose sharding differs from dense: {listed}", stacklevel=3)
-
-
-def _with(plan: Plan, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
-    """The plan with other shardings of some blocks, by FQN."""
-    blocks = (replace(block, tensor=tensor.get(block.fqn, block.tensor)) for block in plan.blocks)
-    return replace(plan, blocks=tuple(blocks))
-
-
-def apply_blocks(
-    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], mesh: Mesh, compiler: BlockCompiler | None
-) -> None:
-    """Shard the blocks of this rank's stage, and compile them if there is a compiler."""
-    excluded, tied = _shared(plan, module), set(_parameters(module, plan.ties))
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for block_plan in plan.blocks_on(mesh.pp_rank):
-        if block_plan.tensor is not None and block_plan.tensor.is_sharded:
-            block = blocks[block_plan.fqn]
-            tp = mesh.axis("tp")
-            apply_block(block, block_plan.tensor, tp, excluded=excluded, made=made, compiler=compiler)
-            made = {parameter: new for parameter, new in made.items() if parameter in tied}
-    for fqn, tensor, owner in list(named_state(module)):  # also where blocks of other stages share it
-        if isinstance(tensor, nn.Parameter) and tensor in made:
-            setattr(owner, fqn.rpartition(".")[2], made[tensor])
-
-
-def _with_partners(failed: Mapping[str, str], plan: Plan) -> dict[str, str]:
-    """These blocks and all that share weights with them that are sharded over the vocabulary."""
-    names = {block.fqn: {plan.ties.get(fqn, fqn) for fqn in _over_vocabulary(block)} for block in plan.blocks}
-    every = dict(failed)
-    while partners := [
-        (fqn, other) for fqn in names for other in every if fqn not in every and names[fqn] & names[other]
-    ]:
-        every.update((fqn, f"shares a weight with {other}") for fqn, other in partners)
-    return every
-
-
-def _over_vocabulary(block: BlockPlan) -> set[str]:
+def over_vocabulary(block: BlockPlan) -> set[str]:
     """FQNs of what is sharded over the vocabulary."""
     weights = () if block.tensor is None else block.tensor.weights
     return {f"{block.fqn}.{weight.fqn}" for weight in weights if weight.role == "vocabulary"}
 
 
-def _shared(plan: Plan, module: nn.Module) -> list[nn.Parameter]:
+def excluded_parameters(plan: Plan, module: nn.Module) -> list[nn.Parameter]:
     """Parameters that code outside their block uses too; they stay plain, but for those sharded over the vocabulary."""
-    sharded = {plan.ties.get(fqn, fqn) for block in plan.blocks for fqn in _over_vocabulary(block)}
+    sharded = {plan.ties.get(fqn, fqn) for block in plan.blocks for fqn in over_vocabulary(block)}
     shared = plan.ties.keys() | plan.used_by_glue
-    return _parameters(module, {fqn for fqn in shared if plan.ties.get(fqn, fqn) not in sharded})
+    return parameters_of(module, {fqn for fqn in shared if plan.ties.get(fqn, fqn) not in sharded})
 
 
-def _parameters(module: nn.Module, fqns: Collection[str]) -> list[nn.Parameter]:
+def parameters_of(module: nn.Module, fqns: Collection[str]) -> list[nn.Parameter]:
+    """The parameters of these names."""
     return [tensor for fqn, tensor, _ in named_state(module) if fqn in fqns and isinstance(tensor, nn.Parameter)]
 
 
@@ -288,7 +163,9 @@ def _described(inputs: Any) -> str:
     return repr(tree_map(lambda leaf: type(leaf) if is_opaque(leaf) else leaf, inputs))
 
 
-def _examples(inputs: Any) -> Any:
+def example_inputs(inputs: Any) -> Any:
+    """Traced inputs of a block, with meta tensors in place of ``TensorMeta``."""
+
     def example(leaf: Any) -> Any:
         if not isinstance(leaf, TensorMeta):
             return leaf

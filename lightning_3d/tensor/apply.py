@@ -6,8 +6,7 @@ replicated tensors as before. Afterwards the block can be wrapped by FSDP2 on a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.errors import PlanError
+from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.placement import mark
@@ -66,10 +66,12 @@ def apply_block(
             vocabulary.append((owner, name))
         else:
             slots[id(owner), name] = (owner, name, weight.sharding)
-    run: Callable[..., Any] = ShardedForward(block, plan, MeshAxis(mesh), list(slots.values()), vocabulary)
+    runner = running(block)
+    runner.sharded = ShardedForward(block, plan, MeshAxis(mesh), list(slots.values()), vocabulary)
     if compiler is not None and not vocabulary:
-        run = compiler.compiled(block, plan, run)
-    block.forward = without_shards(run) if plan.unread else run
+        runner.compiled = compiler.compiled(block, plan, runner.sharded)
+    if plan.unread:
+        runner.returned = without_shards
 
 
 def _check(block: nn.Module, plan: BlockTensorPlan, mesh: DeviceMesh, excluded: Collection[nn.Parameter]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.model.block_runner import own_forward
 from lightning_3d.model.pytrees import as_called
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.apply import apply_block
@@ -20,7 +21,6 @@ from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
-from lightning_3d.trace.interception import own_forward
 
 _SEED = 20_250_101
 """Of the random inputs: any number, the same on all ranks."""

@@ -20,6 +20,12 @@ BatchNormBase = _NormBase
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 """The attributes that the registries are in."""
 
+CALL = "_compiled_call_impl"
+"""The attribute that ``module(...)`` calls where it is set, as ``Module.compile`` does. Copies lose it."""
+
+call_of: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
+"""What ``module(...)`` calls otherwise: hooks and forward."""
+
 Hooks = OrderedDict[int, Any]
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.model.block_runner import own_forward
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, failures_unlogged, unset_fake_temporarily
 from lightning_3d.torch_internals.modules import BatchNormBase
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.torch_internals.tensors import version_of
-from lightning_3d.trace.interception import own_forward
 
 
 def run_with_state(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -10,16 +10,15 @@ A hook that returns something changes an output inside of the block; it stays th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from lightning_3d.errors import TraceError
 from lightning_3d.model.own_code import is_own
-from lightning_3d.model.pytrees import Container, argument_containers, holds_tensors, set_content
+from lightning_3d.model.pytrees import argument_containers, changed_containers, holds_tensors, is_same, set_content
 from lightning_3d.torch_internals.modules import forward_hooks, forward_hooks_copied, forward_hooks_with_kwargs
 
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -104,11 +103,6 @@ def unpack_outputs(block: nn.Module, packed: Any, arguments: Any, side: SideOutp
     for i, content in zip(side.containers, contents, strict=True):
         set_content(containers[i], content)
     return output, hook_values
-
-
-def changed_containers(containers: Sequence[Container], before: Sequence[Container]) -> tuple[int, ...]:
-    """Which of the containers have another content than ``before``."""
-    return tuple(i for i, (old, new) in enumerate(zip(before, containers, strict=True)) if not _is_same(old, new))
 
 
 # ---- forward hooks
@@ -212,7 +206,7 @@ def changed_attributes(block: nn.Module, before: dict[str, Attribute]) -> tuple[
     set_to_tensors, others = [], set()
     for name, now in attributes_of(block).items():
         old = before.get(name)
-        if old is not None and _is_same(old.content, now.content):
+        if old is not None and is_same(old.content, now.content):
             continue
         is_set = old is None or old.value is not now.value
         if is_set and holds_tensors(now.value):
@@ -220,17 +214,6 @@ def changed_attributes(block: nn.Module, before: dict[str, Attribute]) -> tuple[
         else:
             others.add(name)
     return tuple(set_to_tensors), frozenset(others)
-
-
-def _is_same(before: Any, after: Any) -> bool:
-    if isinstance(after, (list, dict, set)) and type(before) is type(after):
-        old, new = (list(x.items()) if isinstance(x, dict) else list(x) for x in (before, after))
-        return len(old) == len(new) and all(_is_same(a, b) for a, b in zip(old, new, strict=True))
-    if isinstance(after, tuple) and isinstance(before, tuple):
-        return len(before) == len(after) and all(_is_same(a, b) for a, b in zip(before, after, strict=True))
-    if isinstance(after, (bool, int, float, str)):
-        return type(before) is type(after) and bool(before == after)
-    return before is after
 
 
 def get_attribute(block: nn.Module, name: str) -> Any:
@@ -243,42 +226,3 @@ def set_attribute(block: nn.Module, name: str, value: Any) -> None:
     """Set an attribute by its name from ``attributes_of``."""
     path, _, attribute = name.rpartition(".")
     vars(block.get_submodule(path))[attribute] = value
-
-
-def guard_attributes(fqn: str, block: nn.Module, names: Iterable[str], is_glue: Callable[[], bool]) -> None:
-    """Refuse that glue reads attributes which a call of ``block`` changes, where the block is absent.
-
-    Args:
-        names: Names in the block.
-        is_glue: Whether the present code is glue of a running step.
-    """
-    for name in names:
-        path, _, attribute = name.rpartition(".")
-        module = block.get_submodule(path)
-        cls = type(module)
-        members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        members[attribute] = _Guard(fqn, attribute, is_glue)
-        module.__class__ = type(cls)(cls.__name__, (cls,), members)  # type: ignore[misc]  # the metaclass
-
-
-class _Guard:
-    """A descriptor in place of an attribute."""
-
-    def __init__(self, fqn: str, name: str, is_glue: Callable[[], bool]) -> None:
-        self._fqn, self._name, self._is_glue = fqn, name, is_glue
-
-    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
-        if module is None:
-            return self
-        if self._is_glue():
-            raise TraceError(
-                f"{cls.__name__}.{self._name} was read outside of the block {self._fqn}, whose forward changes it, but"
-                " the block lives on another pipeline stage. Return the value from the block's forward. (Tensors that"
-                " forward sets as attributes do reach later stages; numbers and changes of lists and dicts don't.)"
-            )
-        if self._name not in vars(module):
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {self._name!r}")
-        return vars(module)[self._name]
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        vars(module)[self._name] = value

@@ -10,10 +10,7 @@ Nothing here communicates, and the model's weights are neither read nor changed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,30 +18,24 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
+from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.named_state import named_state
-from lightning_3d.model.pytrees import as_called, copied, holds_tensors, is_opaque, register_dataclasses
+from lightning_3d.model.pytrees import as_called, register_dataclasses
 from lightning_3d.torch_internals.fake_tensors import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
-from lightning_3d.torch_internals.modes import TorchDispatchMode
-from lightning_3d.torch_internals.operators import schema_of
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
-from lightning_3d.trace.fake_run import RandomRun, run_with_state, running_statistics
+from lightning_3d.trace.fake_blocks import FakeBlocks, Fakes
 from lightning_3d.trace.ghost import Ghost, TensorMeta
-from lightning_3d.trace.interception import Call, Router, StepMode
+from lightning_3d.trace.interception import Router, StepMode
+from lightning_3d.trace.randomness import RandomnessSeen
+from lightning_3d.trace.refusals import check_arguments, check_constant, explained, user_frame
 from lightning_3d.trace.side_outputs import (
     HookCall,
     SideOutputs,
-    attributes_of,
     call_hook,
     call_own_hooks,
-    changed_attributes,
-    run_and_pack,
-    set_attribute,
     unpack_outputs,
 )
 from lightning_3d.trace.trace import Result, Trace, TracedCall
@@ -92,7 +83,7 @@ def _trace(step: Callable[[], Any], tracer: _Tracer, blocks: Mapping[str, nn.Mod
             raise
         missing = [fqn for fqn in blocks if fqn not in tracer.block_inputs] if calls_all else []
         if tracer.failed_in_block or missing:
-            raise _explained(error, tracer.failed_call, missing, in_block=tracer.failed_in_block) from error
+            raise explained(error, tracer.failed_call, missing, in_block=tracer.failed_in_block) from error
         stopped_by = f"{tracer.failed_call}: {type(error).__name__}"
     register_dataclasses(output)
     returned = {tracer.ids[leaf] for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf in tracer.ids}
@@ -105,36 +96,9 @@ def _trace(step: Callable[[], Any], tracer: _Tracer, blocks: Mapping[str, nn.Mod
         stopped_by=stopped_by,
         block_inputs=tracer.block_inputs,
         kept_hooks=tracer.kept_hooks,
-        unsent_attributes=tracer.unsent_attributes,
-        changed_buffers=frozenset(tracer.changed_buffers),
+        unsent_attributes=tracer.blocks.unsent_attributes,
+        changed_buffers=frozenset(tracer.blocks.changed_buffers),
     )
-
-
-def _explained(error: Exception, failed_call: str, missing: list[str], *, in_block: bool) -> TraceError:
-    cause = f"({type(error).__name__}: {error})"
-    if in_block:
-        return TraceError(
-            f"Block {failed_call} failed on fake and on random tensors, which tell the shapes of its outputs {cause}."
-            " If it fails in one process too, mend the model; else name finer or coarser blocks with"
-            " pipeline.partition='type:REGEX'."
-        )
-    before = f"before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
-    if _needs_data(error, failed_call):
-        return TraceError(
-            f"The step can't be traced: {failed_call} needs the data of a tensor that comes from a block, {before}"
-            f" {cause}. Pipeline and tensor parallel plan without data, and with a pipeline the data may be on another"
-            " rank: move the call into a block, or after the last block."
-        )
-    return TraceError(
-        f"The step can't be traced: {failed_call} failed on fake tensors, {before} {cause}. If it fails in one process"
-        " too, mend the model; else move the call into a block, or after the last block."
-    )
-
-
-def _needs_data(error: Exception, failed_call: str) -> bool:
-    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
-        return True
-    return failed_call.partition(" ")[0] in ("tolist", "numpy", "__format__", "__array__", "__contains__")
 
 
 class _HookChangesOutput(BaseException):
@@ -162,33 +126,15 @@ class _Tracer(StepMode):
         self.failed_call: str | None = None
         self.failed_in_block = False
         self.kept_hooks = kept_hooks
-        self.unsent_attributes: dict[str, frozenset[str]] = {}
-        self.changed_buffers: set[str] = set()
-        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._fakes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or real tensor -> fake tensor
+        self._fakes = Fakes(device)
+        self.blocks = FakeBlocks(module, blocks, self._fakes, kept_hooks)
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
         self._num_calls: dict[str, int] = {}
-        self._device = device
-        self._block_state: dict[str, dict[str, Tensor]] = {fqn: {} for fqn in blocks}
-        owners = {inner: (fqn, name) for fqn, block in blocks.items() for name, inner in block.named_modules()}
-        in_block: set[Tensor] = set()
-        for name, tensor, owner in named_state(module):
-            fake = self._fake_state(tensor)
-            if owner in owners:
-                fqn, inner = owners[owner]
-                self._block_state[fqn][f"{inner}.{name.rpartition('.')[2]}".removeprefix(".")] = fake
-                in_block.add(tensor)
-            if isinstance(tensor, nn.Parameter) or tensor in in_block:
+        for name, tensor, _ in named_state(module):
+            self._fakes.of_state(tensor)
+            if isinstance(tensor, nn.Parameter) or tensor in self.blocks.tensors:
                 self._sources[tensor] = frozenset({name})
-
-    def _fake_state(self, tensor: Tensor) -> Tensor:
-        if tensor not in self._fakes:
-            with self._fake_mode:
-                fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-            self._fakes[tensor] = fake.requires_grad_(tensor.requires_grad)
-        fake_state: Tensor = self._fakes[tensor]
-        return fake_state
 
     # ---- answers
 
@@ -202,18 +148,20 @@ class _Tracer(StepMode):
             return func(*args, **kwargs)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
 
-    def on_block(self, fqn: str, block: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        fqn, block = runner.fqn, runner.block
         register_dataclasses((args, kwargs))
         leaves, spec = tree_flatten((args, kwargs))
         self._check_followed([leaf for leaf in leaves if isinstance(leaf, Tensor)], fqn)
-        _check_arguments(leaves, fqn)
+        check_arguments(leaves, fqn)
         if fqn not in self.block_inputs:
             metas = [TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self.block_inputs[fqn] = as_called(tree_unflatten(metas, spec))
+        known = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._is_known(leaf)}
         side: list[SideOutputs] = []
 
         def run(*arguments: Any) -> Any:
-            packed, outputs = self._run_block(fqn, block, leaves, arguments)
+            packed, outputs = self.blocks.run(fqn, block, arguments, known)
             side.append(outputs)
             return packed
 
@@ -225,46 +173,6 @@ class _Tracer(StepMode):
             if call_hook(block, hook, values) is not None:
                 raise _HookChangesOutput(fqn, hook)
         return call_own_hooks(block, args, kwargs, output)
-
-    def _run_block(self, fqn: str, block: nn.Module, leaves: list[Any], arguments: Any) -> tuple[Any, SideOutputs]:
-        """Run a block on fakes.
-
-        Args:
-            leaves: What it was called with.
-            arguments: The fakes of that, as (args, kwargs).
-
-        Returns:
-            What ``pack_outputs`` makes of its outputs, and what the side outputs are.
-        """
-        fakes, spec = tree_flatten(arguments)
-        state = dict(self._block_state[fqn])
-        versions = {name: version_of(tensor) for name, tensor in state.items()}
-        kept = self.kept_hooks.get(fqn, frozenset())
-        before = attributes_of(block)
-        opaque = {i: copied(leaf) for i, leaf in enumerate(fakes) if is_opaque(leaf)}  # a failing run changes them
-        try:
-            packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, state))
-        except TraceError:
-            raise
-        except Exception:  # the run on random tensors raises the same if the block is to blame
-            for name, attribute in before.items():
-                set_attribute(block, name, attribute.value)
-            known = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._is_known(leaf)}
-            random = RandomRun(fakes, known, self._fake_mode)
-            with random:
-                arguments = tree_unflatten([opaque.get(i, leaf) for i, leaf in enumerate(random.arguments)], spec)
-                random_state = random.tensors_like(self._block_state[fqn])
-                packed, side = run_and_pack(block, kept, arguments, partial(run_with_state, block, random_state))
-            packed = random.as_fakes(packed)
-        _, others = changed_attributes(block, before)
-        self.unsent_attributes[fqn] = self.unsent_attributes.get(fqn, frozenset()) | others
-        fresh, normalised = self._block_state[fqn], running_statistics(block)
-        self.changed_buffers |= {
-            f"{fqn}.{name}"
-            for name, tensor in state.items()
-            if tensor is not fresh[name] or version_of(tensor) != versions[name] or name in normalised
-        }
-        return packed, side
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether its data comes from the batch alone."""
@@ -278,14 +186,14 @@ class _Tracer(StepMode):
                 continue
             if isinstance(tensor, (Ghost, FakeTensor)):
                 raise TraceError(
-                    f"{name} (called at {_user_frame()}) got a tensor that a block made, of shape"
+                    f"{name} (called at {user_frame()}) got a tensor that a block made, of shape"
                     f" {tuple(tensor.shape)}, which the block did not return in this step. Return it from the block's"
                     " forward, and don't keep it from one step to the next."
                 )
             if self._written and storage_id(tensor.untyped_storage()) in self._written:
                 _, where = self._written[storage_id(tensor.untyped_storage())]
                 raise TraceError(
-                    f"{name} (called at {_user_frame()}) reads a tensor into which a block's output was written through"
+                    f"{name} (called at {user_frame()}) reads a tensor into which a block's output was written through"
                     f" a view (at {where}), so a pipeline stage that lacks the output would read the old values. Write"
                     " to the tensor itself (x[...] = y), or build it with torch.stack or torch.cat."
                 )
@@ -308,32 +216,67 @@ class _Tracer(StepMode):
             run: Called with the fake (args, kwargs).
             side: Of a block, whose call fills it.
         """
-        where, is_block = _user_frame(), side is not None
+        where, is_block = user_frame(), side is not None
         self.failed_call, self.failed_in_block = f"{name} at {where}", is_block
-        fakes = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        fakes = [self._fakes.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         versions = [version_of(fake) if isinstance(fake, Tensor) else 0 for fake in fakes]
         arguments = {id(fake): i for i, fake in reversed(list(enumerate(fakes))) if isinstance(fake, Tensor)}
         inputs = tuple(self.ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.ids)
         sources = frozenset[str]().union(
             *(self._sources.get(leaf, frozenset()) for leaf in leaves if isinstance(leaf, Tensor))
         )
-        with self._fake_mode, _RandomnessSeen() as randomness:
+        with self._fakes.mode, RandomnessSeen() as randomness:
             output = run(*tree_unflatten(fakes, spec))
         register_dataclasses(output)
         outputs, out_spec = tree_flatten(output)
         if is_block:
             for leaf in tree_leaves(output[0]):
-                _check_constant(leaf, name, where)
+                check_constant(leaf, name, where)
         self.failed_call = None
 
-        mutated = {
+        changed = {
             i: fake
             for i, (fake, version) in enumerate(zip(fakes, versions, strict=True))
             if isinstance(fake, Tensor) and version_of(fake) != version and is_recorded and arguments[id(fake)] == i
         }
-        aliased = self._retag_aliases([(leaves[i], fake) for i, fake in mutated.items()], where) if mutated else {}
-        new_ids = {i: self._new_id(leaves[i], fake) for i, fake in mutated.items()}
-        results, answer = [], []
+        aliased = self._retag_aliases([(leaves[i], fake) for i, fake in changed.items()], where) if changed else {}
+        mutated = {i: self._new_id(leaves[i], fake) for i, fake in changed.items()}
+        results, answer = self._answers(outputs, arguments, leaves, None if is_recorded else sources)
+        if is_recorded:
+            self.calls.append(
+                TracedCall(
+                    name=name,
+                    is_block=is_block,
+                    call_index=self._num_calls.get(name, 0) if is_block else 0,
+                    where=where,
+                    inputs=inputs,
+                    parameters=tuple(sorted(sources)),
+                    results=tuple(results),
+                    spec=out_spec,
+                    mutated=mutated,
+                    is_random=randomness.seen,
+                    aliased=aliased,
+                    side=side[0] if side else SideOutputs(),
+                )
+            )
+        return tree_unflatten(answer, out_spec)
+
+    def _answers(
+        self,
+        outputs: Sequence[Any],
+        arguments: Mapping[int, int],
+        leaves: Sequence[Any],
+        sources: frozenset[str] | None,
+    ) -> tuple[list[Result], list[Any]]:
+        """Describe the outputs of a call, and make what its caller gets: ghosts, its own arguments, or constants.
+
+        Args:
+            outputs: With fake tensors.
+            arguments: Id of a fake argument -> its position in ``leaves``.
+            sources: FQNs of the parameters behind a call that is not recorded.
+        """
+        results: list[Result] = []
+        answer: list[Any] = []
         earlier: dict[int, int] = {}
         for position, output in enumerate(outputs):
             if not isinstance(output, Tensor):
@@ -348,37 +291,12 @@ class _Tracer(StepMode):
             else:
                 earlier[id(output)] = position
                 ghost = Ghost(TensorMeta.of(output))
-                self._fakes[ghost] = output
-                results.append(Result(tensor=self._new_id(ghost, output) if is_recorded else None))
-                if not is_recorded:
+                self._fakes.put(ghost, output)
+                if sources is not None:
                     self._sources[ghost] = sources
+                results.append(Result(tensor=self._new_id(ghost, output) if sources is None else None))
                 answer.append(ghost)
-        if is_recorded:
-            self.calls.append(
-                TracedCall(
-                    name=name,
-                    is_block=is_block,
-                    call_index=self._num_calls.get(name, 0) if is_block else 0,
-                    where=where,
-                    inputs=inputs,
-                    parameters=tuple(sorted(sources)),
-                    results=tuple(results),
-                    spec=out_spec,
-                    mutated=new_ids,
-                    is_random=randomness.seen,
-                    aliased=aliased,
-                    side=side[0] if side else SideOutputs(),
-                )
-            )
-        return tree_unflatten(answer, out_spec)
-
-    def _fake(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        if tensor not in self._fakes:
-            self._fakes[tensor] = self._fake_mode.from_tensor(tensor)
-        fake: Tensor = self._fakes[tensor]
-        return fake
+        return results, answer
 
     def _new_id(self, tensor: Tensor, fake: Tensor) -> int:
         new = len(self.tensors)
@@ -397,59 +315,6 @@ class _Tracer(StepMode):
         aliases = [
             (tensor, i)
             for tensor, i in self.ids.items()
-            if id(tensor) not in changed and storage_id(self._fakes[tensor].untyped_storage()) in storages
+            if id(tensor) not in changed and storage_id(self._fakes.of(tensor).untyped_storage()) in storages
         ]
-        return {i: self._new_id(tensor, self._fakes[tensor]) for tensor, i in aliases}
-
-
-class _RandomnessSeen(TorchDispatchMode):
-    """Notes whether an operator that draws random numbers was called."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
-        self.seen = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs)
-        return func(*args, **kwargs)
-
-
-def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is an attention whose dropout is off: those count as random whatever their dropout."""
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return given == 0.0
-    return False
-
-
-def _check_constant(value: Any, name: str, where: str) -> None:
-    if isinstance(value, Tensor) or not holds_tensors(list(getattr(value, "__dict__", {}).values())):
-        return
-    raise TraceError(
-        f"{name} (called at {where}) returned a {type(value).__name__} that holds tensors and is not a pytree, so they"
-        " can't be sent to another pipeline stage. Return a tensor, tuple, list, dict, NamedTuple or dataclass, or"
-        " register the class with torch.utils._pytree.register_pytree_node."
-    )
-
-
-def _check_arguments(leaves: Sequence[Any], name: str) -> None:
-    for leaf in leaves:
-        if is_opaque(leaf) and any(isinstance(member, Ghost) for member in tree_leaves(list(vars(leaf).values()))):
-            raise TraceError(
-                f"{name} (called at {_user_frame()}) got a {type(leaf).__name__} that holds tensors of blocks and is"
-                " not a pytree, so they can't be sent to another pipeline stage. Pass a tensor, tuple, list, dict,"
-                " NamedTuple or dataclass, or register the class with torch.utils._pytree.register_pytree_node."
-            )
-
-
-def _user_frame() -> str:
-    """Where the innermost frame outside torch and this package stands."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in ("torch", "lightning_3d", "contextlib"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return "unknown"
+        return {i: self._new_id(tensor, self._fakes.of(tensor)) for tensor, i in aliases}

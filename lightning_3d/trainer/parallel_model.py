@@ -1,4 +1,11 @@
-"""Making a model parallel: plan, weights, tensor parallel, ZeRO, pipeline, in this order."""
+"""Making a model parallel: observe, decide, agree, prove, apply.
+
+observe   an example microbatch, the blocks, a trace: on every rank, without communication
+decide    the plan, a pure function of what was observed
+agree     rank 0's plan for all
+prove     each sharded block against its dense self, on this rank's weights
+apply     tensor parallel, ZeRO, pipeline
+"""
 
 from __future__ import annotations
 
@@ -16,16 +23,19 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness, join_replica
 from lightning_3d.distributed.zero import Zero
 from lightning_3d.model.initial_weights import check_same_model, place_weights
-from lightning_3d.pipeline.effects.traced import TracedStepEffects
+from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
+from lightning_3d.planning.observation import Observer
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import Planned, Planner
-from lightning_3d.planning.tensor_blocks import apply_blocks, prove_blocks
+from lightning_3d.planning.planner import decide
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.torch_internals.lightning_strategy import set_device
+from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.batches import BatchGuard
-from lightning_3d.trainer.pending_gradients import PendingGradients
+from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.precision import ThreeDPrecision
+from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
+from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +45,10 @@ class ParallelModel:
     plan: Plan
     zero: Zero
     gradients: Gradients
-    pending: PendingGradients
-    engine: PipelineEngine | None
-    """None without a pipeline."""
+    router: Router
+    """Of the blocks' calls; to be installed while the Trainer runs."""
     guard: BatchGuard
-    randomness: StepRandomness
+    runner: StepRunner
 
 
 def make_parallel(
@@ -59,20 +68,22 @@ def make_parallel(
     """
     check_same_model(module, device)
     join_replica(mesh, device)
-    planned = Planner(
-        trainer=trainer,
-        module=module,
-        config=config,
-        shape=mesh.shape,
-        precision=precision,
-        device=device,
-        effects_of=TracedStepEffects,
-    ).plan()
-    place_weights(module, planned.plan, mesh.pp_rank, device)
+    step = example_step(trainer, module, config, mesh.shape, precision)
+    observer = Observer(module, step, device, StepEffects)
+    observed = observer.observe(config, mesh.shape)
+    plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device), device)
+    blocks = plan.blocks_in(module)
+    if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
+        observed = observer.of_blocks(blocks)
+    place_weights(module, plan, mesh.pp_rank, device)
     set_device(module, device=device)
-    plan = _shard_blocks(planned, module, config, mesh)
-    own = {block.fqn: planned.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
-    planned.router.absent = frozenset(planned.blocks) - frozenset(own)
+    if mesh.shape.tp > 1:
+        tensor = config.tensor
+        compiler = BlockCompiler(mesh.axis("tp"), tensor.compile_backend) if tensor.compile else None
+        plan = prove_blocks(plan, observed, mesh, tensor, compiler) if tensor.verify else plan
+        apply_blocks(plan, module, blocks, mesh, compiler)
+    own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
+    router = Router(blocks, absent=blocks.keys() - own.keys())
     zero = Zero(module, own.values(), mesh=mesh, stage=config.zero.stage)
     gradients = Gradients(module, plan, mesh, device)
     randomness = StepRandomness(
@@ -82,39 +93,23 @@ def make_parallel(
         stage=mesh.pp_rank,
         device=device,
     )
-    engine = None
+    runner: StepRunner = WholeModelRunner(module, zero, randomness)
     if mesh.shape.pp > 1:
         engine = PipelineEngine(
             module=module,
             rank_module=zero.root,
-            blocks=planned.blocks,
-            router=planned.router,
+            blocks=blocks,
+            router=router,
             plan=plan,
             mesh=mesh,
             randomness=randomness,
             device=device,
         )
+        runner = PipelineRunner(module, zero, engine, gradients, splits_backward=config.pipeline.splits_backward)
     _join_metrics(module, mesh.group("dp"))
     precision.attach(device_type=device.type, norm=gradients.norm)
-    return ParallelModel(
-        plan=plan,
-        zero=zero,
-        gradients=gradients,
-        pending=PendingGradients(p for p in module.parameters() if not p.is_meta),
-        engine=engine,
-        guard=BatchGuard(config.batch, mesh, device),
-        randomness=randomness,
-    )
-
-
-def _shard_blocks(planned: Planned, module: LightningModule, config: ThreeDConfig, mesh: Mesh) -> Plan:
-    """Tensor parallel; returns the plan with what was proved."""
-    plan, blocks, trace, tensor = planned.plan, planned.blocks, planned.trace, config.tensor
-    compiler = BlockCompiler(mesh.axis("tp"), tensor.compile_backend) if tensor.compile else None
-    if trace is not None and mesh.shape.tp > 1 and tensor.verify:
-        plan = prove_blocks(plan, module, blocks, trace, mesh, tensor, compiler)
-    apply_blocks(plan, module, blocks, mesh, compiler)
-    return plan
+    guard = BatchGuard(config.batch, mesh, device)
+    return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)
 
 
 def _join_metrics(module: LightningModule, group: dist.ProcessGroup) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import LBFGS, Optimizer
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
+from lightning_3d.model.block_runner import runner_of
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
-from lightning_3d.trace.interception import is_routed
 
 
 def refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: bool) -> None:
@@ -39,7 +40,7 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: b
             "Trainer(sync_batchnorm=True) is not built yet for strategy='3d'. Without pipeline and tensor parallel you"
             " can call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) yourself (GPUs only)."
         )
-    if any(is_routed(inner) for inner in module.modules()):
+    if any(runner_of(inner) is not None or isinstance(inner, FSDPModule) for inner in module.modules()):
         raise StepError(
             f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
             " load a checkpoint into it."

@@ -1,1 +1,1 @@
-"""What a step does besides its loss: logs, metrics, attributes and hooks, joined over microbatches."""
+"""What a step does beside its loss: logs, metrics, attributes, hooks and random numbers, each one ``Effect``."""

@@ -10,14 +10,13 @@ over the microbatches and applied on all stages.
     num_samples = 8     8 + 4                 8 + 4                 num_samples = 8 + 8
     num_steps = 5       5 + 1                 5 + 1                 num_steps = 6
 
-Left alone: modules inside of blocks, which run on one stage only; parameters; metrics (see ``metric_calls.py``); what
+Left alone: modules inside of blocks, which run on one stage only; parameters; metrics (see ``metrics.py``); what
 changes inside of objects other than lists, dicts, sets, deques and tensors.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,17 +25,22 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.snapshot import CONTAINERS, Snapshot, refill
+from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import are_rows, join, weighted_mean
 from lightning_3d.pipeline.effects.metrics import metrics_of
-from lightning_3d.torch_internals.modules import buffers_of
-from lightning_3d.torch_internals.tensors import version_of
+from lightning_3d.torch_internals.modules import BUFFERS, buffers_of
 
-_FRAMEWORK_NAMES = frozenset(vars(LightningModule())) | {"log"}
-_DICTS = (dict, defaultdict, OrderedDict)
+_FRAMEWORK_NAMES = frozenset(vars(LightningModule())) - {BUFFERS} | {"log"}
+_HIDDEN_NAMES = _FRAMEWORK_NAMES | {BUFFERS}
+_DICTS = (dict, defaultdict, OrderedDict, Counter)
 _LISTS = (list, deque)
 _MISSING = object()
+_Name = tuple[str, str]
+"""FQN of a module and name of an attribute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +51,13 @@ class Change:
     """FQN."""
     path: tuple[Any, ...]
     """Name of the attribute, then keys and indices of containers in it."""
-    how: Literal["set", "extend", "copy"]
+    how: Literal["set", "extend", "copy", "remove"]
     """``"extend"`` a list, deque or set; ``"copy"`` into the tensor that is there."""
     new: Any
     """The new value, or the new entries."""
 
 
-class StepAttributes:
+class Attributes(Effect):
     """The attributes of the modules outside of blocks.
 
     Args:
@@ -61,142 +65,94 @@ class StepAttributes:
         blocks: Its blocks.
     """
 
-    def __init__(self, module: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    def __init__(self, module: LightningModule, blocks: Iterable[nn.Module]) -> None:
         inside = {id(m) for block in blocks for m in block.modules()}
         inside |= {id(m) for metric in metrics_of(module).values() for m in metric.modules()}
+        self._module = module
         self._owners = {fqn: m for fqn, m in module.named_modules() if id(m) not in inside}
-        self._originals: dict[str, dict[str, Any]] = {}
-        self._before: dict[str, dict[str, Any]] = {}  # with containers copied
-        self._containers: list[tuple[Any, Any]] = []  # container -> copy of its content
-        self._tensors: dict[int, tuple[Tensor, int, Tensor]] = {}  # id -> tensor, its version, its data
+        self._snapshot = Snapshot(())
+        self._before: dict[str, dict[str, Any]] = {}
+        self._found: dict[_Name, Any] = {}  # by the present microbatch; containers copied, tensors as they are
+        self._afters: dict[int, dict[_Name, Any]] = {}  # microbatch -> values that it may have changed
         self._in_place: set[int] = set()  # ids of tensors that were changed in place
-        self._afters: dict[int, dict[str, dict[str, Any]]] = {}
 
+    @override
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Remember the attributes as they are now."""
-        self._containers, self._tensors, self._in_place, self._afters = [], {}, set(), {}
-        self._originals = {fqn: _attributes(owner) for fqn, owner in self._owners.items()}
-        self._before = {
-            fqn: {name: self._remembered(value) for name, value in attributes.items()}
-            for fqn, attributes in self._originals.items()
-        }
+    def begin(self, number: int) -> Iterator[None]:
+        self._snapshot = Snapshot(self._owners.values(), ignored=_FRAMEWORK_NAMES)
+        self._before = {fqn: _attributes(owner) for fqn, owner in self._owners.items()}
+        self._afters, self._in_place = {}, set()
+        yield
+
+    @override
+    @contextmanager
+    def microbatch(self, place: Place) -> Iterator[None]:
         try:
             yield
         finally:
-            self._originals, self._before, self._containers, self._tensors = {}, {}, [], {}
+            self._found = {}
+            self._snapshot.restore()
 
-    def _remembered(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            self._tensors[id(value)] = (value, version_of(value), value.detach().clone())
-        if type(value) in (*_DICTS, *_LISTS, set):
-            self._containers.append((value, copy.copy(value)))
-        if type(value) in _DICTS:
-            return {key: self._remembered(entry) for key, entry in value.items()}
-        if type(value) in _LISTS:  # tensors in lists are results of earlier steps, which are not changed in place
-            return [entry if isinstance(entry, Tensor) else self._remembered(entry) for entry in value]
-        return set(value) if type(value) is set else value
+    @override
+    def collect(self, place: Place) -> list[Tensor]:
+        if not place.is_last:
+            return []
+        tensors: list[Tensor] = []
 
-    @contextmanager
-    def microbatch(self) -> Iterator[None]:
-        """Put back what changes inside."""
-        try:
-            yield
-        finally:
-            for fqn, owner in self._owners.items():
-                for name, value in _attributes(owner).items():
-                    if name not in self._originals[fqn]:
-                        _holder(owner, name).pop(name)
-                    elif self._originals[fqn][name] is not value:
-                        _holder(owner, name)[name] = self._originals[fqn][name]
-                for name in self._originals[fqn].keys() - _attributes(owner).keys():
-                    _holder(owner, name)[name] = self._originals[fqn][name]
-            for container, content in self._containers:
-                _refill(container, content)
-            for i, (tensor, version, data) in self._tensors.items():
-                if version_of(tensor) != version:
-                    tensor.detach().copy_(data)
-                    self._tensors[i] = (tensor, version_of(tensor), data)
+        def noted(tensor: Tensor) -> Tensor:
+            tensors.append(tensor)
+            return tensor
 
-    def tensors(self) -> list[Tensor]:
-        """The tensors in the attributes as they are now, in a fixed order."""
-        found: list[Tensor] = []
-        self._mapped(lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-        return found
+        for fqn, owner in self._owners.items():
+            before, now = self._before[fqn], _attributes(owner)
+            for name in dict.fromkeys((*before, *now)):
+                value = now.get(name, _MISSING)
+                if value is not before.get(name, _MISSING) or self._snapshot.may_differ(value):
+                    self._found[fqn, name] = _map(value, noted, self._followed)
+        return tensors
 
-    def keep(self, index: int, tensors: Sequence[Tensor]) -> None:
-        """Keep the attributes as microbatch ``index`` left them.
+    def _followed(self, value: Any) -> Any:
+        is_other = isinstance(value, CONTAINERS) and type(value) not in (*_DICTS, *_LISTS, set)
+        return _Refused(type(value).__name__) if is_other and self._snapshot.is_refilled(value) else value
 
-        Args:
-            tensors: What ``tensors`` gave, with the data behind ghosts filled in.
-        """
-        following = iter(tensors)
+    @override
+    def keep(self, place: Place, found: Sequence[Tensor]) -> None:
+        following = iter(found)
 
         def settled(present: Tensor) -> Tensor:
             tensor = next(following)
-            if id(present) not in self._tensors:
+            if not self._snapshot.has_data_of(present):
                 return tensor if tensor is present and not tensor.requires_grad else tensor.detach()
-            if tensor is present and version_of(tensor) == self._tensors[id(present)][1]:
+            if tensor is present and not self._snapshot.is_changed(present):
                 return tensor
             self._in_place.add(id(present))
             return tensor.detach().clone()
 
-        self._afters[index] = self._mapped(settled)
+        if place.is_last:
+            self._afters[place.microbatch] = {name: _map(value, settled) for name, value in self._found.items()}
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Any]]:
-        return {fqn: {n: _map(v, change) for n, v in _attributes(m).items()} for fqn, m in self._owners.items()}
-
-    def joined(self, sizes: Sequence[int]) -> list[Change]:
-        """The changes that one step on the whole batch would have made.
-
-        Args:
-            sizes: Samples in each microbatch.
-
-        Raises:
-            StepError: the microbatches left values that can't be joined.
-        """
+    @override
+    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Change]:
+        afters = [self._afters.pop(index) for index in range(len(sizes))] if is_last else []
         changes: list[Change] = []
-        afters = [self._afters[index] for index in range(len(sizes))]
-        for fqn, before in self._before.items():
-            for name in dict.fromkeys(name for after in afters for name in after[fqn]):
-                values = [after[fqn].get(name, _MISSING) for after in afters]
-                changes += self._changes(fqn, (name,), before.get(name, _MISSING), values, sizes)
+        for fqn, name in dict.fromkeys(name for after in afters for name in after):
+            before = self._before[fqn].get(name, _MISSING)
+            values = [after.get((fqn, name), before) for after in afters]
+            changes += self._changes(fqn, (name,), before, values, sizes)
         return changes
 
-    def _changes(
-        self, fqn: str, path: tuple[Any, ...], before: Any, afters: Sequence[Any], sizes: Sequence[int]
-    ) -> list[Change]:
-        if all(_is_same(before, after) for after in afters):
-            return []
-        name = ".".join(["self", *filter(None, [fqn]), str(path[0])]) + "".join(f"[{key!r}]" for key in path[1:])
-        if type(before) in _DICTS and all(type(a) in _DICTS and a.keys() >= before.keys() for a in afters):
-            keys = dict.fromkeys(key for after in afters for key in after)
-            pairs = [(key, before.get(key, _MISSING), [after.get(key, _MISSING) for after in afters]) for key in keys]
-            return [c for key, old, new in pairs for c in self._changes(fqn, (*path, key), old, new, sizes)]
-        if isinstance(before, list) and all(isinstance(after, list) and _begins(after, before) for after in afters):
-            inner = [(i, entry, [after[i] for after in afters]) for i, entry in enumerate(before)]
-            found = [c for i, old, new in inner for c in self._changes(fqn, (*path, i), old, new, sizes)]
-            added = [after[len(before) :] for after in afters]
-            if any(added):
-                found.append(Change(module=fqn, path=path, how="extend", new=_join_added(added, sizes, name)))
-            return found
-        if isinstance(before, set) and all(isinstance(after, set) and after >= before for after in afters):
-            return [Change(module=fqn, path=path, how="extend", new=set().union(*afters) - before)]
-        if any(after is _MISSING for after in afters):
-            raise StepError(f"{name} is set for some microbatches of a batch only. Set it in every step.")
-        how: Literal["set", "copy"] = "copy" if id(before) in self._in_place else "set"
-        return [Change(module=fqn, path=path, how=how, new=_join_value(before, afters, sizes, name))]
-
-    def apply(self, changes: Sequence[Change], device: torch.device) -> None:
-        """Make the changes here."""
-        for change in changes:
-            new = _map(change.new, lambda tensor: tensor.to(device))
+    @override
+    def apply(self, joined: Sequence[Change], *, is_own: bool) -> None:
+        for change in joined:
+            new = _map(change.new, lambda tensor: tensor.to(self._module.device))
             holder: Any = _holder(self._owners[change.module], change.path[0])
             for key in change.path[:-1]:
                 holder = holder[key]
             present: Any = holder.get(change.path[-1]) if isinstance(holder, dict) else holder[change.path[-1]]
-            if change.how == "set" and type(present) in (deque, defaultdict, OrderedDict):
-                _refill(present, new)
+            if change.how == "remove":
+                del holder[change.path[-1]]
+            elif change.how == "set" and type(present) in (deque, defaultdict, OrderedDict, Counter):
+                refill(present, new)
             elif change.how == "set":
                 holder[change.path[-1]] = new
             elif change.how == "copy":
@@ -206,10 +162,41 @@ class StepAttributes:
             else:
                 present.extend(new)
 
+    def _changes(
+        self, fqn: str, path: tuple[Any, ...], before: Any, afters: Sequence[Any], sizes: Sequence[int]
+    ) -> list[Change]:
+        if all(_is_same(before, after) for after in afters):
+            return []
+        name = ".".join(["self", *filter(None, [fqn]), str(path[0])]) + "".join(f"[{key!r}]" for key in path[1:])
+        if isinstance(before, dict) and all(isinstance(a, dict) and a.keys() >= before.keys() for a in afters):
+            keys = dict.fromkeys(key for after in afters for key in after)
+            pairs = [(key, before.get(key, _MISSING), [after.get(key, _MISSING) for after in afters]) for key in keys]
+            return [c for key, old, new in pairs for c in self._changes(fqn, (*path, key), old, new, sizes)]
+        if isinstance(before, _LISTS) and all(isinstance(after, _LISTS) and _begins(after, before) for after in afters):
+            inner = [(i, entry, [after[i] for after in afters]) for i, entry in enumerate(before)]
+            found = [c for i, old, new in inner for c in self._changes(fqn, (*path, i), old, new, sizes)]
+            added = [list(after)[len(before) :] for after in afters]
+            if any(added):
+                found.append(Change(module=fqn, path=path, how="extend", new=_join_added(added, sizes, name)))
+            return found
+        if isinstance(before, set) and all(isinstance(after, set) and after >= before for after in afters):
+            return [Change(module=fqn, path=path, how="extend", new=set().union(*afters) - before)]
+        if all(after is _MISSING for after in afters):
+            return [Change(module=fqn, path=path, how="remove", new=None)]
+        if refused := [after for after in afters if isinstance(after, _Refused)]:
+            raise StepError(
+                f"A step changed what is in {name}, a {refused[0].kind}. With a pipeline each microbatch does, and"
+                " the changes can be joined in lists, dicts, sets and deques only: use one of these."
+            )
+        if any(after is _MISSING for after in afters):
+            raise StepError(f"{name} is set for some microbatches of a batch only. Set it in every step.")
+        how: Literal["set", "copy"] = "copy" if id(before) in self._in_place else "set"
+        return [Change(module=fqn, path=path, how=how, new=_join_value(before, afters, sizes, name))]
+
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Buffers and the author's own plain attributes."""
-    own = {name: value for name, value in vars(module).items() if name not in _FRAMEWORK_NAMES}
+    own = {name: value for name, value in vars(module).items() if name not in _HIDDEN_NAMES}
     return own | {name: buffer for name, buffer in buffers_of(module).items() if buffer is not None}
 
 
@@ -218,43 +205,45 @@ def _holder(module: nn.Module, name: str) -> dict[str, Any]:
     return buffers_of(module) if name in buffers_of(module) else vars(module)
 
 
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    container.extend(content) if isinstance(container, _LISTS) else container.update(content)
+@dataclass(frozen=True)
+class _Refused:
+    """Stands for a changed container of a class that is not known."""
+
+    kind: str
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy with other tensors; deques become lists, all dicts plain ones."""
+def _map(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A copy with other tensors; deques become lists, all dicts plain ones. ``other`` is for all other leaves."""
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else change(value)
     if type(value) in _DICTS:
-        return {key: _map(entry, change) for key, entry in value.items()}
+        return {key: _map(entry, change, other) for key, entry in value.items()}
     if type(value) in _LISTS:
-        return [_map(entry, change) for entry in value]
+        return [_map(entry, change, other) for entry in value]
     if type(value) is tuple:
-        return tuple(_map(entry, change) for entry in value)
-    return set(value) if type(value) is set else value
+        return tuple(_map(entry, change, other) for entry in value)
+    return set(value) if type(value) is set else other(value)
 
 
 def _is_same(before: Any, after: Any) -> bool:
     if before is after:
         return True
-    if isinstance(before, Tensor) or type(before) is not type(after):
-        return False
     if isinstance(before, dict):
-        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
-    if isinstance(before, (list, tuple)):
-        return len(before) == len(after) and all(map(_is_same, before, after))
-    return type(before) in (int, float, bool, str, bytes, set) and bool(before == after)
+        same_keys = isinstance(after, dict) and before.keys() == after.keys()
+        return same_keys and all(_is_same(before[key], after[key]) for key in before)
+    if isinstance(before, (*_LISTS, tuple)):
+        same_length = isinstance(after, (*_LISTS, tuple)) and len(before) == len(after)
+        return same_length and all(map(_is_same, before, after))
+    is_plain = type(before) in (int, float, bool, str, bytes, set) and type(before) is type(after)
+    return is_plain and bool(before == after)
 
 
-def _begins(after: list[Any], before: list[Any]) -> bool:
+def _begins(after: Sequence[Any], before: Sequence[Any]) -> bool:
     """Whether the leaves that were in a list are still there."""
-    if len(after) < len(before):
-        return False
-    return all(
-        _is_same(old, new) or (isinstance(old, (dict, list, set)) and type(old) is type(new))
-        for old, new in zip(before, after[: len(before)], strict=True)
+    kinds: tuple[Any, ...] = (dict, _LISTS, set)
+    return len(after) >= len(before) and all(
+        _is_same(old, new) or any(isinstance(old, kind) and isinstance(new, kind) for kind in kinds)
+        for old, new in zip(before, after, strict=False)
     )
 
 

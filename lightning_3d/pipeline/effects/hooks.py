@@ -14,11 +14,13 @@ from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
+from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.torch_internals.modules import forward_hook_registries
 
 
-class LazyHooks:
+class LazyHooks(Effect):
     """The forward hooks of a model and of its blocks.
 
     Args:
@@ -29,14 +31,10 @@ class LazyHooks:
         self._module = module
         self._traced: list[tuple[dict[int, Any], int, Any]] = []  # registry, key, hook
 
+    @override
     @contextmanager
-    def put_back(self, *, is_trace: bool) -> Iterator[None]:
-        """Remove what was registered inside.
-
-        Args:
-            is_trace: Whether to keep it for ``register``, in place of what an earlier trace registered.
-        """
-        if is_trace:
+    def microbatch(self, place: Place) -> Iterator[None]:
+        if place.is_trace:
             self._traced = []
         first = RemovableHandle.next_id  # keys are handed out ascending
         try:
@@ -46,11 +44,11 @@ class LazyHooks:
             for registry in self._registries() if registered else ():
                 for key in [key for key in reversed(registry) if key >= first]:
                     hook = registry.pop(key)
-                    if is_trace:
+                    if place.is_trace:
                         self._traced.append((registry, key, hook))
 
-    def register(self) -> None:
-        """After a step: register what the last trace registered."""
+    @override
+    def apply(self, joined: None, *, is_own: bool) -> None:
         for registry, key, hook in reversed(self._traced):
             registry[key] = hook
         self._traced = []

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.effects.call_notes import CallNotes
+from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import weighted_mean
+from lightning_3d.pipeline.effects.metrics import ForwardValue, MetricReference, Metrics
 from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.trace.interception import Router
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 _REDUCTIONS: Mapping[Any, str] = {
@@ -30,23 +36,6 @@ _REDUCTIONS: Mapping[Any, str] = {
     torch.min: "min",
     min: "min",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricReference:
-    """Stands for a metric of the module."""
-
-    fqn: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardValue:
-    """Stands for what a metric's ``forward`` returned for the batch."""
-
-    call: int
-    """Which of the step's metric calls it was."""
-    key: str | None
-    """Which value, if it was a collection."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +56,74 @@ class LogCall:
         del arguments["self"]
         name, value, batch_size = arguments.pop("name"), arguments.pop("value"), arguments.pop("batch_size", None)
         return cls(name=name, value=value, arguments=arguments, batch_size=batch_size)
+
+
+class Logs(Effect):
+    """The calls of ``self.log``.
+
+    Args:
+        module: The user's module.
+        metrics: Knows what is logged of metrics.
+        router: Tells glue from blocks.
+    """
+
+    def __init__(self, module: LightningModule, metrics: Metrics, router: Router) -> None:
+        self._module, self._metrics = module, metrics
+        self._notes: CallNotes[LogCall] = CallNotes(router)
+
+    @property
+    @override
+    def acts_in_blocks(self) -> bool:
+        return self._notes.in_blocks
+
+    @override
+    @contextmanager
+    def begin(self, number: int) -> Iterator[None]:
+        self._notes.clear()
+        vars(self._module)["log"] = self._log
+        try:
+            yield
+        finally:
+            del vars(self._module)["log"]
+
+    @override
+    def microbatch(self, place: Place) -> AbstractContextManager[None]:
+        return self._notes.microbatch(place)
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        call = LogCall.bound(*args, **kwargs)
+        value = self._metrics.reference(call.value)
+        if value is None and isinstance(call.value, nn.Module):
+            raise StepError(
+                f"self.log({call.name!r}, ...) got a {type(call.value).__name__} that is not a submodule of"
+                f" {type(self._module).__name__}. Make it one (self.name = ...), so that all pipeline stages have it."
+            )
+        if value is None:  # a copy, since it may be changed in place later; on every stage, so that all call the same
+            value = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, call.value)
+        self._notes.add(replace(call, value=value))
+
+    @override
+    def collect(self, place: Place) -> list[Any]:
+        return [call.value for call in self._notes.at(place)]
+
+    @override
+    def keep(self, place: Place, found: Sequence[Any]) -> None:
+        values = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, list(found))
+        calls = self._notes.at(place)
+        self._notes.set(place, [replace(call, value=value) for call, value in zip(calls, values, strict=True)])
+
+    @override
+    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[LogCall]:
+        calls = join_logs(self._notes.of_stage(stage, len(sizes)), sizes)
+        return [replace(call, value=self._metrics.value_for_batch(call.value)) for call in calls]
+
+    @override
+    def apply(self, joined: Sequence[LogCall], *, is_own: bool) -> None:
+        device = self._module.device
+        for call in joined:
+            value = self._metrics.resolved(call.value)
+            value = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+            self._module.log(call.name, value, **call.arguments, batch_size=call.batch_size)
 
 
 def join_logs(per_microbatch: Sequence[Sequence[LogCall]], sizes: Sequence[int]) -> list[LogCall]:

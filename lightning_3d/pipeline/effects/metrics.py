@@ -17,14 +17,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
+from lightning_3d.pipeline.effects.call_notes import CallNotes
+from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import join
 from lightning_3d.torch_internals.metric_state import FIXED_NAMES, start_anew
 from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.trace.interception import Router
 
 _METHODS = ("update", "forward", "reset", "compute")
 
@@ -43,38 +48,73 @@ def metrics_of(module: nn.Module) -> dict[str, nn.Module]:
     return {fqn: m for fqn, m in module.named_modules() if isinstance(m, (Metric, MetricCollection))}
 
 
-@contextmanager
-def metric_calls_seen(
-    metrics: Mapping[str, nn.Module], note: Callable[[MetricCall], None], value_of: Callable[[Any], Any]
-) -> Iterator[None]:
-    """Give ``note`` the calls that are made inside, instead of doing them.
+@dataclass(frozen=True, kw_only=True)
+class MetricReference:
+    """Stands for a metric of the module in what is logged."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardValue:
+    """Stands for what a metric's ``forward`` returned for the batch in what is logged."""
+
+    call: int
+    """Which of the step's metric calls it was."""
+    key: str | None
+    """Which value, if it was a collection."""
+
+
+class Metrics(Effect):
+    """The updates of metrics.
 
     Args:
-        metrics: FQN -> metric.
-        note: Called with arguments as they were given.
-        value_of: Called with what ``forward`` returned for the microbatch.
+        module: The user's module.
+        router: Tells glue from blocks.
     """
-    seen = _Seen(note, value_of)
-    before = [
-        (metric, {name: vars(metric)[name] for name in _METHODS if name in vars(metric)}) for metric in metrics.values()
-    ]
-    for fqn, metric in metrics.items():
-        vars(metric).update({name: partial(seen.call, fqn, metric, name, getattr(metric, name)) for name in _METHODS})
-    try:
-        yield
-    finally:
-        for metric, own in before:
-            for name in _METHODS:
-                del vars(metric)[name]
-            vars(metric).update(own)
 
-
-class _Seen:
-    def __init__(self, note: Callable[[MetricCall], None], value_of: Callable[[Any], Any]) -> None:
-        self._note, self._value_of = note, value_of
+    def __init__(self, module: LightningModule, router: Router) -> None:
+        self._module, self._metrics = module, metrics_of(module)
+        self._fqns = {id(metric): fqn for fqn, metric in self._metrics.items()}
+        self._notes: CallNotes[MetricCall] = CallNotes(router)
         self._is_inside = False  # of a metric's own code, which may call other metrics
+        self._values: dict[int, tuple[Tensor, ForwardValue]] = {}  # id of what a metric returned -> it, its reference
+        self._answers: list[Any] = []  # to the calls for the whole batch, of the stage joined last
 
-    def call(
+    @property
+    @override
+    def acts_in_blocks(self) -> bool:
+        return self._notes.in_blocks
+
+    @override
+    @contextmanager
+    def begin(self, number: int) -> Iterator[None]:
+        self._notes.clear()
+        before = [
+            (metric, {name: vars(metric)[name] for name in _METHODS if name in vars(metric)})
+            for metric in self._metrics.values()
+        ]
+        for fqn, metric in self._metrics.items():
+            calls = {name: partial(self._on_call, fqn, metric, name, getattr(metric, name)) for name in _METHODS}
+            vars(metric).update(calls)
+        try:
+            yield
+        finally:
+            for metric, own in before:
+                for name in _METHODS:
+                    del vars(metric)[name]
+                vars(metric).update(own)
+
+    @override
+    @contextmanager
+    def microbatch(self, place: Place) -> Iterator[None]:
+        with self._notes.microbatch(place):
+            try:
+                yield
+            finally:
+                self._values = {}
+
+    def _on_call(
         self, fqn: str, metric: nn.Module, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         if self._is_inside:
@@ -85,7 +125,7 @@ class _Seen:
                 f" of a batch have run. Log the metric itself (self.log(name, self.{fqn})), or call compute() in"
                 " on_train_epoch_end, on_validation_epoch_end or another hook."
             )
-        self._note(MetricCall(fqn=fqn, method=name, arguments=(args, kwargs)))
+        number = self._notes.add(MetricCall(fqn=fqn, method=name, arguments=(args, kwargs)))
         if name != "forward":
             return None
         self._is_inside = True
@@ -94,7 +134,53 @@ class _Seen:
                 value = method(*args, **kwargs)
         finally:
             self._is_inside = False
-        return self._value_of(value)
+        for key, tensor in value.items() if isinstance(value, Mapping) else [(None, value)]:
+            if isinstance(tensor, Tensor):  # on every stage, so that all log alike
+                self._values[id(tensor)] = (tensor, ForwardValue(call=number, key=key))
+        return value
+
+    @override
+    def collect(self, place: Place) -> list[Any]:
+        return [call.arguments for call in self._notes.at(place)]
+
+    @override
+    def keep(self, place: Place, found: Sequence[Any]) -> None:
+        arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, list(found))
+        calls = self._notes.at(place)
+        self._notes.set(place, [replace(call, arguments=own) for call, own in zip(calls, arguments, strict=True)])
+
+    @override
+    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> dict[str, dict[str, Any]]:
+        """FQN of a metric that was updated, as it was on this rank -> its changes."""
+        calls = join_calls(self._notes.of_stage(stage, len(sizes)), sizes)
+        changes = MetricChanges(self._metrics if calls else {})
+        self._answers = make_calls(calls, self._metrics)
+        return changes.found(calls)
+
+    @override
+    def apply(self, joined: Mapping[str, Mapping[str, Any]], *, is_own: bool) -> None:
+        device = self._module.device
+        if not is_own:
+            apply_changes(joined, self._metrics, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+    # ---- for logs
+
+    def reference(self, value: Any) -> MetricReference | ForwardValue | None:
+        """What stands for a metric, or for what its ``forward`` just returned; None for other values."""
+        if id(value) in self._values:
+            return self._values[id(value)][1]
+        return MetricReference(fqn=self._fqns[id(value)]) if id(value) in self._fqns else None
+
+    def value_for_batch(self, value: Any) -> Any:
+        """What a metric returned for the whole batch on the stage joined last, in place of a ``ForwardValue``."""
+        if not isinstance(value, ForwardValue):
+            return value
+        answer = self._answers[value.call]
+        return answer if value.key is None else answer[value.key]
+
+    def resolved(self, value: Any) -> Any:
+        """The metric in place of a ``MetricReference``."""
+        return self._metrics[value.fqn] if isinstance(value, MetricReference) else value
 
 
 @contextmanager

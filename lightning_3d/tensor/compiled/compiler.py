@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.model.block_runner import Compiled
 from lightning_3d.tensor.compiled.call import Call, CompiledCall, compile_call, read_call
 from lightning_3d.tensor.compiled.observation import observe
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.capture import NotCompilable, recompile_limit
-from lightning_3d.trace.interception import is_answered, set_finish, take_finish
 
 _MAX_REASON = 300
 """Characters of a reason that a warning tells; errors of compilers are long."""
@@ -47,8 +47,8 @@ class BlockCompiler:
         """Kinds of calls that are compiled so far."""
         return sum(isinstance(known, CompiledCall) for known in self._known.values())
 
-    def compiled(self, block: nn.Module, plan: BlockTensorPlan, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward of a block, compiled for each kind of call when it first comes.
+    def compiled(self, block: nn.Module, plan: BlockTensorPlan, run: Callable[..., Any]) -> Compiled:
+        """Compiles the forward of a block for each kind of call when it first comes.
 
         Args:
             block: Its modules hold the parameters.
@@ -57,25 +57,15 @@ class BlockCompiler:
         """
         block_key, call_keys = (type(block), repr(block), plan), set[Hashable]()
 
-        @functools.wraps(run)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if is_answered(block):
-                return run(*args, **kwargs)
-            finish = take_finish(block)  # runs what is compiled; eagerly it runs the block's own forward
-            compiled: CompiledCall | None = None
+        def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
             try:
                 call = read_call(block, args, kwargs)
-                compiled = self._find(block, run, call, (block_key, call.key), call_keys)
+                return functools.partial(self._find(block, run, call, (block_key, call.key), call_keys), call.tensors)
             except NotCompilable as reason:
                 self._warn(block, str(reason))
-            if compiled is not None:
-                answer = functools.partial(compiled, call.tensors)
-                return answer() if finish is None else finish(lambda *args, **kwargs: answer(), args, kwargs)
-            if finish is not None:
-                set_finish(block, finish)
-            return run(*args, **kwargs)
+                return None
 
-        return forward
+        return find
 
     def _find(
         self, block: nn.Module, run: Callable[..., Any], call: Call, key: Hashable, call_keys: set[Hashable]

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.torch_internals.capture import NotCompilable
-from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS, children_of, has_hooks
+from lightning_3d.torch_internals.modules import BUFFERS, CALL, PARAMETERS, children_of, has_hooks
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 """Of values that compare by what they are."""
 
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
-_OF_THIS_PACKAGE = frozenset({"forward", "_router", "_block_fqn"})
-"""Attributes that this package sets on a block."""
+_OF_THIS_PACKAGE = frozenset({"forward", CALL})
+"""Attributes that ``BlockRunner`` sets on a block."""
 
 
 class _Place(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.boundary import gathered, slice_of_sequence
 from lightning_3d.tensor.handle import ShardedTensor
@@ -51,11 +52,10 @@ class ShardedForward:
         slots: Sequence[Slot],
         vocabulary: Sequence[tuple[nn.Module, str]],
     ) -> None:
-        self._forward, self._plan, self._axis = block.forward, plan, axis
+        self._forward, self._plan, self._axis = running(block).innermost, plan, axis
         self._slots, self._vocabulary = slots, vocabulary
         self._retained = RetainedActivations(block)
         self._is_running = False
-        functools.update_wrapper(self, block.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output: plain tensors, and shards of what nothing reads."""
@@ -133,11 +133,6 @@ def _own_parameter(parameter: DTensor, axis: MeshAxis, placement: Sharded | None
     return weight
 
 
-def without_shards(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return outputs that nothing reads as tensors that are gathered only if something reads them after all."""
-
-    @functools.wraps(run)
-    def returned(*args: Any, **kwargs: Any) -> Any:
-        return tree_map(lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedTensor) else leaf, run(*args, **kwargs))
-
-    return returned
+def without_shards(output: Any) -> Any:
+    """Return unread outputs as lazily gathered tensors."""
+    return tree_map(lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedTensor) else leaf, output)

@@ -1,0 +1,185 @@
+"""The one owner of a block's calls: a patch of the block, and the layers around its author's forward in fixed order.
+
+    block(...)           route      a running step answers; a block of another stage refuses to run outside of one
+                         recompute  the step runs what is below under a checkpoint, if glue called one
+                         hooks      the user's, and those with which FSDP2 gathers parameters
+    block.forward(...)   route      as above, as glue may call it directly
+                         compile    what was compiled for calls of this kind
+                         shard      the author's forward on shards
+                         pack       the step collects all that the call gives, inside of the hooks
+                         forward    the author's own
+
+The patch is two attributes of the instance, so the class stays the author's, FSDP2 may swap it before or after, and
+taking the patch off leaves nothing behind. A block whose weights are all here in full loses it with its route. One
+whose weights are sharded or on another stage, which no end of a run changes, keeps what they need.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_3d.errors import StepError
+from lightning_3d.model.pytrees import Container, argument_containers, changed_containers, set_content
+from lightning_3d.torch_internals.modules import CALL, call_of
+
+_FORWARD = "forward"
+
+Call = Callable[..., Any]
+Around = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs the author's forward with its arguments."""
+Compiled = Callable[[tuple[Any, ...], dict[str, Any]], Call | None]
+"""Arguments of a call -> what computes it, called without arguments; None if the block has to run eagerly."""
+
+
+class Step(Protocol):
+    """A step that is being traced or run."""
+
+    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a block that glue made; ``call`` runs the block itself."""
+
+
+class Route(Protocol):
+    """Where the calls of blocks go."""
+
+    @property
+    def step(self) -> Step | None:
+        """The step whose glue is running."""
+
+
+class BlockRunner:
+    """Runs the calls of one block.
+
+    Args:
+        block: Not patched yet; its present forward counts as its author's.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.fqn = ""
+        """Its name in the model; empty without a model."""
+        self.route: Route | None = None
+        self.is_absent = False
+        """Whether it lives on another pipeline stage."""
+        self.sharded: Call | None = None
+        """Its forward on shards, which ends in ``innermost``."""
+        self.compiled: Compiled | None = None
+        self.returned: Callable[[Any], Any] | None = None
+        """Makes what callers get of what the forward on shards returns."""
+        self.own_forward: Call = block.forward
+        self._hidden = {name: vars(block)[name] for name in (_FORWARD, CALL) if name in vars(block)}
+        self._around: Around | None = None
+        functools.update_wrapper(self, block.forward, updated=())
+        vars(block).update({_FORWARD: self, CALL: self.call})
+
+    def release(self) -> None:
+        """Take the patch off the block, unless its weights need it."""
+        if self.is_absent or self.sharded is not None or isinstance(self.block, FSDPModule):
+            return
+        for name in (_FORWARD, CALL):
+            del vars(self.block)[name]
+        vars(self.block).update(self._hidden)
+
+    @contextmanager
+    def forward_through(self, around: Around) -> Iterator[None]:
+        """Let ``around`` run the next author's forward, inside of all hooks.
+
+        What it returns in place of the output is seen by FSDP2's hooks, so that gradients of all tensors in it find the
+        parameters gathered; and its arguments are those that forward gets, of which these hooks copy lists and dicts.
+        """
+        self._around = around
+        try:
+            yield
+        finally:
+            self._around = None
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of ``block(...)``."""
+        if self.route is not None and (step := self.route.step) is not None:
+            return step.on_block(self, self._call_hooked, args, kwargs)
+        if self.is_absent:
+            raise StepError(
+                f"{self.fqn} was called outside of a step, but it lives on another pipeline stage. Only training_step,"
+                " validation_step, test_step and predict_step run on all stages: move the call there, or use"
+                " pipeline_parallel_size=1."
+            )
+        containers = argument_containers(args, kwargs) if isinstance(self.block, FSDPModule) else []
+        if not containers:
+            return self._call_hooked(*args, **kwargs)
+        changed: dict[int, Container] = {}
+        with self.forward_through(functools.partial(_noting_containers, changed)):
+            output = self._call_hooked(*args, **kwargs)
+        for i, content in changed.items():
+            set_content(containers[i], content)
+        return output
+
+    def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._hidden[CALL] if CALL in self._hidden else call_of(self.block)
+        return call(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of ``block.forward(...)``."""
+        if self.route is not None and (step := self.route.step) is not None:
+            return step.on_block(self, self._forward, args, kwargs)
+        return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.sharded is None:
+            return self.innermost(*args, **kwargs)
+        around = self._take_around()
+        compute = self.compiled(args, kwargs) if self.compiled is not None else None
+        if compute is None:
+            self._around = around
+            output = self.sharded(*args, **kwargs)
+        elif around is None:
+            output = compute()
+        else:
+            output = around(lambda *args, **kwargs: compute(), args, kwargs)
+        return output if self.returned is None else self.returned(output)
+
+    def innermost(self, *args: Any, **kwargs: Any) -> Any:
+        """The author's forward, through what the present call wants around it."""
+        around = self._take_around()
+        return self.own_forward(*args, **kwargs) if around is None else around(self.own_forward, args, kwargs)
+
+    def _take_around(self) -> Around | None:
+        around, self._around = self._around, None
+        return around
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the block runs its layers, but belongs to no step."""
+        hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
+        return {**vars(self), "route": None, "_around": None, "_hidden": hidden}
+
+
+def runner_of(module: nn.Module) -> BlockRunner | None:
+    """The runner that owns the calls of this module."""
+    forward = vars(module).get(_FORWARD)
+    return forward if isinstance(forward, BlockRunner) else None
+
+
+def running(block: nn.Module) -> BlockRunner:
+    """The runner that owns the calls of this block, a new one if it has none."""
+    return runner_of(block) or BlockRunner(block)
+
+
+def own_forward(block: nn.Module) -> Call:
+    """The block's forward as its author wrote it, past all layers."""
+    runner = runner_of(block)
+    return block.forward if runner is None else runner.own_forward
+
+
+def _noting_containers(
+    changed: dict[int, Container], forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run ``forward`` and note what it changed in lists and dicts among its arguments, as FSDP2's hooks copied them."""
+    containers = argument_containers(args, kwargs)
+    before = [container.copy() for container in containers]
+    output = forward(*args, **kwargs)
+    changed.update({i: containers[i] for i in changed_containers(containers, before)})
+    return output

@@ -1,0 +1,104 @@
+"""All effects of a module's steps, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_3d.model.snapshot import preserved
+from lightning_3d.pipeline.effects.attributes import Attributes
+from lightning_3d.pipeline.effects.effect import Effect, Place
+from lightning_3d.pipeline.effects.hooks import LazyHooks
+from lightning_3d.pipeline.effects.logs import Logs
+from lightning_3d.pipeline.effects.metrics import Metrics
+from lightning_3d.pipeline.loss import check_loss
+from lightning_3d.torch_internals.random_states import random_states_kept
+from lightning_3d.trace.interception import Router
+
+_TRACE = Place(stage=0, microbatch=0, is_last=True, is_trace=True)
+
+
+class StepEffects:
+    """Does for each effect what ``effect.py`` says, and is what a trace follows (``TracedEffects``).
+
+    Args:
+        module: The user's module.
+        blocks: FQN -> block, routed by ``router``.
+        more: Further effects.
+    """
+
+    def __init__(self, module: LightningModule, blocks: Mapping[str, nn.Module], router: Router, *more: Effect) -> None:
+        self._module, self._blocks = module, blocks
+        metrics = Metrics(module, router)
+        attributes = Attributes(module, blocks.values())
+        self._effects: tuple[Effect, ...] = (
+            *more,
+            LazyHooks(module),
+            attributes,
+            metrics,
+            Logs(module, metrics, router),
+        )
+
+    @property
+    def act_in_blocks(self) -> bool:
+        """Whether blocks did something beside computing in a trace so far, so that all stages report."""
+        return any(effect.acts_in_blocks for effect in self._effects)
+
+    @contextmanager
+    def begin(self, number: int) -> Iterator[None]:
+        """Around a step; ``number`` counts all."""
+        with ExitStack() as stack:
+            for effect in self._effects:
+                stack.enter_context(effect.begin(number))
+            yield
+
+    @contextmanager
+    def microbatch(self, place: Place) -> Iterator[None]:
+        """Around the user's step on one microbatch."""
+        with ExitStack() as stack:
+            for effect in self._effects:
+                stack.enter_context(effect.microbatch(place))
+            yield
+
+    def collect(self, place: Place) -> list[Any]:
+        """What each effect collects."""
+        return [effect.collect(place) for effect in self._effects]
+
+    def keep(self, place: Place, found: Sequence[Any]) -> None:
+        """Give each what it collected, with data in place of ghosts."""
+        for effect, own in zip(self._effects, found, strict=True):
+            effect.keep(place, own)
+
+    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Any]:
+        """What each did on a stage, for the whole batch."""
+        return [effect.join(stage, sizes, is_last=is_last) for effect in self._effects]
+
+    def apply(self, joined: Sequence[tuple[Sequence[Any], bool]]) -> None:
+        """Do it here.
+
+        Args:
+            joined: For every stage that reports, in order: what ``join`` gave, and whether that was on this rank.
+        """
+        for i, effect in enumerate(self._effects):
+            for of_stage, is_own in joined:
+                effect.apply(of_stage[i], is_own=is_own)
+
+    # ---- TracedEffects
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Trace inside."""
+        state_kept = preserved(self._module, without_data=self._blocks.values())
+        with random_states_kept(), state_kept, self.begin(0), self.microbatch(_TRACE):
+            yield
+
+    def returned(self, name: str, step: Callable[[], Any]) -> Any:
+        """Run the step method ``name``; returns its output and what it logged or kept."""
+        output = step()
+        if name == "training_step":
+            check_loss(output)
+        return output, self.collect(_TRACE)

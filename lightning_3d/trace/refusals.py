@@ -1,0 +1,83 @@
+"""Why a step can't be traced, and where in the user's code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from lightning_3d.errors import TraceError
+from lightning_3d.model.pytrees import holds_tensors, is_opaque
+from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.trace.ghost import Ghost
+
+
+def explained(error: Exception, failed_call: str, missing: Sequence[str], *, in_block: bool) -> TraceError:
+    """Tell what to change in a step that failed while it was traced.
+
+    Args:
+        failed_call: What failed, and where.
+        missing: FQNs of the blocks that were not called yet.
+        in_block: Whether a block failed.
+    """
+    cause = f"({type(error).__name__}: {error})"
+    if in_block:
+        return TraceError(
+            f"Block {failed_call} failed on fake and on random tensors, which tell the shapes of its outputs {cause}."
+            " If it fails in one process too, mend the model; else name finer or coarser blocks with"
+            " pipeline.partition='type:REGEX'."
+        )
+    before = f"before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
+    if _needs_data(error, failed_call):
+        return TraceError(
+            f"The step can't be traced: {failed_call} needs the data of a tensor that comes from a block, {before}"
+            f" {cause}. Pipeline and tensor parallel plan without data, and with a pipeline the data may be on another"
+            " rank: move the call into a block, or after the last block."
+        )
+    return TraceError(
+        f"The step can't be traced: {failed_call} failed on fake tensors, {before} {cause}. If it fails in one process"
+        " too, mend the model; else move the call into a block, or after the last block."
+    )
+
+
+def _needs_data(error: Exception, failed_call: str) -> bool:
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return True
+    return failed_call.partition(" ")[0] in ("tolist", "numpy", "__format__", "__array__", "__contains__")
+
+
+def check_constant(value: Any, name: str, where: str) -> None:
+    """Raise for an output of a block in which pytrees don't find the tensors."""
+    if isinstance(value, Tensor) or not holds_tensors(list(getattr(value, "__dict__", {}).values())):
+        return
+    raise TraceError(
+        f"{name} (called at {where}) returned a {type(value).__name__} that holds tensors and is not a pytree, so they"
+        " can't be sent to another pipeline stage. Return a tensor, tuple, list, dict, NamedTuple or dataclass, or"
+        " register the class with torch.utils._pytree.register_pytree_node."
+    )
+
+
+def check_arguments(leaves: Sequence[Any], name: str) -> None:
+    """Raise for an argument of a block in which pytrees don't find tensors of other blocks."""
+    for leaf in leaves:
+        if is_opaque(leaf) and any(isinstance(member, Ghost) for member in tree_leaves(list(vars(leaf).values()))):
+            raise TraceError(
+                f"{name} (called at {user_frame()}) got a {type(leaf).__name__} that holds tensors of blocks and is"
+                " not a pytree, so they can't be sent to another pipeline stage. Pass a tensor, tuple, list, dict,"
+                " NamedTuple or dataclass, or register the class with torch.utils._pytree.register_pytree_node."
+            )
+
+
+def user_frame() -> str:
+    """Where the innermost frame outside torch and this package stands."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in ("torch", "lightning_3d", "contextlib"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "unknown"

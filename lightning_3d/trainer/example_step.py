@@ -1,0 +1,44 @@
+"""The step that a Trainer is about to run, by example, for planning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
+from lightning_3d.planning.observation import ExampleStep
+from lightning_3d.torch_internals.lightning_loops import before_transfer
+from lightning_3d.trainer.batches import example_batch
+from lightning_3d.trainer.precision import ThreeDPrecision
+
+_STEPS: Mapping[TrainerFn, str] = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def example_step(
+    trainer: Trainer, module: LightningModule, config: ThreeDConfig, shape: MeshShape, precision: ThreeDPrecision
+) -> ExampleStep:
+    """The step with its first microbatch; without a batch on a mesh whose plan does not depend on it."""
+    assert trainer.state.fn is not None
+    name, microbatch = _STEPS[trainer.state.fn], None
+    if shape.pp * shape.tp > 1:
+        batch = before_transfer(module, trainer.precision_plugin.convert_input(example_batch(trainer)))
+        batch = detached_from_inference(trainer.strategy.batch_to_device(batch, dataloader_idx=0))
+        microbatch = split_batch(batch, config.num_microbatches)[0].batch if shape.pp > 1 else batch
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with torch.set_grad_enabled(name == "training_step"), precision.forward_context():
+            yield
+
+    return ExampleStep(name=name, microbatch=microbatch, modes=modes)

@@ -1,0 +1,129 @@
+"""Carrying out the tensor-parallel part of a plan: prove each block's sharding, then shard the blocks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Hashable, Mapping
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_3d.config.settings import TensorConfig
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.model.named_state import named_state
+from lightning_3d.planning.observation import Observation
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
+from lightning_3d.tensor import (
+    BlockCompiler,
+    Verification,
+    apply_block,
+    block_signature,
+    replicated_plan,
+    verify_block,
+)
+
+
+def prove_blocks(
+    plan: Plan, observed: Observation, mesh: Mesh, config: TensorConfig, compiler: BlockCompiler | None
+) -> Plan:
+    """Compare every distinct sharded block with its dense self, each rank those of its stage; every rank calls it.
+
+    A compiler compiles what is compared as it will what runs.
+
+    Args:
+        observed: The plan's blocks, traced.
+
+    Returns:
+        The same plan on all ranks, in which blocks that did not prove out have their safer sharding, if that does, or
+        none; each is warned of.
+    """
+    failed = _failures(plan, observed, mesh, config, compiler)
+    safer = {block.fqn: block.safer for block in plan.blocks if block.fqn in failed and block.safer is not None}
+    if safer:
+        _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
+        plan = plan.with_tensor(safer)
+        failed |= _failures(plan, observed, mesh, config, compiler, only=safer.keys())
+    if failed:
+        failed = _with_partners(failed, plan)
+        _warn("Tensor parallel", failed)
+    blocks = observed.blocks
+    left = {fqn: replicated_plan(blocks[fqn], size=plan.shape.tp, reason=why) for fqn, why in failed.items()}
+    return plan.with_tensor(left)
+
+
+def _failures(
+    plan: Plan,
+    observed: Observation,
+    mesh: Mesh,
+    config: TensorConfig,
+    compiler: BlockCompiler | None,
+    *,
+    only: Collection[str] | None = None,
+) -> dict[str, str]:
+    """FQN -> plan and difference, on all ranks, for those blocks that do not prove out.
+
+    Args:
+        only: FQNs of the blocks to prove; None for all.
+    """
+    assert observed.trace is not None
+    inputs, excluded = observed.trace.block_inputs, excluded_parameters(plan, observed.module)
+    proofs: dict[Hashable, Verification] = {}
+    failed: dict[str, str] = {}
+    for block_plan in plan.blocks_on(mesh.pp_rank):
+        tensor, fqn = block_plan.tensor, block_plan.fqn
+        if (only is not None and fqn not in only) or tensor is None or not tensor.is_sharded or fqn not in inputs:
+            continue
+        block = observed.blocks[fqn]
+        key = block_signature(block, tensor)
+        if key not in proofs:
+            args, kwargs = example_inputs(inputs[fqn])
+            proofs[key] = verify_block(
+                block,
+                tensor,
+                args,
+                kwargs,
+                mesh.axis("tp"),
+                tolerance=None if config.verify_tolerance == "auto" else config.verify_tolerance,
+                excluded=excluded,
+                compiler=compiler,
+            )
+        if not proofs[key].passed:
+            failed[fqn] = f"{proofs[key]} ({tensor.summary})"
+    everyone: list[dict[str, str]] = [{}] * mesh.shape.world_size
+    dist.all_gather_object(everyone, failed)
+    return {fqn: why for part in everyone for fqn, why in part.items()}
+
+
+def _warn(what: str, failed: Mapping[str, str]) -> None:
+    if dist.get_rank() == 0:
+        listed = "; ".join(f"{fqn}: {why}" for fqn, why in failed.items())
+        warnings.warn(f"{what} is left out of blocks whose sharding differs from dense: {listed}", stacklevel=3)
+
+
+def apply_blocks(
+    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], mesh: Mesh, compiler: BlockCompiler | None
+) -> None:
+    """Shard the blocks of this rank's stage, and compile them if there is a compiler."""
+    excluded, tied = excluded_parameters(plan, module), set(parameters_of(module, plan.ties))
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for block_plan in plan.blocks_on(mesh.pp_rank):
+        if block_plan.tensor is not None and block_plan.tensor.is_sharded:
+            block = blocks[block_plan.fqn]
+            tp = mesh.axis("tp")
+            apply_block(block, block_plan.tensor, tp, excluded=excluded, made=made, compiler=compiler)
+            made = {parameter: new for parameter, new in made.items() if parameter in tied}
+    for fqn, tensor, owner in list(named_state(module)):  # also where blocks of other stages share it
+        if isinstance(tensor, nn.Parameter) and tensor in made:
+            setattr(owner, fqn.rpartition(".")[2], made[tensor])
+
+
+def _with_partners(failed: Mapping[str, str], plan: Plan) -> dict[str, str]:
+    """These blocks and all that share weights with them that are sharded over the vocabulary."""
+    names = {block.fqn: {plan.ties.get(fqn, fqn) for fqn in over_vocabulary(block)} for block in plan.blocks}
+    every = dict(failed)
+    while partners := [
+        (fqn, other) for fqn in names for other in every if fqn not in every and names[fqn] & names[other]
+    ]:
+        every.update((fqn, f"shares a weight with {other}") for fqn, other in partners)
+    return every
