@@ -1,7 +1,7 @@
 """After `fit`, also after one that fails, torch, Lightning and the user's objects are what they were before it.
 
-What stays: parameters are this rank's shards, and `fully_shard` has changed the classes of what it wrapped (torch has
-no way back); the model was trained, and a Trainer may go on with it.
+What stays: the model was trained, and a Trainer may go on with it. So its parameters are this rank's shards, a block of
+which this rank has shards or nothing keeps its runner, and `fully_shard` has changed the classes of what it wrapped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_3d.callbacks.timeline import ScheduleTimeline
 from lightning_3d.errors import TraceError
+from lightning_3d.model.block_runner import runner_of
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
-from lightning_3d.torch_internals.modules import forward_hook_registries
+from lightning_3d.torch_internals.modules import CALL, forward_hook_registries
 from lightning_3d.torch_internals.pytree import registered_dataclasses, tree_leaves
 from tests.models import loader, tokens
 from tests.parity import Layout
@@ -127,6 +129,9 @@ class Model(L.LightningModule):
 
 Present = dict[str, Any]
 
+_RUNNER = {"forward", CALL}
+"""Attributes that a runner sets on its block."""
+
 _REPLACED = ("torch.utils.data.dataloader", "torch.utils.data.sampler")
 
 _FRAMEWORKS = ("_fsdp", "_is_fsdp_managed_module", "__composable_api_state", "_hparams")
@@ -182,6 +187,12 @@ def _wrapped(cls: type) -> type:
     return cls.__bases__[1] if cls.__name__.startswith("FSDP") and issubclass(cls, FSDPModule) else cls
 
 
+def _is_in_parts(module: nn.Module) -> bool:
+    """Whether it is a block that plain tensors could not run."""
+    in_parts = any(isinstance(p, DTensor) or p.is_meta for p in module.parameters())
+    return runner_of(module) is not None and (in_parts or isinstance(module, FSDPModule))
+
+
 def _is_of_torch(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.") or isinstance(hook, bool)
 
@@ -193,8 +204,9 @@ def _users_objects(model: Model) -> Present:
         where = name or "model"
         attributes = vars(module)
         found[f"class of {where}"] = _wrapped(type(module))
-        found[f"attributes of {where}"] = {n for n in attributes if not n.startswith(_FRAMEWORKS)}
-        found |= {f"{where}.{n}": v for n, v in attributes.items() if callable(v) and not isinstance(v, Tensor)}
+        kept = _RUNNER if _is_in_parts(module) else set()
+        found[f"attributes of {where}"] = {n for n in attributes.keys() - kept if not n.startswith(_FRAMEWORKS)}
+        found |= {f"{where}.{n}": v for n, v in attributes.items() if callable(v) and n not in kept}
         hooks = [hook for registry in forward_hook_registries(module) for hook in registry.values()]
         found[f"hooks of {where}"] = [hook for hook in hooks if not _is_of_torch(hook)]
     found["group of the metric"] = model.accuracy.process_group
@@ -283,7 +295,6 @@ def test_torch_lightning_and_the_process_are_as_before(
         assert left == []
 
 
-@pytest.mark.xfail(strict=True, reason="blocks keep the class and attributes by which their calls are routed")
 @pytest.mark.parametrize("fails", [None, "step", "block"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_users_objects_are_as_before(workers: WorkerPools, runs: Any, layout: str, fails: str | None) -> None:
