@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.launch import run_ranks
 from lightning_3d import ThreeDStrategy
+from lightning_3d.callbacks.timeline import ScheduleTimeline
 from lightning_3d.pipeline.spans import Timeline, idle_share
-from lightning_3d.trainer.timeline import ScheduleTimeline
 
 RANKS, SECONDS = 4, 0.1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv")

@@ -47,6 +47,7 @@ from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
+from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined
 
 
 class ThreeDStrategy(ParallelStrategy):
@@ -102,9 +103,10 @@ class ThreeDStrategy(ParallelStrategy):
         self._timeout = timeout
         self._mesh: Mesh | None = None
         self._parallel: ParallelModel | None = None
+        self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
         self._accumulating = False
         self._is_deferring = False  # inside tensor_init_context, which may nest
-        self._patches = ExitStack()  # of the model's blocks, while the Trainer runs
+        self._patches = ExitStack()  # undone in teardown
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
     @classmethod
@@ -227,6 +229,8 @@ class ThreeDStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
+        self._patches.enter_context(dataclasses_registered(self._dataclasses))
+        self._patches.enter_context(metrics_joined(self._module, self.mesh.group("dp")))
         if self._parallel is None:
             refuse_unsupported(self._module, self.mesh, sync_batchnorm=lightning_strategy.is_syncing_batchnorm(self))
             self._parallel = make_parallel(

@@ -6,25 +6,17 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import lightning as L
 import pytest
+import torch
+import torchmetrics
 
 import lightning_3d
-from lightning_3d.torch_internals.modules import BUFFERS, CALL, CHILDREN, PARAMETERS
-from lightning_3d.torch_internals.tensors import IS_PARAMETER
 
 _ROOT = Path(lightning_3d.__file__).parent
 _PACKAGES = ("torch", "lightning", "lightning_utilities", "torchmetrics")
-_STRINGS = {
-    CALL,
-    PARAMETERS,
-    BUFFERS,
-    CHILDREN,
-    IS_PARAMETER,
-    "_forward_hooks",
-    "_defaults",
-    "_update_count",
-    "_version",
-}
+_OBJECTS = (L.LightningModule(), torchmetrics.MeanMetric(), torch.zeros(()), torch.zeros(()).untyped_storage())
+_STRINGS = {name for thing in _OBJECTS for name in dir(thing) if name.startswith("_") and not name.endswith("__")}
 """Names that would reach a private attribute through a dict or ``getattr``."""
 
 _PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_getframe"}

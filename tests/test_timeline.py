@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import pytest
 
+from lightning_3d.callbacks.timeline import ScheduleTimeline
 from lightning_3d.pipeline.spans import Computation, Span, Timeline, idle_share, play
-from lightning_3d.trainer.timeline import ScheduleTimeline
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import Layout
 from tests.workers import WorkerPools

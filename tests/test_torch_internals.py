@@ -14,6 +14,7 @@ import logging
 import random
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -379,7 +380,7 @@ def test_failures_on_fake_tensors_are_logged_there(caplog: pytest.LogCaptureFixt
     assert caplog.records == []
 
 
-@canary(pytree, *pytree.__all__)
+@canary(pytree, *(name for name in pytree.__all__ if name.startswith("tree_")), "TreeSpec")
 def test_pytrees() -> None:
     tree = {"a": [1, (2,)], "b": None}
     leaves, spec = pytree.tree_flatten(tree)
@@ -389,7 +390,28 @@ def test_pytrees() -> None:
     assert hash(spec) == hash(pytree.tree_flatten(tree)[1])
     assert pytree.tree_map(str, [1, (2,)]) == ["1", ("2",)]
     assert pytree.tree_map_only(int, str, [1, 2.0]) == ["1", 2.0]
-    assert "cls" in inspect.signature(pytree.register_dataclass).parameters
+
+
+@dataclass
+class _Pair:
+    first: int
+    second: int | None
+
+
+@canary(pytree, "register_dataclass", "registered_dataclasses", "forget_dataclasses")
+def test_dataclasses_are_containers_for_a_while() -> None:
+    @dataclass
+    class Other(_Pair):
+        pass
+
+    for _ in range(2):
+        pytree.register_dataclass(_Pair)
+        pytree.register_dataclass(Other)
+        assert pytree.registered_dataclasses() == [_Pair, Other]
+        assert pytree.tree_map(str, [_Pair(1, None), Other(2, 3)]) == [_Pair("1", None), Other("2", "3")]
+        pytree.forget_dataclasses([_Pair, Other])
+        assert pytree.registered_dataclasses() == []
+        assert pytree.tree_leaves(_Pair(1, 2)) == [_Pair(1, 2)]
 
 
 # ---------------------------------------------------------------------------------- autograd functions and checkpoints

@@ -12,8 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -106,14 +104,6 @@ def make_parallel(
             device=device,
         )
         runner = PipelineRunner(module, zero, engine, gradients, splits_backward=config.pipeline.splits_backward)
-    _join_metrics(module, mesh.group("dp"))
     precision.attach(device_type=device.type, norm=gradients.norm)
     guard = BatchGuard(config.batch, mesh, device)
     return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)
-
-
-def _join_metrics(module: LightningModule, group: dist.ProcessGroup) -> None:
-    """Let torchmetrics join over the replicas alone; the other axes hold copies."""
-    for metric in module.modules():
-        if isinstance(metric, torchmetrics.Metric) and metric.process_group is None:
-            metric.process_group = group

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import matplotlib
-
-matplotlib.use("agg")
-from matplotlib import pyplot as plt  # after the backend is chosen
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lightning_3d.errors import StepError
@@ -71,7 +69,9 @@ class ScheduleTimeline(L.Callback):
 def draw_timeline(timeline: Timeline, path: Path) -> None:
     """Draw planned above measured."""
     rows = len(timeline.measured)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(14, 2 + 1.1 * rows), layout="constrained")
+    figure = Figure(figsize=(14, 2 + 1.1 * rows), layout="constrained")
+    FigureCanvasAgg(figure)  # draws to memory; pyplot would choose a backend for the whole process
+    above, below = figure.subplots(2, 1)
     _draw(above, timeline.planned, "forwards")
     _draw(below, [[_scaled(span, 1e3) for span in rank] for rank in timeline.measured], "milliseconds")
     above.set_title(f"{timeline.name}, planned: {idle_share(timeline.planned):.0%} idle")
@@ -81,7 +81,6 @@ def draw_timeline(timeline: Timeline, path: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def _draw(axes: Axes, ranks: Sequence[Sequence[Span]], unit: str) -> None:

@@ -1,0 +1,1 @@
+"""Callbacks for a Trainer with ``strategy="3d"``."""

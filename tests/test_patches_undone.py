@@ -1,0 +1,323 @@
+"""After `fit`, also after one that fails, torch, Lightning and the user's objects are what they were before it.
+
+What stays: the model was trained, and a Trainer may go on with it. So its parameters are this rank's shards, a block of
+which this rank has shards or nothing keeps its runner, and `fully_shard` has changed the classes of what it wrapped.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from typing import Any
+
+import lightning as L
+import matplotlib as mpl
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_3d.callbacks.timeline import ScheduleTimeline
+from lightning_3d.errors import TraceError
+from lightning_3d.model.block_runner import runner_of
+from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
+from lightning_3d.torch_internals.modules import CALL, forward_hook_registries
+from lightning_3d.torch_internals.pytree import registered_dataclasses, tree_leaves
+from tests.models import loader, tokens
+from tests.parity import Layout
+from tests.workers import WorkerPools
+
+_PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_utilities")
+_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
+_IN_CLASSES = (*_CODE, staticmethod, classmethod, property, types.GetSetDescriptorType)
+
+# ------------------------------------------------------------------------------------------------------------- a model
+
+
+_SMALL = 4
+"""A batch of fewer samples fails where a test wants it to: a new shape, which all stages of a pipeline trace alike.
+What one stage alone raises ends the others through the lost connection."""
+
+
+class Failure(Exception):
+    """Raised by the user's code."""
+
+
+@dataclass
+class Activations:
+    """What blocks pass on; torch's pytrees do not know it."""
+
+    hidden: Tensor
+    scale: float
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, fails: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.seen: list[int] = []
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+        self.fails = fails
+
+    def forward(self, activations: Activations) -> Activations:
+        if self.fails and len(activations.hidden) < _SMALL:
+            raise Failure("in a block")
+        hidden = self.down(F.gelu(self.up(self.norm(activations.hidden))))
+        return Activations(activations.hidden + hidden, activations.scale)
+
+
+class Model(L.LightningModule):
+    """Uses what a strategy steps in for: dataclasses, custom functions, checkpoints, hooks, metrics, lists, logs."""
+
+    def __init__(self, fails: str | None, width: int = 16, vocabulary: int = 64) -> None:
+        super().__init__()
+        self.fails = fails
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, fails == "block") for _ in range(4))
+        self.head = nn.Linear(width, vocabulary)
+        self.accuracy = MulticlassAccuracy(vocabulary, average="micro")
+        self.losses: list[Tensor] = []
+        self.widths: list[int] = []
+        self.blocks[1].up.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.widths.append(output.shape[-1])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.fails == "step" and len(batch[0]) < _SMALL:
+            raise Failure("in training_step")
+        inputs, targets = batch
+        activations = Activations(self.embedding(inputs), 1.0)
+        for block in self.blocks:
+            activations = block(activations)
+        hidden = checkpoint(F.relu, Halved.apply(activations.hidden), use_reentrant=False)
+        logits = self.head(hidden).flatten(0, 1)
+        loss = F.cross_entropy(logits, targets.flatten())
+        self.accuracy(logits, targets.flatten())
+        self.log("accuracy", self.accuracy)
+        self.log("loss", loss)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+# ------------------------------------------------------------------------------------------------ what must not change
+
+Present = dict[str, Any]
+
+_RUNNER = {"forward", CALL}
+"""Attributes that a runner sets on its block."""
+
+_REPLACED = ("torch.utils.data.dataloader", "torch.utils.data.sampler")
+
+_FRAMEWORKS = ("_fsdp", "_is_fsdp_managed_module", "__composable_api_state", "_hparams")
+"""Attributes that FSDP2 and Lightning set on a module for good."""
+
+
+def _code_of_packages() -> Present:
+    """Every function, method, class and property in the modules of the packages, by its name."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # the first one of its class wraps the class's methods
+    found: Present = {}
+    modules = {n: m for n, m in list(sys.modules.items()) if n.partition(".")[0] in _PACKAGES and m is not None}
+    for name, module in modules.items():
+        for attribute, value in list(vars(module).items()):
+            if issubclass(type(value), _CODE):  # isinstance would ask deprecated stand-ins, which warn
+                found[f"{name}.{attribute}"] = value
+            if issubclass(type(value), type) and value.__module__ == name:
+                members = {n: v for n, v in list(vars(value).items()) if isinstance(v, _IN_CLASSES)}
+                found |= {f"{name}.{attribute}.{n}": v for n, v in members.items()}
+    return found
+
+
+def _state_of_torch() -> Present:
+    return {
+        "function modes": torch._C._len_torch_function_stack(),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "default dtype": torch.get_default_dtype(),
+        "anomaly": torch.is_anomaly_enabled(),
+        "registered dataclasses": registered_dataclasses(),
+        "activations are a leaf": len(tree_leaves(Activations(torch.zeros(1), 1.0))) == 1,
+        "log of fake tensors": sys.modules[FakeTensorMode.__module__].log.disabled,
+        "cache of autograd graphs": torch._functorch.config.enable_autograd_cache,
+    }
+
+
+def _state_of_the_process() -> Present:
+    return {
+        "backend of matplotlib": mpl.rcParams._get("backend"),
+        "handlers of signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "hook for exceptions": sys.excepthook,
+        "filters of warnings": list(warnings.filters),
+        "rank": rank_zero_only.rank,
+        "tracing": (sys.gettrace(), sys.getprofile()),
+        "recording of modules": gc.isenabled(),
+    }
+
+
+def _wrapped(cls: type) -> type:
+    """The class that `fully_shard` was given."""
+    return cls.__bases__[1] if cls.__name__.startswith("FSDP") and issubclass(cls, FSDPModule) else cls
+
+
+def _is_in_parts(module: nn.Module) -> bool:
+    """Whether it is a block that plain tensors could not run."""
+    in_parts = any(isinstance(p, DTensor) or p.is_meta for p in module.parameters())
+    return runner_of(module) is not None and (in_parts or isinstance(module, FSDPModule))
+
+
+def _is_of_torch(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.") or isinstance(hook, bool)
+
+
+def _users_objects(model: Model) -> Present:
+    """What hangs on the modules besides tensors: classes, names of attributes, methods, hooks."""
+    found: Present = {}
+    for name, module in model.named_modules():
+        where = name or "model"
+        attributes = vars(module)
+        found[f"class of {where}"] = _wrapped(type(module))
+        kept = _RUNNER if _is_in_parts(module) else set()
+        found[f"attributes of {where}"] = {n for n in attributes.keys() - kept if not n.startswith(_FRAMEWORKS)}
+        found |= {f"{where}.{n}": v for n, v in attributes.items() if callable(v) and n not in kept}
+        hooks = [hook for registry in forward_hook_registries(module) for hook in registry.values()]
+        found[f"hooks of {where}"] = [hook for hook in hooks if not _is_of_torch(hook)]
+    found["group of the metric"] = model.accuracy.process_group
+    for cls in (Model, Block, MulticlassAccuracy, Activations):
+        found |= {f"{cls.__name__}.{n}": v for n, v in vars(cls).items() if isinstance(v, _IN_CLASSES)}
+    found["fields"] = [field.name for field in fields(Activations)]
+    return found
+
+
+def _difference(before: Any, after: Any) -> str:
+    if isinstance(before, set) and isinstance(after, set):
+        return f"lost {sorted(before - after)}, got {sorted(after - before)}"
+    return f"{before!r} -> {after!r}"
+
+
+def _changed(before: Present, after: Present) -> list[str]:
+    """Names whose value is another one; what was imported meanwhile has none."""
+    return [
+        f"{name}: {_difference(value, after.get(name))}"
+        for name, value in before.items()
+        if after.get(name) is not value and (isinstance(value, _CODE) or after.get(name) != value)
+    ]
+
+
+def _added(before: Present, after: Present) -> list[str]:
+    """New functions in classes that were there before; Lightning leaves some on dataloaders with another sampler."""
+    owners = {name for name, value in before.items() if isinstance(value, type) and value.__module__ not in _REPLACED}
+    return [name for name in after.keys() - before.keys() if name.rpartition(".")[0] in owners]
+
+
+# ------------------------------------------------------------------------------------------------------------ the runs
+
+
+def _fit(layout: Layout, fails: str | None) -> tuple[list[str], list[str]]:
+    """What a fit leaves changed: of torch, Lightning and the process; of the user's objects."""
+    model = Model(fails)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=layout.world_size,
+        strategy=layout.strategy(),
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ScheduleTimeline(step=0)] if layout.pp > 1 else [],
+    )
+    readers: list[Callable[[], Present]] = [_code_of_packages, _state_of_torch, _state_of_the_process]
+    before, users_before = [read() for read in readers], _users_objects(model)
+    with nullcontext() if fails is None else pytest.raises((Failure, TraceError)):
+        trainer.fit(model, loader(tokens(18), global_batch_size=8))
+    assert (1 <= trainer.global_step < 3) if fails else trainer.global_step == 3
+    after, users_after = [read() for read in readers], _users_objects(model)
+    left = [change for was, now in zip(before, after, strict=True) for change in _changed(was, now)]
+    left += _added(before[0], after[0])
+    users_names = users_before.keys() ^ users_after.keys()
+    return left, _changed(users_before, users_after) + sorted(users_names)
+
+
+LAYOUTS = {"dp": Layout(dp=2), "pp": Layout(pp=2, num_microbatches=2), "tp": Layout(tp=2)}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[tuple[str, str | None], list[tuple[list[str], list[str]]]]:
+    """What fits left changed, by layout and failure; filled as they are needed."""
+    return {}
+
+
+def _left(
+    runs: dict[tuple[str, str | None], list[tuple[list[str], list[str]]]],
+    workers: WorkerPools,
+    layout: str,
+    fails: str | None,
+) -> Iterator[tuple[list[str], list[str]]]:
+    if (layout, fails) not in runs:
+        runs[layout, fails] = workers(2).run(_fit, LAYOUTS[layout], fails)
+    yield from runs[layout, fails]
+
+
+@pytest.mark.parametrize("fails", [None, "step", "block"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_lightning_and_the_process_are_as_before(
+    workers: WorkerPools, runs: Any, layout: str, fails: str | None
+) -> None:
+    for left, _ in _left(runs, workers, layout, fails):
+        assert left == []
+
+
+@pytest.mark.parametrize("fails", [None, "step", "block"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_users_objects_are_as_before(workers: WorkerPools, runs: Any, layout: str, fails: str | None) -> None:
+    for _, left in _left(runs, workers, layout, fails):
+        assert left == []
+
+
+def test_a_patch_is_seen() -> None:
+    model = Model(None)
+    readers = (_code_of_packages, lambda: _users_objects(model))
+    before = [read() for read in readers]
+    cosine, block = torch.cos, model.blocks[0]
+    try:
+        torch.cos = torch.sin
+        nn.Linear.extra_repr_of_test = lambda self: ""  # type: ignore[attr-defined]
+        block.forward = block.forward  # type: ignore[method-assign]
+        model.blocks[1].register_forward_hook(lambda *args: None)
+        after = [read() for read in readers]
+    finally:
+        torch.cos = cosine
+        del nn.Linear.extra_repr_of_test  # type: ignore[attr-defined]
+    assert any(change.startswith("torch.cos:") for change in _changed(before[0], after[0]))
+    assert any(name.endswith("Linear.extra_repr_of_test") for name in _added(before[0], after[0]))
+    changed = _changed(before[1], after[1])
+    assert any(change.startswith("attributes of blocks.0") for change in changed)
+    assert any(change.startswith("hooks of blocks.1") for change in changed)
