@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
+import lightning as L
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_3d.planning.plan import Plan
 from lightning_3d.tensor import BlockTensorPlan
+from lightning_3d.tensor.handle import ShardedTensor
 
 # Operator -> kind, and which of its tensors is the full one: the largest.
 _KINDS = {
@@ -40,8 +47,10 @@ class Collectives(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
-            kind, size = _KINDS[name], dist.get_world_size()
+            kind, size = _KINDS[name], _group_size((args, kwargs))
             tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
+            if size == 1:
+                return output
             num_bytes = max(tensor.numel() * tensor.element_size() for tensor in tensors) * (size - 1) // size
             self.sent[kind, num_bytes * (2 if kind == "all-reduce" else 1)] += 1
         return output
@@ -50,6 +59,14 @@ class Collectives(TorchDispatchMode):
     def counts(self) -> Counter[str]:
         """By kind."""
         return by_kind(self.sent)
+
+
+def _group_size(arguments: Any) -> int:
+    """Of the process group among the arguments of an operator; the world's if it is given by name."""
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return dist.ProcessGroup.unbox(leaf).size()
+    return dist.get_world_size()
 
 
 def by_kind(sent: Sent) -> Counter[str]:
@@ -63,3 +80,61 @@ def by_kind(sent: Sent) -> Counter[str]:
 def planned(plan: BlockTensorPlan, *, is_backward: bool) -> Sent:
     """What a plan says that the forward or the backward of its block communicates."""
     return Counter((made.kind, made.num_bytes) for made in plan.collectives if made.is_backward == is_backward)
+
+
+class BlockInputs(L.Callback):
+    """Keeps what the first call of every tensor-parallel block gets in the last training step, to run it once more."""
+
+    def __init__(self) -> None:
+        self._inputs: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
+    ) -> None:
+        self._inputs.clear()
+        self._hooks = [
+            pl_module.get_submodule(block.fqn).register_forward_pre_hook(self._keep(block.fqn), with_kwargs=True)
+            for block in trainer.strategy.plan.blocks  # type: ignore[attr-defined]
+            if block.tensor is not None and block.tensor.is_sharded
+        ]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _keep(self, fqn: str) -> Any:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if fqn not in self._inputs:
+                with mock.patch.object(Tensor, "__deepcopy__", _detached):  # also what a key-value cache holds
+                    self._inputs[fqn] = (module, *copy.deepcopy((args, kwargs)))
+
+        return keep
+
+    def sent(self, plan: Plan) -> dict[str, tuple[Sent, Sent]]:
+        """FQN -> what the forward and the backward of the block send."""
+        plans: Mapping[str, BlockTensorPlan | None] = {block.fqn: block.tensor for block in plan.blocks}
+        return {fqn: _sent(plans[fqn], *call) for fqn, call in self._inputs.items()}  # type: ignore[arg-type]
+
+
+def _detached(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if isinstance(tensor, ShardedTensor):
+        local = tensor.local.detach().clone().requires_grad_(tensor.requires_grad)
+        return ShardedTensor(local, tensor.axis, tensor.placement)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _sent(plan: BlockTensorPlan, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sent, Sent]:
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    with Collectives() as forward:
+        leaves = tree_leaves(block.forward(*args, **kwargs))
+    outputs = [leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and i not in plan.unread]
+    outputs = [output for output in outputs if output.requires_grad]
+    inputs += [parameter for parameter in block.parameters() if parameter.requires_grad]
+    with Collectives() as backward:
+        if not inputs or not outputs:  # a block without anything to train
+            return forward.sent, backward.sent
+        gradients = [torch.ones(output.shape, dtype=output.dtype) for output in outputs]
+        torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+    return forward.sent, backward.sent

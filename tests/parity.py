@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.planning.plan import Plan
+from tests.collectives import BlockInputs, Sent
 from tests.models import TinyGPT, loader, reference_loader, tokens
 from tests.workers import DEFAULT_TIMEOUT, WorkerPools
 
@@ -159,6 +160,8 @@ class LayoutRun:
 
     warnings: list[str]
     """What was warned of on rank 0."""
+    sent: list[dict[str, tuple[Sent, Sent]]]
+    """By rank: FQN of a tensor-parallel block -> what its forward and its backward sent, without a pipeline."""
 
 
 class _Recorder(L.Callback):
@@ -278,12 +281,18 @@ def run_layout(workers: WorkerPools, job: Job, layout: Layout, *, timeout: float
         weights=ranks[0][2],
         plan=ranks[0][3],
         warnings=ranks[0][4],
+        sent=[rank[5] for rank in ranks],
     )
 
 
-def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str]]:
+def _train_rank(
+    job: Job, layout: Layout
+) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str], dict[str, tuple[Sent, Sent]]]:
     recorder, strategy = _Recorder(_norm_of_strategy), layout.strategy()
+    inputs = BlockInputs()
     trainer = _trainer(job, strategy, layout.world_size, recorder)
+    if layout.tp > 1 and layout.pp == 1:
+        trainer.callbacks.append(inputs)
     train, val = _splits(job)
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
     with warnings.catch_warnings(record=True) as caught:
@@ -297,7 +306,8 @@ def _train_rank(job: Job, layout: Layout) -> tuple[Numbers, Held, dict[str, Tens
     trainer.save_checkpoint(path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True) if trainer.global_rank == 0 else {}
     warned = [str(warning.message) for warning in caught]
-    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {}), strategy.plan, warned
+    sent = inputs.sent(strategy.plan)
+    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {}), strategy.plan, warned, sent
 
 
 def assert_parity(reference: ReferenceRun, result: LayoutRun, tolerance: float = 1e-5) -> None:

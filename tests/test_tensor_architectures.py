@@ -12,6 +12,7 @@ import transformers
 
 from lightning_3d.tensor import WeightPlan
 from tests import architectures as a
+from tests.collectives import by_kind, planned
 from tests.hugging_face import (
     CLM,
     IMAGES,
@@ -33,7 +34,8 @@ class Expected:
 
     forward: int = 2
     """All-reduces in the forward."""
-    backward: int = 2
+    backward: int | Mapping[int, int] = 2
+    """All-reduces in the backward, of any size or by size: what ranks share gets the sum of its gradients, too."""
     others: int = 0
     """Other collectives in the forward."""
     share: float = 0.94
@@ -50,6 +52,8 @@ class Row:
     held: float = 0.65
     """Greatest share of the single process's parameters that a rank of two holds."""
     sizes: tuple[int, ...] = (2,)
+    is_routed: bool = False
+    """Whether how often experts are run depends on data; planning takes it that all are."""
 
 
 TEXT = text_settings(width=32, num_heads=4, num_layers=2)
@@ -85,14 +89,16 @@ CROSS = Expected(forward=3, backward=4)
 """Self-attention, cross-attention (its keys and values read another input) and MLP."""
 PARALLEL = Expected(forward=2, backward=1)
 """Attention and MLP read the same norm."""
+SCORED = Expected(backward=3)
+"""What experts give is summed once it is added up; so the scores' gradient is summed, too."""
 SHARED_EXPERT = Expected(forward=3, backward=3)
 """Attention, the experts that a token is routed to, and the one that all tokens go to."""
 NARROW_EXPERTS = Expected(forward=3, backward=5, share=0.9)
 """What experts give is reduced once it is added up; so the scores' gradient is reduced, too. And a shared expert."""
 EXPERT_BY_EXPERT = Expected(forward=6, backward=6)
 """Attention, four experts and the one that marks padding: as if tokens were routed to all of them."""
-POOLED = Expected(forward=0, backward=1, others=2, share=1.0)
-"""A stem that gathers what its pooling leaves, and running statistics."""
+POOLED = Expected(forward=0, backward=0, others=2, share=1.0)
+"""A stem that gathers what its pooling leaves, and running statistics; images need no gradient."""
 EXPANDED = Expected(others=1, share=0.98)
 """An inverted residual with squeeze and excitation."""
 
@@ -105,7 +111,7 @@ TABLE = {
     ),
     "llama-one-kv-head": Row(
         job=hf_job("LlamaConfig", CLM, **ONE_KEY),
-        blocks={"LlamaDecoderLayer": Expected(share=0.84)},
+        blocks={"LlamaDecoderLayer": Expected(backward=4, share=0.84)},
         sizes=(2, 4),
     ),
     "mistral": Row(
@@ -115,7 +121,7 @@ TABLE = {
         job=hf_job("Qwen2Config", CLM, **{**TEXT, "num_key_value_heads": 2}),
         blocks={"Qwen2DecoderLayer": OPTIMUM},
     ),
-    "qwen3": Row(job=hf_job("Qwen3Config", CLM, **GROUPED), blocks={"Qwen3DecoderLayer": OPTIMUM}),
+    "qwen3": Row(job=hf_job("Qwen3Config", CLM, **GROUPED), blocks={"Qwen3DecoderLayer": Expected(backward=4)}),
     "gemma": Row(job=hf_job("GemmaConfig", CLM, **GROUPED), blocks={"GemmaDecoderLayer": OPTIMUM}),
     "phi": Row(job=hf_job("PhiConfig", CLM, **TEXT), blocks={"PhiDecoderLayer": PARALLEL}),
     "phi3": Row(job=hf_job("Phi3Config", CLM, **TEXT), blocks={"Phi3DecoderLayer": OPTIMUM}),
@@ -139,24 +145,25 @@ TABLE = {
     "falcon": Row(job=hf_job("FalconConfig", CLM, **TEXT, multi_query=False), blocks={"FalconDecoderLayer": PARALLEL}),
     "mixtral": Row(
         job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="batched_mm"),
-        blocks={"MixtralDecoderLayer": OPTIMUM},
+        blocks={"MixtralDecoderLayer": Expected(backward={2: 3, 4: 5})},
         sizes=(2, 4),
     ),
     "mixtral-grouped": Row(
         job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="grouped_mm"),
-        blocks={"MixtralDecoderLayer": OPTIMUM},
+        blocks={"MixtralDecoderLayer": SCORED},
     ),
     "mixtral-eager": Row(
         job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="eager"),
         blocks={"MixtralDecoderLayer": EXPERT_BY_EXPERT},
+        is_routed=True,
     ),
     "qwen3-moe": Row(
         job=hf_job("Qwen3MoeConfig", CLM, **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
-        blocks={"Qwen3MoeDecoderLayer": OPTIMUM},
+        blocks={"Qwen3MoeDecoderLayer": Expected(backward=5)},
     ),
     "olmoe": Row(
         job=hf_job("OlmoeConfig", CLM, **TEXT, num_experts=4, num_experts_per_tok=2),
-        blocks={"OlmoeDecoderLayer": Expected(forward=4)},
+        blocks={"OlmoeDecoderLayer": Expected(forward=4, backward=5)},
     ),
     "qwen2-moe": Row(
         job=hf_job(
@@ -168,7 +175,7 @@ TABLE = {
             moe_intermediate_size=64,
             shared_expert_intermediate_size=64,
         ),
-        blocks={"Qwen2MoeDecoderLayer": SHARED_EXPERT},
+        blocks={"Qwen2MoeDecoderLayer": Expected(forward=3, backward=4)},
     ),
     "llama4": Row(
         job=hf_job(
@@ -278,7 +285,7 @@ TABLE = {
     ),
     "olmo2": Row(
         job=hf_job("Olmo2Config", CLM, **{**TEXT, "num_key_value_heads": 2}),
-        blocks={"Olmo2DecoderLayer": Expected(forward=4)},
+        blocks={"Olmo2DecoderLayer": Expected(forward=4, backward=4)},
     ),
     "swin": Row(
         job=hf_job(
@@ -384,7 +391,11 @@ TABLE = {
     ),
     "diffusion-unet": Row(
         job=small_job(a.DiffusionUNet, a.images),
-        blocks={"Residual": Expected(forward=1, share=0.9), "Attention": Expected(forward=1, backward=1)},
+        blocks={
+            "down": Expected(forward=1, backward=1, share=0.9),  # images need no gradient
+            "up": Expected(forward=1, share=0.9),
+            "Attention": Expected(forward=1, backward=1),
+        },
         held=0.56,
         sizes=(2, 4),
     ),
@@ -412,12 +423,17 @@ TABLE = {
             conformer_conv_dropout=0.0,
             feat_proj_dropout=0.0,
         ),
-        blocks={"Wav2Vec2ConformerEncoderLayer": Expected(forward=4, backward=5, others=1, share=0.97)},
+        blocks={"Wav2Vec2ConformerEncoderLayer": Expected(forward=4, backward=4, others=1, share=0.97)},
         held=0.56,
     ),
     "nn-transformer": Row(
         job=small_job(a.EncoderDecoder, a.sequences),
-        blocks={"TransformerEncoderLayer": OPTIMUM, "TransformerDecoderLayer": CROSS},
+        blocks={
+            "encoder.layers.0": Expected(backward=1),  # the batch needs no gradient
+            "encoder.layers.1": OPTIMUM,
+            "decoder.layers.0": Expected(forward=3, backward=3),
+            "decoder.layers.1": CROSS,
+        },
     ),
 }
 CASES = [(name, size) for name, row in TABLE.items() for size in row.sizes]
@@ -433,6 +449,7 @@ def test_architecture_equals_one_process(
     result = run_layout(workers, row.job, Layout(tp=size))
     assert_parity(references[name], result, tolerance=1e-5)
     assert_planned(row, result)
+    assert_sent(row, result)
     assert_as_by_hand(row.job, result, size)
     assert_held(references[name], result, row.held if size == 2 else row.held - 0.15)
 
@@ -446,9 +463,24 @@ def assert_planned(row: Row, result: LayoutRun) -> None:
         expected, plan = row.blocks[name], block.tensor
         assert plan is not None
         assert plan.is_sharded, f"{block.fqn}: {plan}"
+        backward = expected.backward if isinstance(expected.backward, int) else expected.backward[plan.size]
         counts = (plan.num_all_reduces_forward, plan.num_all_reduces_backward, plan.num_other_collectives_forward)
-        assert counts == (expected.forward, expected.backward, expected.others), f"{block.fqn}: {plan}"
+        assert counts == (expected.forward, backward, expected.others), f"{block.fqn}: {plan}"
         assert plan.sharded_share >= expected.share, f"{block.fqn}: {plan}"
+
+
+def assert_sent(row: Row, result: LayoutRun) -> None:
+    """Every block communicates what is planned: in number, kind and bytes, forward and backward, on every rank."""
+    sharded = {block.fqn: block.tensor for block in result.plan.blocks if block.tensor and block.tensor.is_sharded}
+    for sent in result.sent:
+        assert sent.keys() <= sharded.keys()
+        assert {fqn for fqn, plan in sharded.items() if plan.collectives} <= sent.keys()
+        for fqn, measured in sent.items():
+            expected = tuple(planned(sharded[fqn], is_backward=is_backward) for is_backward in (False, True))
+            if row.is_routed:
+                assert all(by_kind(made) <= by_kind(wanted) for made, wanted in zip(measured, expected, strict=True))
+            else:
+                assert measured == expected, f"{fqn}: {measured}, planned {expected}: {sharded[fqn]}"
 
 
 def assert_as_by_hand(job: Job, result: LayoutRun, size: int) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.distributed.tensor import DTensor
 
+from lightning_3d.tensor.handle import ShardedTensor
 from tests.models import Block, TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
@@ -26,7 +26,7 @@ class Different(Block):
     """It computes something else once its weights are sharded."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = 1.01 if isinstance(self.attention.q.weight, DTensor) else 1.0
+        scale = 1.01 if isinstance(self.attention.q.weight, ShardedTensor) else 1.0
         return super().forward(x) * scale
 
 

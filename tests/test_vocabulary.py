@@ -457,10 +457,12 @@ def test_head_with_bias_counts_its_collectives() -> None:
     block = nn.Linear(16, 64)
     for is_read in (False, True):
         logits = Logits(num_classes=64, is_read=is_read)
-        use = find_vocabulary(block, (HIDDEN,), {}, size=2, logits=logits)
+        hidden = HIDDEN.clone().requires_grad_()
+        use = find_vocabulary(block, (hidden,), {}, size=2, logits=logits)
         plan = with_vocabulary(replicated_plan(block, size=2, reason="the rest"), use)
         assert [weight.role for weight in plan.weights] == ["vocabulary", "vocabulary"]
         assert (plan.num_all_reduces_forward, plan.num_all_reduces_backward) == (0, 1)
         assert plan.num_other_collectives_forward == is_read
-        assert plan.communicated_bytes == (2 * 8 * 64 * 4 // 2 if is_read else 0)
+        forward, backward = (2 * 8 * 64 * 4 // 2 if is_read else 0), HIDDEN.numel() * 4
+        assert plan.communicated_bytes == forward + backward
         assert "vocabulary" in str(plan)

@@ -57,8 +57,11 @@ def plan_blocks(
                 by_hand={fqn: role for fqn, role in roles.items() if role != "vocabulary"},
                 unread=leaves,
             )
-            best = find(sequence_parallel=config.sequence_parallel and not use.fqns)
-            safer = find(sequence_parallel=False) if best.is_sequence_parallel else None
+            best, safer = find(sequence_parallel=config.sequence_parallel and not use.fqns), None
+            if best.is_sequence_parallel:
+                safer = find(sequence_parallel=False)
+            elif config.sequence_parallel and not use.fqns and not best.is_sharded:
+                best = replace(find(sequence_parallel=False), not_sequence_parallel=best.reason)
             found[key] = with_vocabulary(best, use), safer and with_vocabulary(safer, use)
         tensor, safer = found[key]
         check_roles(tensor, roles, fqn)

@@ -165,12 +165,12 @@ class Interpreter(TorchFunctionMode):
 
     def _meet(self, tensor: Tensor, need: Need, contexts: ExitStack) -> Tensor:
         """An operand as a call needs it."""
-        if type(need) is Whole:
+        if isinstance(need, Whole):
             return self._read_by_each(tensor, contexts) if need.sums_gradients else self.whole(tensor)
-        if type(need) is RunningStatistic:
+        if isinstance(need, RunningStatistic):
             return self.statistics.own(tensor, changes=need.changes)
         if isinstance(tensor, ShardedTensor) and tensor.placement == need:
-            if type(need) is Partial:
+            if isinstance(need, Partial):
                 tensor.is_fresh = False  # the backward may read it
             return tensor.own()
         assert not isinstance(need, Partial)
@@ -178,7 +178,7 @@ class Interpreter(TorchFunctionMode):
 
     def _read_by_each(self, tensor: Tensor, contexts: ExitStack) -> Tensor:
         """All of a tensor, whose gradient is the sum of what the ranks have; alike for all calls that read it."""
-        if self._is_slice_of_sequence(tensor):
+        if isinstance(tensor, ShardedTensor) and self._is_slice_of_sequence(tensor):
             gathered = self._sequence_of(tensor)
             contexts.enter_context(gathered.not_saved())
             return gathered.whole
@@ -187,10 +187,8 @@ class Interpreter(TorchFunctionMode):
             return whole
         return self._entered.get(whole, lambda: collectives.enter(whole, self.axis))
 
-    def _is_slice_of_sequence(self, tensor: Tensor) -> bool:
-        if not isinstance(tensor, ShardedTensor) or tensor.placement != Shard(SEQUENCE_DIM):
-            return False
-        return is_along(tensor, self._sequence)
+    def _is_slice_of_sequence(self, tensor: ShardedTensor) -> bool:
+        return tensor.placement == Shard(SEQUENCE_DIM) and is_along(tensor, self._sequence)
 
     def _sequence_of(self, tensor: ShardedTensor) -> GatheredSequence:
         return self._gathered.get(tensor.local, lambda: self.gather_sequence(tensor))

@@ -38,6 +38,10 @@ def prove_blocks(
         The same plan on all ranks, in which blocks that did not prove out have their safer sharding, if that does, or
         none; each is warned of.
     """
+    tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor is not None and block.tensor.is_sharded}
+    if left := {fqn: tensor for fqn, tensor in tensors.items() if tensor.not_sequence_parallel is not None}:
+        reasons = {fqn: f"{tensor.not_sequence_parallel} ({tensor.summary})" for fqn, tensor in left.items()}
+        _warn("Sequence parallelism", reasons)
     failed = _failures(plan, observed, mesh, config, compiler)
     safer = {block.fqn: block.safer for block in plan.blocks if block.fqn in failed and block.safer is not None}
     if safer:
@@ -48,8 +52,8 @@ def prove_blocks(
         failed = _with_partners(failed, plan)
         _warn("Tensor parallel", failed)
     blocks = observed.blocks
-    left = {fqn: replicated_plan(blocks[fqn], size=plan.shape.tp, reason=why) for fqn, why in failed.items()}
-    return plan.with_tensor(left)
+    replicated = {fqn: replicated_plan(blocks[fqn], size=plan.shape.tp, reason=why) for fqn, why in failed.items()}
+    return plan.with_tensor(replicated)
 
 
 def _failures(

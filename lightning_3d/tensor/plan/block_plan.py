@@ -92,6 +92,9 @@ class BlockTensorPlan:
     is_sequence_parallel: bool = False
     """Whether what lies between the sharded weights works on slices of the sequence (`sequence`)."""
 
+    not_sequence_parallel: str | None = None
+    """Why it is not, though the configuration asks for it and the block can be sharded otherwise."""
+
     defers_sums: bool = False
     """Whether what row weights of experts give is reduced when it is small (`partial_sums`), not at once."""
 

@@ -95,7 +95,7 @@ def mask_dim(attention: Attention, dim: int) -> int | None:
 def attend(call: Call, axis: Axis) -> LocalCall:
     """Attention on this rank's heads (or part of the batch); torch 2.13 has no rule for all of its kernels."""
     attention = _attention(*call.args, **call.kwargs)
-    operands = (attention.query, attention.key, attention.value)
+    operands: tuple[Tensor, ...] = (attention.query, attention.key, attention.value)
     is_clear = all(placement_of(tensor) is None or shard_dim(tensor) is not None for tensor in operands)
     dim = attention_dim(attention, *map(shard_dim, operands), size=axis.size) if is_clear else None
     if dim is None:

@@ -30,18 +30,18 @@ def on_channels(call: Call, axis: Axis) -> LocalCall | None:
         return on_whole(call)
     own = Call(call.function, call.name, channels.args, channels.kwargs)
     tensors = own.tensors
-    statistic = RunningStatistic(channels.changes_statistics)
+    statistic, along = RunningStatistic(channels.changes_statistics), Shard(channels.dim)
 
     def need(tensor: Tensor) -> Need:
         if any(tensor is buffer for buffer in channels.statistics):
             return statistic
-        return Shard(0) if any(tensor is vector for vector in channels.vectors) else Shard(channels.dim)
+        return Shard(0) if any(tensor is vector for vector in channels.vectors) else along
 
     return LocalCall(
         tensors=tensors,
         needs=tuple(need(tensor) for tensor in tensors),
         run=own.run,
-        result=Shard(channels.dim),
+        result=along,
         is_random=channels.is_random,
     )
 

@@ -423,9 +423,10 @@ class _WatchOps(TorchDispatchMode):
         return Replicate() if dim is None else DTensorShard(dim)
 
     def _cut_of(self, tensor: Tensor, target: DTensorPlacement) -> int:
-        is_shard = type(target) is DTensorShard
-        if id(tensor) not in self._cuts or not is_shard or tensor.shape[target.dim] % self._size:
+        if id(tensor) not in self._cuts or type(target) is not DTensorShard:
             raise NoRule("an operand needs communication")
+        if tensor.shape[target.dim] % self._size:
+            raise NoRule("an operand can't be cut evenly")
         return target.dim
 
     def _enter(self, tensor: Tensor, placement: DTensorPlacement | None) -> None:

@@ -103,6 +103,7 @@ def _column(call: Projection, at: Shard | Parts) -> LocalCall:
 
 
 def _row(call: Projection, at: Shard) -> LocalCall:
+    bias = call.bias
     return LocalCall(
         tensors=(call.input, call.weight),
         needs=(Shard(call.input_dim), at),
@@ -110,7 +111,7 @@ def _row(call: Projection, at: Shard) -> LocalCall:
         result=PARTIAL,
         weight=call.weight,
         # Autocast may have chosen the dtype of the sum.
-        then=None if call.bias is None else lambda output: output + call.bias.to(output.dtype),
+        then=None if bias is None else lambda output: output + bias.to(output.dtype),
     )
 
 
