@@ -73,7 +73,7 @@ def _find_vocabulary(
     trace: Trace,
     by_hand: Mapping[str, Mapping[str, Role]],
 ) -> Mapping[str, VocabularyUse]:
-    """What each called block can shard over the vocabulary; of tied weights only those that all their blocks can."""
+    """Find the weights of each block to shard over the vocabulary; tied ones only if all their blocks can."""
     logits = find_logits(trace)
     by_glue = parameters_of(module, plan.used_by_glue)
     found: dict[str, VocabularyUse] = {}
@@ -119,7 +119,7 @@ def _agreed(
 
 
 def _idle(fqn: str, block: nn.Module, plan: Plan) -> VocabularyUse:
-    """Of a block that is not called: it takes part in what other blocks do to tied weights."""
+    """Tied weights of an uncalled block, so that ties can still be sharded."""
     unused = WeightUse(num_lookups=0, lookup_bytes=0, num_heads=0, logits_bytes=0)
     names = [name for name, _ in block.named_parameters(remove_duplicate=False) if f"{fqn}.{name}" in plan.ties]
     return VocabularyUse(weights=dict.fromkeys(names, unused))

@@ -51,7 +51,7 @@ class TracedCall:
     aliased: Mapping[int, int] = field(default_factory=dict)
     """Tensor that shares memory with one that an in-place call changes -> id of its new value."""
     side: SideOutputs = field(default_factory=SideOutputs)
-    """What the block gives besides its return value."""
+    """Outputs of the block besides its return value."""
 
     @property
     def outputs(self) -> tuple[int, ...]:

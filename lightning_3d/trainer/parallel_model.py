@@ -44,7 +44,7 @@ class ParallelModel:
     zero: Zero
     gradients: Gradients
     router: Router
-    """Of the blocks' calls; to be installed while the Trainer runs."""
+    """Routes the blocks' calls; to be installed while the Trainer runs."""
     guard: BatchGuard
     runner: StepRunner
 
