@@ -104,10 +104,6 @@ class Plan:
         """Whether a rank of the pp axis holds this parameter or buffer."""
         return fqn not in self.state_ranks or pp_rank in self.state_ranks[fqn]
 
-    def is_owner(self, pp_rank: int, fqn: str) -> bool:
-        """Whether a rank is the first on the pp axis that holds this parameter: there it counts in norms."""
-        return self.state_ranks[fqn][0] == pp_rank
-
     @property
     def imbalance(self) -> float:
         """Load of the slowest stage over the mean; 1 is perfect."""

@@ -1,0 +1,93 @@
+"""Imports between the rooms of the package point one way: from the room that uses to the room that is used."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import lightning_3d
+
+_ROOT = Path(lightning_3d.__file__).parent
+
+ROOMS = (
+    "errors",
+    "torch_internals",
+    "config",
+    "distributed",
+    "model",
+    "trace",
+    "tensor",
+    "planning",
+    "pipeline",
+    "checkpoint",
+    "trainer",
+    "strategy",
+    "callbacks",
+    "__init__",
+)
+"""A room may import those before it. Files at the top are rooms of their own."""
+
+
+def _imports(tree: ast.AST, package: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import, also of those in functions and under TYPE_CHECKING."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) + 1 - node.level]] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def _room(name: str, rooms: Sequence[str]) -> str | None:
+    """The room of a module or of a name in it; None for other packages."""
+    parts = name.split(".")
+    if parts[0] != _ROOT.name:
+        return None
+    inner = parts[1:] or ["__init__"]
+    return inner[0] if inner[0] in rooms else "__init__"
+
+
+def _module(path: Path) -> list[str]:
+    parts = [_ROOT.name, *path.relative_to(_ROOT).with_suffix("").parts]
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def _wrong(path: Path, source: str, rooms: Sequence[str]) -> list[str]:
+    """The imports of a file that point to a later room."""
+    module = _module(path)
+    package = module if path.stem == "__init__" else module[:-1]
+    here = _room(".".join(module), rooms)
+    assert here is not None
+    return [
+        f"{path.relative_to(_ROOT.parent)}:{line} imports {name}: from the room {here!r} to the later {there!r}"
+        for line, name in _imports(ast.parse(source), package)
+        if (there := _room(name, rooms)) is not None and rooms.index(there) > rooms.index(here)
+    ]
+
+
+def test_every_folder_and_file_at_the_top_is_a_room() -> None:
+    present = {path.stem for path in _ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert present == set(ROOMS)
+
+
+def test_imports_point_one_way() -> None:
+    wrong = [line for path in sorted(_ROOT.rglob("*.py")) for line in _wrong(path, path.read_text(), ROOMS)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_an_import_the_other_way_is_seen() -> None:
+    path = _ROOT / "trace" / "somewhere.py"
+    for source in (
+        "from lightning_3d.strategy import ThreeDStrategy",
+        "from lightning_3d import ThreeDStrategy",
+        "import lightning_3d.planning.plan",
+        "def f():\n    from lightning_3d.tensor import apply_block",
+        "if TYPE_CHECKING:\n    from lightning_3d.trainer.report import RankReport",
+        "from ..planning.plan import Plan",
+        "from .. import planning",
+    ):
+        assert len(_wrong(path, source, ROOMS)) == 1, source
+    for source in ("from lightning_3d.errors import PlanError", "from .ghost import Ghost", "import torch.distributed"):
+        assert _wrong(path, source, ROOMS) == []
