@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -32,6 +31,7 @@ from lightning_3d.checkpoint import (
     model_state,
     optimizer_state,
     read_full,
+    remove_sharded,
     save_sharded,
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
@@ -420,7 +420,7 @@ class ThreeDStrategy(ParallelStrategy):
         with failing_alike(f"write the checkpoint {path}"):
             if self.is_global_zero:
                 if is_sharded_checkpoint(path):
-                    shutil.rmtree(path)
+                    remove_sharded(path)
                 super().save_checkpoint(checkpoint, path)
 
     @override
