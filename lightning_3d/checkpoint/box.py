@@ -34,7 +34,7 @@ class TensorInfo:
 
     @staticmethod
     def of(value: object) -> TensorInfo | None:
-        """That of `value`; None if it is not a tensor."""
+        """The shape and dtype of `value`; None if it is not a tensor."""
         return TensorInfo(shape=tuple(value.shape), dtype=value.dtype) if isinstance(value, Tensor) else None
 
 

@@ -238,7 +238,7 @@ class Folder:
         return cls(location=location, entries=entries)
 
     def model_tensors(self) -> dict[str, TensorInfo | None]:
-        """What is known of the model's state, by FQN; None for what is not a tensor."""
+        """Shapes and dtypes of the model's state, by FQN; None for what is not a tensor."""
         below = {path: entry for path, entry in self.entries.items() if path[0] == MODEL}
         return {str(path[1]): entry.tensor if len(path) == 2 else None for path, entry in below.items()}
 
