@@ -55,7 +55,7 @@ class PipelineConfig:
     """Pieces that each rank's batch is cut into; ``"auto"`` is the number of stages."""
 
     partition: str | tuple[str, ...] = "parameters"
-    """The load that is balanced between the stages. ``"parameters"``; ``"uniform"``: calls of blocks; ``"time"``: forward and
+    """The load to balance. ``"parameters"``; ``"uniform"``: calls of blocks; ``"time"``: forward and
     backward of the blocks, measured on the strategy's device; ``"memory"``: bytes of weights, gradients, AdamW's state
     and activations. ``"type:REGEX"`` balances parameters and takes the modules whose class name matches the regular
     expression as the blocks. A list of FQNs names the block with which each stage after the first begins."""
