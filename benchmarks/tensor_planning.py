@@ -8,10 +8,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
 
-import lightning as L
+import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +18,13 @@ from torch import Tensor, nn
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, Block, random_tokens
-from lightning_3d import ThreeDStrategy
-from lightning_3d.planning import planner
-from lightning_3d.planning.plan import Plan
-from lightning_3d.trainer import parallel_model
+from lightning_3d import ThreeDConfig
+from lightning_3d.distributed.mesh import build_mesh, resolve_mesh_shape
+from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.planning.observation import ExampleStep, Observer
+from lightning_3d.planning.plan import make_plan
+from lightning_3d.planning.tensor_blocks import plan_blocks
+from lightning_3d.trainer.tensor_parallel import prove_blocks
 
 NUM_BLOCKS, WIDTH, HEADS = 48, 256, 8
 
@@ -48,36 +50,22 @@ class Alternating(GPT):
 
 
 def measure() -> dict[str, float]:
-    """Seconds of the planning and of the proof, in a run of one step by the Trainer."""
-    seconds: dict[str, float] = {}
-    plans: list[Plan] = []
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
-            plans.append(result)
-            return result
-
-        return call
-
-    planner.plan_blocks = timed("planning", planner.plan_blocks)
-    parallel_model.prove_blocks = timed("proof", parallel_model.prove_blocks)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ThreeDStrategy(tensor_parallel_size=2),
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Alternating(), random_tokens(1, 4, 64))
-    planned = [block for block in plans[-1].blocks if block.fqn.startswith("blocks.")]
-    assert sum(block.tensor is not None and block.tensor.is_sharded for block in planned) == NUM_BLOCKS
-    return seconds
+    """Seconds of the planning and of the proof of all blocks."""
+    torch.manual_seed(0)  # the same weights on both ranks
+    model, device, config = Alternating(), torch.device("cpu"), ThreeDConfig(tensor_parallel_size=2)
+    mesh = build_mesh(resolve_mesh_shape(config, 2), zero_stage=config.zero.stage, device_type=device.type)
+    step = ExampleStep(name="training_step", microbatch=next(iter(random_tokens(1, 4, 64))), modes=nullcontext)
+    observed = Observer(model, step, device, StepEffects).observe(config, mesh.shape)
+    assert observed.trace is not None
+    plan = make_plan(model, observed.blocks, observed.trace, config, mesh.shape, device)
+    start = time.perf_counter()
+    plan = plan_blocks(plan, model, observed.blocks, observed.trace, config.tensor)
+    planned = time.perf_counter()
+    plan = prove_blocks(plan, observed, mesh, config.tensor, None)
+    proved = time.perf_counter()
+    blocks = [block for block in plan.blocks if block.fqn.startswith("blocks.")]
+    assert sum(block.tensor is not None and block.tensor.is_sharded for block in blocks) == NUM_BLOCKS
+    return {"planning": planned - start, "proof": proved - planned}
 
 
 def main() -> None:

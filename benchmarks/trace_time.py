@@ -7,6 +7,7 @@ The bar for a 48-block model is 2 s; steps of a known batch signature must not t
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from typing import Any
@@ -21,11 +22,23 @@ from benchmarks.models import GPT, random_tokens
 from lightning_3d import ThreeDStrategy
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.trace import step_tracing
 from lightning_3d.trace.interception import routed
 from lightning_3d.trace.step_tracing import StepTracing
 
-NUM_BLOCKS, STEPS = 48, 20
+NUM_BLOCKS, STEPS, MICROBATCHES = 48, 20, 2
+
+
+class Counting(GPT):
+    """Counts the calls of its ``training_step``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.calls = itertools.count()
+
+    def training_step(self, *args: Any) -> Any:
+        """As that of a GPT."""
+        next(self.calls)
+        return super().training_step(*args)
 
 
 def trace_seconds() -> list[float]:
@@ -46,28 +59,20 @@ def trace_seconds() -> list[float]:
 
 
 def count_traces() -> int:
-    """Traces that a run of ``STEPS`` steps with one batch signature makes on a rank."""
-    traced = 0
-    trace_step = step_tracing.trace_step
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal traced
-        traced += 1
-        return trace_step(*args, **kwargs)
-
-    step_tracing.trace_step = counted
+    """Traces that a run of ``STEPS`` steps with one batch signature makes on a rank: each runs the step once more."""
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ThreeDStrategy(pipeline_parallel_size=2),
+        strategy=ThreeDStrategy(pipeline_parallel_size=2, pipeline={"num_microbatches": MICROBATCHES}),
         max_steps=STEPS,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(GPT(width=32, num_layers=4), random_tokens(STEPS, 4, 16))
-    return traced
+    model = Counting(width=32, num_layers=4)
+    trainer.fit(model, random_tokens(STEPS, 4, 16))
+    return next(model.calls) - STEPS * MICROBATCHES
 
 
 def main() -> None:

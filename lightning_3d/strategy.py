@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -32,6 +31,7 @@ from lightning_3d.checkpoint import (
     model_state,
     optimizer_state,
     read_full,
+    remove_sharded,
     save_sharded,
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
@@ -156,7 +156,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @property
     def plan(self) -> Plan:
-        """What lies where; there once the Trainer has set the strategy up. Printable by rich."""
+        """The plan of what lies where; there once the Trainer has set the strategy up. Printable by rich."""
         return self._parts.plan
 
     @property
@@ -319,7 +319,7 @@ class ThreeDStrategy(ParallelStrategy):
         return self._parts.runner.finish_timeline()
 
     def report(self) -> list[RankReport]:
-        """What each rank holds, by rank. Every rank calls it; ``report_table`` shows it."""
+        """The share of the model that each rank holds, by rank. Every rank calls it; ``report_table`` shows it."""
         return gather_reports(self._module, self.optimizers, self.mesh, self.root_device)
 
     @override
@@ -375,7 +375,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all ranks."""
+        """Decide over all ranks."""
         flag = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)
@@ -420,7 +420,7 @@ class ThreeDStrategy(ParallelStrategy):
         with failing_alike(f"write the checkpoint {path}"):
             if self.is_global_zero:
                 if is_sharded_checkpoint(path):
-                    shutil.rmtree(path)
+                    remove_sharded(path)
                 super().save_checkpoint(checkpoint, path)
 
     @override

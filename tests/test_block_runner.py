@@ -129,6 +129,18 @@ def test_nothing_stays_of_a_route(fails: bool) -> None:
     assert {fqn: vars(block) for fqn, block in blocks.items()} == before
 
 
+def test_what_others_wrap_around_it_stays() -> None:
+    block = Base()
+    with routed({"block": block}):
+        runner = block.forward
+        block.forward = lambda x: runner(x) + 10  # type: ignore[method-assign]
+    torch.testing.assert_close(block(_input()), Base.forward(block, _input()) + 10)
+    with routed({"block": block}):
+        torch.testing.assert_close(block(_input()), Base.forward(block, _input()) + 10)
+    del block.forward
+    assert "forward" not in vars(block)
+
+
 def test_a_block_is_routed_once() -> None:
     block = Base()
     with routed({"block": block}):

@@ -35,6 +35,7 @@ from lightning_3d.checkpoint import (
     model_state,
     optimizer_state,
     read_full,
+    remove_sharded,
     save_sharded,
 )
 from lightning_3d.checkpoint.box import fill, full_value
@@ -635,3 +636,17 @@ def test_all_ranks_fail_alike(workers: WorkerPools) -> None:
         workers(2).run(fail_on_rank_one)
     assert set(caught.value.failures) == {0, 1}
     assert all("Could not do it (rank 1). OSError: disk full" in report for report in caught.value.failures.values())
+
+
+def test_a_file_takes_the_place_of_a_folder_but_not_of_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "last.ckpt"
+    folder.mkdir()
+    for name in ("meta.pt", ".metadata", "__0_0.distcp"):
+        (folder / name).touch()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"last.ckpt .* holds 1 files that are no part of the .* \(notes.txt\)"):
+        remove_sharded(folder)
+    assert len(list(folder.iterdir())) == 4
+    (folder / "notes.txt").unlink()
+    remove_sharded(folder)
+    assert not folder.exists()

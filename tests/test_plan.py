@@ -7,6 +7,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
@@ -24,13 +26,13 @@ from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.assignment import boundary_bytes
 from lightning_3d.planning.measure import measure_activations, measure_time
+from lightning_3d.planning.observation import ExampleStep, Observer
 from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.plan_text import folded
+from lightning_3d.planning.planner import decide
 from lightning_3d.planning.split_blocks import is_balanced, refine
 from lightning_3d.planning.stage_flow import cut
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.trace.interception import routed
-from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
 from tests.models import TinyGPT
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
@@ -86,11 +88,16 @@ def _example(module: L.LightningModule) -> Any:
     return torch.zeros(4, module.width)
 
 
-def _traced(module: L.LightningModule, blocks: dict[str, nn.Module]) -> Trace:
+def _observer(module: L.LightningModule) -> Observer:
     module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
-    with routed(blocks) as router:
-        effects = StepEffects(module, blocks, router)
-        return StepTracing(module, blocks, router, effects, CPU)("training_step", _example(module), (0,))
+    step = ExampleStep(name="training_step", microbatch=_example(module), modes=nullcontext)
+    return Observer(module, step, CPU, StepEffects)
+
+
+def _traced(module: L.LightningModule, blocks: dict[str, nn.Module]) -> Trace:
+    trace = _observer(module).of_blocks(blocks).trace
+    assert trace is not None
+    return trace
 
 
 def _plan(
@@ -104,6 +111,32 @@ def _plan(
 
 def _stages(plan: Plan) -> list[list[str]]:
     return [[block.fqn for block in plan.blocks_of(stage)] for stage in range(plan.num_stages)]
+
+
+# ------------------------------------------------------------------------------------------------------ deciding
+
+
+def test_deciding_leaves_the_model_and_says_the_same_again() -> None:
+    assert not dist.is_initialized(), "it needs no process group"
+    model = TinyGPT(num_layers=3)
+    observer = _observer(model)
+    before = {fqn: (type(inner), dict(vars(inner))) for fqn, inner in model.named_modules()}
+    config = ThreeDConfig.from_mapping(
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "tensor": {"sequence_parallel": True}}
+    )
+    shape = MeshShape(pp=2, dp=1, cp=1, tp=2)
+    observed = observer.observe(config, shape)
+    plan = decide(observed, config, shape, CPU)
+    assert {fqn: (type(inner), vars(inner)) for fqn, inner in model.named_modules()} == before
+    assert decide(observer.observe(config, shape), config, shape, CPU) == plan
+    assert plan.blocks_in(model) == observed.blocks
+    assert any(block.tensor is not None and block.tensor.is_sequence_parallel for block in plan.blocks)
+    for block in plan.blocks:
+        assert block.tensor is not None
+        assert (block.safer is not None) == block.tensor.is_sequence_parallel
+        if block.safer is not None:
+            assert block.safer.is_sharded
+            assert not block.safer.is_sequence_parallel
 
 
 # ------------------------------------------------------------------------------------------------------- methods

@@ -392,8 +392,7 @@ TABLE = {
     "diffusion-unet": Row(
         job=small_job(a.DiffusionUNet, a.images),
         blocks={
-            "down": Expected(forward=1, backward=1, share=0.9),  # images need no gradient
-            "up": Expected(forward=1, share=0.9),
+            "Residual": Expected(forward=1, backward=1, share=0.9),  # the time needs no gradient
             "Attention": Expected(forward=1, backward=1),
         },
         held=0.56,

@@ -30,6 +30,26 @@ class Different(Block):
         return super().forward(x) * scale
 
 
+class SometimesDifferent(Block):
+    """Like ``Different``, if its flag says so."""
+
+    def __init__(self, *, is_different: bool) -> None:
+        super().__init__(32, 4)
+        self.is_different = is_different
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_sharded = isinstance(self.attention.q.weight, DTensor)
+        return super().forward(x) * (1.01 if self.is_different and is_sharded else 1.0)
+
+
+class FlaggedGPT(TinyGPT):
+    """TinyGPT of blocks that differ in their flag alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SometimesDifferent(is_different=i == 1) for i in range(3))
+
+
 class PlainGPT(TinyGPT):
     """TinyGPT of such blocks."""
 
@@ -73,6 +93,18 @@ def test_block_without_tensor_parallelism(workers: WorkerPools, sequence_paralle
         assert "relative difference of outputs 1.0e-02" in block.reason
     warned = [text.split(" is left out")[0] for text in result.warnings if "left out of blocks" in text]
     assert warned == ["Sequence parallelism", "Tensor parallel"][not sequence_parallel :]
+
+
+def test_blocks_that_differ_in_a_flag_are_proved_apart(workers: WorkerPools) -> None:
+    job = Job(model=FlaggedGPT)
+    result = run_layout(workers, job, Layout(tp=2))
+    assert_parity(run_reference(job), result, tolerance=1e-5)
+    plans = {block.fqn: block.tensor for block in result.plan.blocks if block.kind == SometimesDifferent.__name__}
+    assert {fqn: plan is not None and plan.is_sharded for fqn, plan in plans.items()} == {
+        "blocks.0": True,
+        "blocks.1": False,
+        "blocks.2": True,
+    }
 
 
 def test_proof_can_be_left_out(workers: WorkerPools) -> None:

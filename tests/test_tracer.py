@@ -296,6 +296,31 @@ def test_buffer_that_a_block_changes_is_not_for_glue() -> None:
         Traced(Layers(glue, Normalised), _input()).cut()
 
 
+class Configured(nn.Module):
+    """Reads some of its attributes."""
+
+    def __init__(self, layer_idx: int, *, is_wide: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.layer_idx, self.is_wide, self.unread = layer_idx, is_wide, object()
+        self.widths, self.activation = [1, 2], torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.activation(self.linear(x)) * (self.widths[0] if self.is_wide else self.layer_idx)
+        return y
+
+
+def test_attributes_that_blocks_read_are_known() -> None:
+    module = Layers(_chain)
+    module.layers = nn.ModuleList(Configured(i, is_wide=i == 3) for i in range(4))
+    read = Traced(module, _input()).trace.read_attributes
+    assert read["layers.0"].keys() == {".activation", ".is_wide", ".layer_idx"}
+    assert read["layers.3"].keys() == {".activation", ".is_wide", ".widths"}
+    assert read["layers.0"] == read["layers.1"], "the numbers of the layers do not tell them apart"
+    assert read["layers.0"][".is_wide"] != read["layers.3"][".is_wide"]
+    assert all(type(layer) is Configured and type(layer.linear) is nn.Linear for layer in module.layers)
+
+
 def test_trace_leaves_the_module_as_it_was() -> None:
     def glue(module: Any, x: Tensor) -> Any:
         module.kept = x

@@ -39,7 +39,7 @@ class ScheduleTimeline(L.Callback):
     def __init__(self, path: str | Path = "timeline.png", step: int = 2) -> None:
         self.path, self.step = Path(path), step
         self.timeline: Timeline | None = None
-        """What was drawn, on all ranks of the first pipeline."""
+        """The timeline that was drawn, on all ranks of the first pipeline."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy

@@ -1,15 +1,15 @@
 """Checkpoints that any layout writes and any other layout reads, as a sharded folder or as one plain Lightning file.
 
 Both formats name everything by FQN, so the numbers of stages, data-parallel and tensor-parallel ranks that wrote a
-checkpoint do not matter to those that read it. `own_state` is what one rank holds; `sharded` writes and reads folders
-of torch.distributed.checkpoint; `single_file` gathers on rank 0 and takes parts out of full tensors.
+checkpoint do not matter to those that read it. `own_state` is what one rank holds; `folder` writes and reads folders of
+torch.distributed.checkpoint; `file` gathers on rank 0 and takes parts out of full tensors.
 """
 
 from __future__ import annotations
 
+from lightning_3d.checkpoint.file import full_model_state, full_optimizer_state, load_full, read_full
+from lightning_3d.checkpoint.folder import is_sharded_checkpoint, load_sharded, remove_sharded, save_sharded
 from lightning_3d.checkpoint.own_state import model_state, optimizer_state
-from lightning_3d.checkpoint.sharded import is_sharded_checkpoint, load_sharded, save_sharded
-from lightning_3d.checkpoint.single_file import full_model_state, full_optimizer_state, load_full, read_full
 
 __all__ = [
     "full_model_state",
@@ -20,5 +20,6 @@ __all__ = [
     "model_state",
     "optimizer_state",
     "read_full",
+    "remove_sharded",
     "save_sharded",
 ]

@@ -14,15 +14,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed.tensor as dt
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from lightning_3d.checkpoint.tensor_info import TensorInfo
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.dtensor_parts import StridedShard, local_shape_and_offset
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """Shape and dtype of a full tensor, to make room for it before it arrives from another rank or a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: object) -> TensorInfo | None:
+        """The shape and dtype of `value`; None if it is not a tensor."""
+        return TensorInfo(shape=tuple(value.shape), dtype=value.dtype) if isinstance(value, Tensor) else None
 
 
 def check_placements(tensors: Mapping[str, object]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_3d.checkpoint.tensor_info import TensorInfo
+from lightning_3d.checkpoint.box import TensorInfo
 from lightning_3d.errors import CheckpointError
 
 NUM_NAMED = 10

@@ -2,16 +2,21 @@
 
 Parameters and buffers of blocks on other pipeline ranks are on the meta device. Their names, shapes and order are known
 here, so every rank sees the same list of FQNs; their values, and optimizer state that belongs to them, are left out.
+
+Of a value that several pipeline ranks hold the lowest one provides it: tied parameters and parameters of glue are equal
+there but perhaps placed differently, so that two ranks writing their parts of it would not fit together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
@@ -23,6 +28,8 @@ from lightning_3d.checkpoint.feature_order import (
 )
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import marked
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
@@ -133,3 +140,27 @@ def tied_fqns(module: nn.Module) -> dict[str, str]:
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The user's optimizer inside Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def exchange(catalog: Mapping[Key, Any], pp: DeviceMesh | None) -> list[dict[Key, Any]]:
+    """Every pipeline rank's catalog (what it holds, by key), in the order of ranks; a collective on the pp axis."""
+    mine = dict(catalog)
+    if pp is None:
+        return [mine]
+    catalogs: list[dict[Key, Any]] = [{}] * pp.size()
+    dist.all_gather_object(catalogs, mine, group=pp.get_group())
+    return catalogs
+
+
+def owners(catalogs: Sequence[Mapping[Key, Any]]) -> dict[Key, int]:
+    """The lowest pipeline rank that holds each key, ordered by rank; the same on all ranks."""
+    holders: dict[Key, int] = {}
+    for rank, catalog in enumerate(catalogs):
+        for key in catalog:
+            holders.setdefault(key, rank)
+    return holders
+
+
+def pipeline_rank(pp: DeviceMesh | None) -> int:
+    """The index of this rank on the pp axis; 0 without one."""
+    return 0 if pp is None else pp.get_local_rank()

@@ -29,12 +29,12 @@ PARTITION_METHODS = ("parameters", "uniform", "time", "memory")
 
 
 TENSOR_STYLES = ("column", "row", "replicate", "vocabulary")
-"""What a rule of ``tensor.plan`` can make of a weight."""
+"""The styles that a rule of ``tensor.plan`` can give a weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
-    """What the data-parallel ranks share of the training state (ZeRO, Rajbhandari et al. 2020, on FSDP2)."""
+    """How much of the training state the data-parallel ranks share (ZeRO, Rajbhandari et al. 2020, on FSDP2)."""
 
     section: ClassVar[str] = "zero"
 
@@ -55,7 +55,7 @@ class PipelineConfig:
     """Pieces that each rank's batch is cut into; ``"auto"`` is the number of stages."""
 
     partition: str | tuple[str, ...] = "parameters"
-    """What is balanced between the stages. ``"parameters"``; ``"uniform"``: calls of blocks; ``"time"``: forward and
+    """The load to balance. ``"parameters"``; ``"uniform"``: calls of blocks; ``"time"``: forward and
     backward of the blocks, measured on the strategy's device; ``"memory"``: bytes of weights, gradients, AdamW's state
     and activations. ``"type:REGEX"`` balances parameters and takes the modules whose class name matches the regular
     expression as the blocks. A list of FQNs names the block with which each stage after the first begins."""
@@ -179,7 +179,7 @@ class ThreeDConfig:
     """Ranks that share each sequence; only 1 so far."""
 
     zero: ZeroConfig = field(default_factory=ZeroConfig)
-    """What the data-parallel ranks share of the training state."""
+    """How much of the training state the data-parallel ranks share."""
 
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """Stages, microbatches and schedule."""

@@ -1,4 +1,4 @@
-"""What values an annotation allows: the test, the words for it, and the allowed value nearest to a wrong one.
+"""The values that an annotation allows: the test, the words for it, and the allowed value nearest to a wrong one.
 
 Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``Literal``, unions, tuples of any
 length, dataclasses, and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises nothing.

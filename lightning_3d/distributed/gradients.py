@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals.operators import foreach_norm
 
 
@@ -19,16 +18,18 @@ class Gradients:
 
     Args:
         module: The user's module, sharded.
-        plan: Says which stages hold each parameter.
+        state_ranks: FQN of each parameter -> indices on the pp axis of the ranks that hold it, ascending.
         mesh: This rank's.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, state_ranks: Mapping[str, tuple[int, ...]], mesh: Mesh, device: torch.device
+    ) -> None:
         self._mesh, self._device = mesh, device
-        stage = mesh.pp_rank
         self._fqns = {p: fqn for fqn, p in module.named_parameters() if not p.is_meta}
-        self._counted = {p for p, fqn in self._fqns.items() if plan.is_owner(stage, fqn) and self._is_first_copy(p)}
-        self._shared = _shared_parameters(self._fqns, plan)
+        owned = {p for p, fqn in self._fqns.items() if state_ranks[fqn][0] == mesh.pp_rank}
+        self._counted = {parameter for parameter in owned if self._is_first_copy(parameter)}
+        self._shared = _shared_parameters(self._fqns, state_ranks)
         self._groups = _stage_groups(self._shared, mesh)
 
     def _is_first_copy(self, parameter: nn.Parameter) -> bool:
@@ -78,11 +79,13 @@ def _local(tensor: Tensor | None) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shared_parameters(fqns: Mapping[nn.Parameter, str], plan: Plan) -> dict[tuple[int, ...], list[nn.Parameter]]:
+def _shared_parameters(
+    fqns: Mapping[nn.Parameter, str], state_ranks: Mapping[str, tuple[int, ...]]
+) -> dict[tuple[int, ...], list[nn.Parameter]]:
     """Stages -> the trainable parameters that exactly these hold, in an order that is the same on all of them."""
     shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
     for parameter, fqn in sorted(fqns.items(), key=lambda item: item[1]):
-        ranks = plan.state_ranks[fqn]
+        ranks = state_ranks[fqn]
         if len(ranks) > 1 and parameter.requires_grad:
             shared.setdefault(ranks, []).append(parameter)
     return shared

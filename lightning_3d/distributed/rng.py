@@ -27,11 +27,11 @@ _MASK = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class _States:
-    """Of all generators that a step may draw from."""
+    """Saved generator states."""
 
     cpu: Tensor
     device: Tensor | None
-    """Of an accelerator."""
+    """State of an accelerator's generator."""
     python: Any
     numpy: Any
 
@@ -48,7 +48,7 @@ class Generators:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
 
     def states(self) -> _States:
-        """Now."""
+        """Snapshot every generator."""
         return _States(
             cpu=torch.get_rng_state(),
             device=None if self._module is None else self._module.get_rng_state(self._device),
@@ -57,7 +57,7 @@ class Generators:
         )
 
     def are_at(self, states: _States) -> bool:
-        """Whether none has drawn anything since."""
+        """Whether no generator has drawn anything since a snapshot."""
         now = self.states()
         return (
             torch.equal(now.cpu, states.cpu)
@@ -68,7 +68,7 @@ class Generators:
         )
 
     def restore(self, states: _States) -> None:
-        """Go on from there."""
+        """Set every generator to a snapshot."""
         torch.set_rng_state(states.cpu)
         if self._module is not None:
             self._module.set_rng_state(states.device, self._device)
@@ -76,20 +76,20 @@ class Generators:
         np.random.set_state(states.numpy)
 
     def seed(self, seed: int) -> None:
-        """Start them anew."""
+        """Seed every generator."""
         self._seed_torch(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
 
     def _seed_torch(self, seed: int) -> None:
-        """Without ``torch.manual_seed``, which takes a millisecond for devices of all kinds."""
+        """Seed torch's own, without ``torch.manual_seed``, which takes a millisecond for devices of all kinds."""
         torch.default_generator.manual_seed(seed)
         if self._module is not None:
             self._module.manual_seed(seed)
 
     @contextmanager
     def torch_seeded(self, seed: int) -> Iterator[None]:
-        """Start torch's anew inside, and go on from here afterwards; a tenth of the time that all of them take."""
+        """Seed torch's generators inside and restore them afterwards; a tenth of the time that all of them take."""
         devices = [] if self._module is None else [self._device]
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
             self._seed_torch(seed)
@@ -97,7 +97,7 @@ class Generators:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Whatever happens inside, they go on from here afterwards."""
+        """Restore every generator afterwards."""
         states = self.states()
         try:
             yield

@@ -20,7 +20,7 @@ from lightning_3d.torch_internals.modules import parameters_of
 
 
 class RankModule(nn.Module):
-    """What one rank holds: the root of its FSDP units. Runs one step of the user's module inside their hooks."""
+    """All that one rank holds: the root of its FSDP units. Runs one step of the user's module inside their hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

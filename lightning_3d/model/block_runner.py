@@ -4,7 +4,7 @@
                          recompute  the step runs what is below under a checkpoint, if glue called one
                          hooks      the user's, and those with which FSDP2 gathers parameters
     block.forward(...)   route      as above, as glue may call it directly
-                         compile    what was compiled for calls of this kind
+                         compile    code compiled for calls of this kind
                          shard      the author's forward on shards
                          pack       the step collects all that the call gives, inside of the hooks
                          forward    the author's own
@@ -70,7 +70,7 @@ class BlockRunner:
         """Its forward on shards, which ends in ``innermost``."""
         self.compiled: Compiled | None = None
         self.returned: Callable[[Any], Any] | None = None
-        """Makes what callers get of what the forward on shards returns."""
+        """Applied to the output of the forward on shards."""
         self.own_forward: Call = block.forward
         self._hidden = {name: vars(block)[name] for name in (_FORWARD, CALL) if name in vars(block)}
         self._around: Around | None = None
@@ -81,9 +81,11 @@ class BlockRunner:
         """Take the patch off the block, unless its weights need it."""
         if self.is_absent or self.sharded is not None or isinstance(self.block, FSDPModule):
             return
-        for name in (_FORWARD, CALL):
-            del vars(self.block)[name]
-        vars(self.block).update(self._hidden)
+        attributes = vars(self.block)
+        for name, own in ((_FORWARD, self), (CALL, self.call)):
+            if attributes.get(name) == own:  # else somebody has wrapped it since
+                del attributes[name]
+                attributes.update({name: self._hidden[name]} if name in self._hidden else {})
 
     @contextmanager
     def forward_through(self, around: Around) -> Iterator[None]:

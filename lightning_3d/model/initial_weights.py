@@ -14,7 +14,6 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
 from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint
 from lightning_3d.model.named_state import named_state
-from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals.modules import buffers_of, parameters_of
 
 
@@ -48,16 +47,21 @@ def check_same_model(module: nn.Module, device: torch.device) -> None:
         )
 
 
-def place_weights(module: nn.Module, plan: Plan, stage: int, device: torch.device) -> None:
+def place_weights(module: nn.Module, holds: Callable[[str], bool], device: torch.device) -> None:
     """Give this stage its weights and buffers, the same as on rank 0, and put those of other stages on meta.
 
     The ranks differ if the model was built without a seed. Seeded ranks only exchange checksums.
+
+    Args:
+        module: Complete, on every rank.
+        holds: Whether this stage holds a parameter or buffer, by its FQN.
+        device: Where it goes.
     """
     state = _state(module)
     if not _is_alike(_checksum(state), device):
-        _broadcast(state, lambda fqn: plan.holds(stage, fqn), device)
+        _broadcast(state, holds, device)
     del state
-    _replace(module, lambda fqn, tensor: tensor if plan.holds(stage, fqn) else _on_meta(tensor))
+    _replace(module, lambda fqn, tensor: tensor if holds(fqn) else _on_meta(tensor))
     computed = {fqn for tensor, fqn in _state(module).items() if isinstance(tensor, DeferredTensor)}
     _replace(module, lambda fqn, tensor: tensor if tensor.is_meta else _moved(tensor, device))
     _agree({fqn: tensor for tensor, fqn in _state(module).items() if fqn in computed}, module, device)

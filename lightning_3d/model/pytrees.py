@@ -82,7 +82,7 @@ def set_content(container: Container, content: Container) -> None:
 
 
 def changed_containers(containers: Sequence[Container], before: Sequence[Container]) -> tuple[int, ...]:
-    """Which of the containers have another content than ``before``."""
+    """Indices of the containers that have another content than ``before``."""
     return tuple(i for i, (old, new) in enumerate(zip(before, containers, strict=True)) if not is_same(old, new))
 
 

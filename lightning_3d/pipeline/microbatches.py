@@ -66,7 +66,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
 
 
 def signature(batch: Any) -> Hashable:
-    """What a trace depends on: structure, shapes, dtypes, and the values of what is not a tensor."""
+    """The signature that a trace depends on: structure, shapes, dtypes, and the values of what is not a tensor."""
     return tuple(
         (path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else (path, repr(leaf))
         for path, leaf in leaves_of(batch)

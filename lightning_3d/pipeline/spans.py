@@ -1,4 +1,4 @@
-"""What a schedule computes when: as planned in slots, and as measured in seconds."""
+"""When a schedule computes what: as planned in slots, and as measured in seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 Kind = Literal["forward", "backward", "input", "weight"]
-"""Of a computation: forward, whole backward, or its two halves: gradients of inputs, and of weights."""
+"""Kind of a computation: forward, whole backward, or its two halves: gradients of inputs, and of weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """What a schedule lets a rank compute next."""
+    """The next computation of a rank by its schedule."""
 
     kind: Kind
     stage: int
@@ -81,7 +81,7 @@ def play(order: Sequence[Sequence[Computation]]) -> tuple[tuple[Span, ...], ...]
 
 
 def _needs(computation: Computation, num_stages: int) -> list[tuple[Kind, int, int]]:
-    """What must have ended before."""
+    """The computations that must have ended before."""
     stage, microbatch = computation.stage, computation.microbatch
     if computation.kind == "forward":
         return [("forward", stage - 1, microbatch)] if stage > 0 else []

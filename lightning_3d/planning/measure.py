@@ -68,7 +68,7 @@ def measure_activations(block: nn.Module, inputs: Inputs, device: torch.device) 
 def _measured(
     block: nn.Module, inputs: Inputs, device: torch.device, run: Callable[[Callable[[], list[Tensor]]], T]
 ) -> T:
-    """What ``run`` makes of the block's forward, a function that returns the outputs that require grad."""
+    """Call ``run`` with the block's forward, a function that returns the outputs that require grad."""
 
     def call(forward: Callable[..., Any]) -> T:
         examples = tree_map(lambda leaf: _random_input(leaf, device), inputs)

@@ -1,4 +1,4 @@
-"""What planning knows of a model: its blocks, and the trace of an example step. The model is left as it was."""
+"""Observing a model for its plan: its blocks, and the trace of an example step. The model is left as it was."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class BlockPlan:
     tensor: BlockTensorPlan | None
     """How its weights are sharded over tp; None if they are replicated."""
     safer: BlockTensorPlan | None = None
-    """What takes the place of ``tensor`` if that does not prove out; None for replicated weights."""
+    """Takes the place of ``tensor`` if that does not prove out; None for replicated weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Plan:
     """In the order of their first call."""
     stages: tuple[StagePlan, ...]
     load_unit: Unit
-    """Of the stages' loads."""
+    """Unit of the stages' loads."""
     stage_ranks: tuple[int, ...]
     """Index on the pp axis of the rank that runs each stage; several stages may lie on one rank."""
     state_ranks: Mapping[str, tuple[int, ...]]
@@ -103,10 +103,6 @@ class Plan:
     def holds(self, pp_rank: int, fqn: str) -> bool:
         """Whether a rank of the pp axis holds this parameter or buffer."""
         return fqn not in self.state_ranks or pp_rank in self.state_ranks[fqn]
-
-    def is_owner(self, pp_rank: int, fqn: str) -> bool:
-        """Whether a rank is the first on the pp axis that holds this parameter: there it counts in norms."""
-        return self.state_ranks[fqn][0] == pp_rank
 
     @property
     def imbalance(self) -> float:

@@ -149,7 +149,7 @@ def _worth_opening(
 
 
 def _parts(fqn: str, block: nn.Module) -> dict[str, nn.Module]:
-    """The blocks inside; of a block that only wraps another, those of the other."""
+    """Child blocks, looking through single-child wrappers."""
     parts = inner_blocks(fqn, block)
     while len(parts) == 1:
         parts = inner_blocks(*next(iter(parts.items())))

@@ -33,7 +33,7 @@ class StageFlow:
         return self.crossings[stage - 1] if stage > 0 else ()
 
     def metas(self, ids: tuple[int, ...]) -> tuple[TensorMeta, ...]:
-        """What is known of these tensors."""
+        """Shape, dtype and device of these tensors."""
         return tuple(self.trace.tensors[i] for i in ids)
 
 

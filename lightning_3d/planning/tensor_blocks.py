@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_3d.config.settings import TensorConfig
+from lightning_3d.model.blocks import kind_of
 from lightning_3d.model.named_state import named_state
 from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
@@ -46,7 +47,8 @@ def plan_blocks(
             sharded.append(replace(block_plan, tensor=with_vocabulary(rest, use)))
             continue
         inputs = trace.block_inputs[fqn]
-        key = (_kind_of(block, excluded), tuple(roles.items()), leaves, _described((use, *inputs)))
+        kind = _kind_of(fqn, block, trace, excluded)
+        key = (kind, tuple(roles.items()), leaves, _described((use, *inputs)))
         if key not in found:
             find = partial(
                 plan_block,
@@ -76,14 +78,15 @@ def _find_vocabulary(
     trace: Trace,
     by_hand: Mapping[str, Mapping[str, Role]],
 ) -> Mapping[str, VocabularyUse]:
-    """What each called block can shard over the vocabulary; of tied weights only those that all their blocks can."""
+    """Find the weights of each block to shard over the vocabulary; tied ones only if all their blocks can."""
     logits = find_logits(trace)
     by_glue = parameters_of(module, plan.used_by_glue)
     found: dict[str, VocabularyUse] = {}
     known: dict[Hashable, VocabularyUse] = {}
     for fqn, inputs in trace.block_inputs.items():
         roles = by_hand.get(fqn, {})
-        key = (_kind_of(blocks[fqn], by_glue), tuple(roles.items()), _described(inputs), logits.get(fqn))
+        kind = _kind_of(fqn, blocks[fqn], trace, by_glue)
+        key = (kind, tuple(roles.items()), _described(inputs), logits.get(fqn))
         if key not in known:
             args, kwargs = example_inputs(inputs)
             known[key] = find_vocabulary(
@@ -122,7 +125,7 @@ def _agreed(
 
 
 def _idle(fqn: str, block: nn.Module, plan: Plan) -> VocabularyUse:
-    """Of a block that is not called: it takes part in what other blocks do to tied weights."""
+    """Tied weights of an uncalled block, so that ties can still be sharded."""
     unused = WeightUse(lookup_bytes=(), head_input_bytes=(), logits_bytes=())
     names = [name for name, _ in block.named_parameters(remove_duplicate=False) if f"{fqn}.{name}" in plan.ties]
     return VocabularyUse(weights=dict.fromkeys(names, unused))
@@ -152,18 +155,18 @@ def parameters_of(module: nn.Module, fqns: Collection[str]) -> list[nn.Parameter
     return [tensor for fqn, tensor, _ in named_state(module) if fqn in fqns and isinstance(tensor, nn.Parameter)]
 
 
-def _kind_of(block: nn.Module, excluded: Collection[nn.Parameter]) -> Hashable:
+def _kind_of(fqn: str, block: nn.Module, trace: Trace, excluded: Collection[nn.Parameter]) -> Hashable:
     """Blocks of one kind get the same plan for the same inputs."""
     shared = {id(parameter) for parameter in excluded}
-    parameters = tuple(
-        (fqn, tuple(p.shape), p.dtype, p.requires_grad, id(p) in shared) for fqn, p in block.named_parameters()
-    )
-    return type(block), repr(block), parameters
+    is_shared = tuple(id(parameter) in shared for parameter in block.parameters())
+    return type(block), kind_of(block), is_shared, frozenset(trace.read_attributes[fqn].items())
 
 
 def _described(inputs: Any) -> str:
     """Equal for calls that planning can't tell apart."""
-    return repr(tree_map(lambda leaf: type(leaf) if is_opaque(leaf) else leaf, inputs))
+    return repr(
+        tree_map(lambda leaf: type(leaf) if is_opaque(leaf) and not isinstance(leaf, TensorMeta) else leaf, inputs)
+    )
 
 
 def example_inputs(inputs: Any) -> Any:

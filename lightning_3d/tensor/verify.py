@@ -23,7 +23,7 @@ from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 _SEED = 20_250_101
-"""Of the random inputs: any number, the same on all ranks."""
+"""Seed of the random inputs: any number, the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Verification:
     tolerance: float
 
     error: str | None = None
-    """What the planned block raised on this rank."""
+    """The error that the planned block raised on this rank."""
 
     @property
     def passed(self) -> bool:
@@ -126,7 +126,7 @@ def verify_block(
 
 
 def _num_ids(block: nn.Module) -> int:
-    """What integers may be below: the rows of a block that is a plain table; elsewhere they may index anything."""
+    """Upper bound of integers: the rows of a block that is a plain table; elsewhere they may index anything."""
     if not isinstance(block, nn.Embedding) or getattr(own_forward(block), "__func__", None) is not nn.Embedding.forward:
         return 1
     return block.num_embeddings
@@ -217,7 +217,7 @@ def _full(gradient: Tensor | None) -> Tensor | None:
 
 
 def _differences(dense: _Results, sharded: _Results, tolerance: float) -> list[float]:
-    """Of outputs, input gradients and parameter gradients.
+    """Compare outputs, input gradients and parameter gradients.
 
     A tensor is compared relative to its own greatest element, but at least to `tolerance` times the greatest of its
     kind: a gradient that is zero but for rounding (the bias of a key projection) does not count as wrong.

@@ -37,7 +37,7 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Propagation:
-    """What DTensor does with one op."""
+    """DTensor's answer for one op: where its outputs are, and what moves before."""
 
     outputs: tuple[Placement | None, ...]
     """By leaf of the op's result; None for a leaf that is no tensor."""

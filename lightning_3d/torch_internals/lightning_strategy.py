@@ -1,4 +1,4 @@
-"""What Lightning's own strategies share and no public name gives: processes, their connection, collectives.
+"""Helpers that Lightning's own strategies share under private names: processes, their connection, collectives.
 
 ``ThreeDStrategy`` also overrides ``_configure_launcher`` and sets ``_launcher`` and ``_precision_plugin``, as every
 strategy does.

@@ -35,7 +35,7 @@ def register_dataclass(cls: type[Any]) -> None:
 
 
 def registered_dataclasses() -> list[type[Any]]:
-    """Those that `register_dataclass` registered."""
+    """All classes that `register_dataclass` registered."""
     types = _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
     return [cls for name, cls in types.items() if name.startswith(_OURS)]
 

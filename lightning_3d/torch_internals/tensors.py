@@ -1,4 +1,4 @@
-"""What a tensor knows of itself and torch does not tell publicly, and how a subclass of it is made."""
+"""Versions, views and storages of tensors, which torch does not tell publicly, and how a subclass is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a block returns, without the data that goes in: its forward on fake tensors, or on random ones where that fails.
+"""Running a block without data: its forward on fake tensors, or on random ones where that fails.
 
 Some operators have no rule for fake tensors (``torch._grouped_mm`` in fp32), and some blocks look into their data
 (experts that index by a mask). Such a block runs for real, on random tensors of the shapes of its inputs and of its

@@ -15,7 +15,7 @@ from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMeta:
-    """What is known of a tensor without its data. A stage boundary sends it contiguously."""
+    """A tensor without its data. A stage boundary sends it contiguously."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -24,7 +24,7 @@ class TensorMeta:
 
     @staticmethod
     def of(tensor: Tensor) -> TensorMeta:
-        """Of a real, fake or meta tensor."""
+        """Describe a real, fake or meta tensor."""
         return TensorMeta(
             shape=tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
         )

@@ -21,7 +21,7 @@ Call = Callable[..., Any]
 
 
 class HiddenCalls(Protocol):
-    """What a running step does about calls that function modes do not see."""
+    """A running step that answers calls which function modes do not see."""
 
     def is_in_glue(self) -> bool:
         """Whether the present code is glue, seen by the step."""

@@ -1,4 +1,4 @@
-"""Which blocks make logits that a step only hands to its loss, as a trace shows it: those may stay sharded."""
+"""Finding blocks whose output a step only hands to its loss, as logits, in its trace: those may stay sharded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KEEPING = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logits:
-    """What a block returns to a loss that runs on shards."""
+    """The output of a block, as the input of a loss that runs on shards."""
 
     num_classes: int
 

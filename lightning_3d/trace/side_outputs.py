@@ -1,4 +1,4 @@
-"""What a block gives besides its return value: tensors that it leaves in attributes, and what forward hooks see.
+"""Outputs of a block besides its return value: tensors that it leaves in attributes, and what forward hooks see.
 
 [Note: side outputs]
 A mixture of experts leaves its auxiliary loss in ``self.aux_loss``; a model collects hidden states or router logits by
@@ -36,12 +36,12 @@ class HookCall:
 
 @dataclass(frozen=True, kw_only=True)
 class SideOutputs:
-    """What a call of a block gives besides its return value."""
+    """Outputs of one call of a block besides its return value."""
 
     attributes: tuple[str, ...] = ()
     """Names in the block of the attributes that its forward sets to something with tensors."""
     containers: tuple[int, ...] = ()
-    """Which of the lists and dicts among its arguments it changes, by their place in ``argument_containers``."""
+    """Lists and dicts among its arguments that it changes, by their place in ``argument_containers``."""
     hooks: tuple[HookCall, ...] = ()
     """The forward hooks inside of it, in the order of their calls."""
 
@@ -81,7 +81,7 @@ def run_and_pack(
 
 
 def pack_outputs(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:
-    """What a call returned and its side outputs, as one pytree."""
+    """Join the return value of a call and its side outputs to one pytree."""
     attributes = tuple(get_attribute(block, name) for name in side.attributes)
     containers = argument_containers(*arguments) if side.containers else []
     return output, attributes, tuple(containers[i] for i in side.containers), tuple(note.values for note in noted)
@@ -183,7 +183,7 @@ class Attribute:
 
 
 def attributes_of(block: nn.Module) -> dict[str, Attribute]:
-    """What is set on the block and on the modules inside of it, besides torch's own, by its name in the block."""
+    """All attributes of the block and of the modules inside of it, but for torch's own, by their names in the block."""
     return {
         f"{prefix}.{name}" if prefix else name: Attribute(
             value=value, content=value.copy() if isinstance(value, (list, dict, set)) else value
@@ -195,7 +195,7 @@ def attributes_of(block: nn.Module) -> dict[str, Attribute]:
 
 
 def changed_attributes(block: nn.Module, before: dict[str, Attribute]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """What a call left in attributes.
+    """Find the attributes that a call changed.
 
     Args:
         before: ``attributes_of(block)`` before the call.

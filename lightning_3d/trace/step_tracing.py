@@ -15,7 +15,7 @@ from lightning_3d.trace.tracer import trace_step
 
 
 class TracedEffects(Protocol):
-    """What a step does beside its loss, as far as a trace has to know."""
+    """Follows what a traced step does beside its loss."""
 
     def undone(self) -> AbstractContextManager[None]:
         """Trace inside; what the step changes in its module is put back."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_3d.torch_internals.pytree import TreeSpec
+from lightning_3d.trace.attribute_reads import Read
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs
 
@@ -51,7 +52,7 @@ class TracedCall:
     aliased: Mapping[int, int] = field(default_factory=dict)
     """Tensor that shares memory with one that an in-place call changes -> id of its new value."""
     side: SideOutputs = field(default_factory=SideOutputs)
-    """What the block gives besides its return value."""
+    """Outputs of the block besides its return value."""
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -76,6 +77,8 @@ class Trace:
     """Block FQN -> forward hooks in it that change outputs, and so are part of the block."""
     unsent_attributes: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Block FQN -> names in the block of attributes that its forward changes otherwise than by setting tensors."""
+    read_attributes: Mapping[str, Mapping[str, Read]] = field(default_factory=dict)
+    """Block FQN -> name in it of an attribute that its forward reads -> its value."""
     changed_buffers: frozenset[str] = frozenset()
     """FQNs of buffers that their block's forward changes."""
 

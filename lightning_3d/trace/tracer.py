@@ -97,6 +97,7 @@ def _trace(step: Callable[[], Any], tracer: _Tracer, blocks: Mapping[str, nn.Mod
         block_inputs=tracer.block_inputs,
         kept_hooks=tracer.kept_hooks,
         unsent_attributes=tracer.blocks.unsent_attributes,
+        read_attributes=tracer.blocks.read_attributes,
         changed_buffers=frozenset(tracer.blocks.changed_buffers),
     )
 

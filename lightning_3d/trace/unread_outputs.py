@@ -1,4 +1,4 @@
-"""Which outputs of blocks a step does not read, as a trace shows it: they need not be gathered."""
+"""Finding outputs of blocks that a step does not read, in its trace: they need not be gathered."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What meets Lightning's Trainer: precision, batches, requirements, reports, and making the model parallel."""
+"""The side of Lightning's Trainer: precision, batches, requirements, reports, and making the model parallel."""

@@ -10,6 +10,7 @@ apply     tensor parallel, ZeRO, pipeline
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -44,7 +45,7 @@ class ParallelModel:
     zero: Zero
     gradients: Gradients
     router: Router
-    """Of the blocks' calls; to be installed while the Trainer runs."""
+    """Routes the blocks' calls; to be installed while the Trainer runs."""
     guard: BatchGuard
     runner: StepRunner
 
@@ -73,7 +74,7 @@ def make_parallel(
     blocks = plan.blocks_in(module)
     if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
         observed = observer.of_blocks(blocks)
-    place_weights(module, plan, mesh.pp_rank, device)
+    place_weights(module, partial(plan.holds, mesh.pp_rank), device)
     set_device(module, device=device)
     if mesh.shape.tp > 1:
         tensor = config.tensor
@@ -83,7 +84,7 @@ def make_parallel(
     own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     router = Router(blocks, absent=blocks.keys() - own.keys())
     zero = Zero(module, own.values(), mesh=mesh, stage=config.zero.stage)
-    gradients = Gradients(module, plan, mesh, device)
+    gradients = Gradients(module, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),
         num_replicas=mesh.shape.dp,

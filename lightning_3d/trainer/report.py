@@ -1,4 +1,4 @@
-"""What every rank holds, gathered for a table."""
+"""The share of the model that every rank holds, gathered for a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model and its optimizers must be like on a given mesh; raises for the rest, alike on all ranks."""
+"""Requirements on a model and its optimizers on a given mesh; raises for the rest, alike on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy changes outside of its own objects while a Trainer runs, as contexts that undo it.
+"""Changes outside of a strategy's own objects while a Trainer runs, as contexts that undo them.
 
 The strategy enters them in ``setup`` and leaves them in ``teardown``, which the Trainer calls after an exception, too.
 """

@@ -71,7 +71,8 @@ def _failures(
         only: FQNs of the blocks to prove; None for all.
     """
     assert observed.trace is not None
-    inputs, excluded = observed.trace.block_inputs, excluded_parameters(plan, observed.module)
+    inputs, read = observed.trace.block_inputs, observed.trace.read_attributes
+    excluded = excluded_parameters(plan, observed.module)
     proofs: dict[Hashable, Verification] = {}
     failed: dict[str, str] = {}
     for block_plan in plan.blocks_on(mesh.pp_rank):
@@ -79,7 +80,7 @@ def _failures(
         if (only is not None and fqn not in only) or tensor is None or not tensor.is_sharded or fqn not in inputs:
             continue
         block = observed.blocks[fqn]
-        key = block_signature(block, tensor)
+        key = block_signature(block, tensor), frozenset(read[fqn].items())
         if key not in proofs:
             args, kwargs = example_inputs(inputs[fqn])
             proofs[key] = verify_block(

@@ -42,7 +42,7 @@ class View:
 
     @staticmethod
     def of(tensor: Tensor) -> View:
-        """Of a strided tensor."""
+        """The view that a strided tensor is of its storage."""
         return View(
             size=tuple(tensor.size()), stride=tensor.stride(), offset=int(tensor.storage_offset()), dtype=tensor.dtype
         )
@@ -80,7 +80,7 @@ class RandomState:
 
     @staticmethod
     def now(device: torch.device) -> RandomState:
-        """Of the CPU and, if it is another, of ``device``."""
+        """The states of the CPU's generator and, if it is another, of the device's."""
         accelerator = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
         return RandomState(cpu=torch.get_rng_state(), accelerator=accelerator, device=device)
 
@@ -137,7 +137,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contents:
-    """What one storage held after one operation."""
+    """The content of one storage after one operation."""
 
     operation: Operation
     is_result: bool

@@ -123,5 +123,5 @@ class DeferredTensor(Tensor):
 
 
 def attributes(tensor: Tensor) -> dict[str, Any]:
-    """What its user hung on a tensor."""
+    """The attributes that a user set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in ("_place", IS_PARAMETER)}

@@ -82,7 +82,7 @@ class BlockCompiler:
         return known
 
     def _compile(self, block: nn.Module, run: Callable[..., Any], call: Call) -> CompiledCall | str:
-        """What computes this kind of call, or why none can; the same on all ranks."""
+        """Compile this kind of call, or say why that can't be; the same on all ranks."""
         made, reason = None, "another rank can't compile it"
         try:
             expected = observe(block, run, call.leaves, call.spec, _device(self._mesh))

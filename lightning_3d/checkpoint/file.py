@@ -20,21 +20,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.box import check_placements, empty_like_parameter, fill, full_value
+from lightning_3d.checkpoint.box import TensorInfo, check_placements, empty_like_parameter, fill, full_value
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.match import by_fqn, check_groups, check_model, check_num_optimizers
 from lightning_3d.checkpoint.own_state import (
+    Key,
+    exchange,
     model_state,
     optimizer_state,
+    owners,
     parameter_fqns,
     parameters_of,
+    pipeline_rank,
     restore_model,
     restore_optimizer,
     tied_fqns,
     unwrapped,
 )
-from lightning_3d.checkpoint.ownership import Key, exchange, owners, pipeline_rank
-from lightning_3d.checkpoint.tensor_info import TensorInfo
 
 # ------------------------------------------------------------------------------------------------------------- gather
 

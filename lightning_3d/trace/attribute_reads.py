@@ -1,0 +1,100 @@
+"""Noting the plain attributes that a block's code reads: blocks that differ in one may compute different things.
+
+A number that is the block's own place among its siblings, as ``layer_idx``, counts as equal for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.trace.ghost import TensorMeta
+
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """The value of an attribute when it was first read; equal for values that planning need not tell apart."""
+
+    key: Hashable
+    is_place: bool
+    """Whether it is the number of the block among its siblings."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Read) and (self.key == other.key or (self.is_place and other.is_place))
+
+    def __hash__(self) -> int:
+        return hash(Read)
+
+
+class AttributeReads:
+    """Watches the modules of a block by giving each a subclass of its class for a while."""
+
+    def __init__(self) -> None:
+        self._watched: dict[type[nn.Module], type[nn.Module]] = {}
+        self._names: dict[int, str] = {}  # id of a module -> its name in the block
+        self._found: dict[str, Read] = {}
+        self._places: set[int] = set()
+
+    @contextmanager
+    def noted(self, fqn: str, block: nn.Module, found: dict[str, Read]) -> Iterator[None]:
+        """Note what is read inside.
+
+        Args:
+            found: Name in the block -> its value; gets what is not in it yet.
+        """
+        self._found, self._names = found, {id(module): name for name, module in block.named_modules()}
+        self._places = {int(part) for part in fqn.split(".") if part.isdecimal()}
+        own = [(module, type(module)) for module in block.modules()]
+        try:
+            for module, cls in own:
+                module.__class__ = self._watching(cls)
+            yield
+        finally:
+            for module, cls in own:
+                module.__class__ = cls
+
+    def _watching(self, cls: type[nn.Module]) -> type[nn.Module]:
+        if cls not in self._watched:
+
+            def read(module: nn.Module, name: str) -> Any:
+                value = cls.__getattribute__(module, name)
+                if name not in _TORCH_ATTRIBUTES and name in object.__getattribute__(module, "__dict__"):
+                    self._note(f"{self._names.get(id(module), '')}.{name}", value)
+                return value
+
+            members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__getattribute__": read}
+            self._watched[cls] = type(cls)(cls.__name__, (cls,), members)  # type: ignore[misc]  # the metaclass
+        return self._watched[cls]
+
+    def _note(self, name: str, value: Any) -> None:
+        if name not in self._found:
+            self._found[name] = Read(_key(value), is_place=type(value) is int and value in self._places)
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for values that compute the same, as far as planning can tell."""
+    if isinstance(value, _BY_VALUE):
+        return type(value), value
+    if isinstance(value, _BY_IDENTITY):
+        return value
+    if isinstance(value, Tensor):
+        return TensorMeta.of(value)
+    if isinstance(value, partial):
+        return _key(value.func), _key(value.args), _key(value.keywords)
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_key, value))
+    if isinstance(value, dict):
+        return type(value), tuple((str(key), _key(entry)) for key, entry in value.items())
+    content = getattr(value, "__dict__", {})  # a config
+    return type(value), tuple((name, entry) for name, entry in content.items() if isinstance(entry, _BY_VALUE))
