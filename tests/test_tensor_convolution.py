@@ -404,16 +404,25 @@ def test_convolutions_are_sharded_by_channels(name: str) -> None:
     assert expected.share <= plan.sharded_share <= expected.share + 0.1, plan
 
 
-def test_residuals_are_whole_where_that_shards_more() -> None:
-    """Residuals on shards, gathered at the end, would leave the 3x3 convolutions of ResNet-50's stages whole."""
+def test_residuals_stay_on_shards_where_that_sends_less() -> None:
+    """In ResNet-50's stages: whole ones would have the gradients of all their channels summed in every bottleneck."""
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         stages = transformers.ResNetModel(transformers.ResNetConfig()).encoder.stages
-    plan = plan_block(stages[0], (torch.empty(4, 64, 56, 56, device="meta", requires_grad=True),), {}, size=2)
+    x = torch.empty(4, 64, 56, 56, device="meta", requires_grad=True)
+    plan = plan_block(stages[0], (x,), {}, size=2)
     for layer in range(3):
-        assert plan.weight(f"layers.{layer}.layer.0.convolution.weight").role == "column"
-        assert plan.weight(f"layers.{layer}.layer.1.convolution.weight").role == "row"
-    assert (plan.num_all_reduces_forward, plan.num_other_collectives_forward) == (3, 1)
+        assert plan.weight(f"layers.{layer}.layer.0.convolution.weight").role == ("row" if layer else "column")
+    assert (plan.num_all_reduces_forward, plan.num_other_collectives_forward) == (3, 2)
+    roles: dict[str, Role] = {"layers.0.shortcut.convolution.weight": "replicate"}
+    for layer in range(3):
+        for index, role in enumerate(("column", "row", "replicate")):
+            roles[f"layers.{layer}.layer.{index}.convolution.weight"] = role  # type: ignore[assignment]
+    whole = plan_block(
+        stages[0], (x,), {}, size=2, by_hand={**roles, "layers.0.shortcut.convolution.weight": "replicate"}
+    )
+    assert whole.sharded_share > 0.5
+    assert plan.communicated_bytes < whole.communicated_bytes
 
 
 def _roles(plan: BlockTensorPlan) -> dict[str, tuple[str, int | None]]:

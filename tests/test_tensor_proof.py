@@ -38,7 +38,7 @@ class SometimesDifferent(Block):
         self.is_different = is_different
 
     def forward(self, x: Tensor) -> Tensor:
-        is_sharded = isinstance(self.attention.q.weight, DTensor)
+        is_sharded = isinstance(self.attention.q.weight, ShardedTensor)
         return super().forward(x) * (1.01 if self.is_different and is_sharded else 1.0)
 
 

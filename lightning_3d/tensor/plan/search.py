@@ -218,15 +218,31 @@ def _without_doubtful(
     replicated: dict[str, str],
     by_hand: Mapping[str, Role],
 ) -> Simulated:
-    """Replicate one doubtful group of weights after the other, where that lowers the communicated bytes."""
+    """Replicate the weights behind doubtful collectives where that lowers the communicated bytes.
+
+    Collectives that are alike, as those of the many layers of a stage, are tried together, and then one of them alone.
+    """
     tried: set[frozenset[str]] = {frozenset()}
-    while doubt := next((d for d in _doubtful(best, size) if d.cause.sources.difference(by_hand) not in tried), None):
-        tried.add(doubt.cause.sources.difference(by_hand))
-        candidate = replicated | _reasons(doubt, by_hand)
-        trial = simulate(candidate)
-        if trial.communicated_bytes < best.communicated_bytes:
-            best, replicated, tried = trial, candidate, {frozenset()}  # what did not pay before may pay now
+    while alike := _alike([d for d in _doubtful(best, size) if d.cause.sources.difference(by_hand) not in tried], best):
+        for doubts in (alike, alike[:1]) if len(alike) > 1 else (alike,):
+            candidate = replicated | {fqn: why for doubt in doubts for fqn, why in _reasons(doubt, by_hand).items()}
+            trial = simulate(candidate)
+            if trial.communicated_bytes < best.communicated_bytes:
+                best, replicated, tried = trial, candidate, {frozenset()}  # what did not pay before may pay now
+                break
+        else:
+            tried.update(doubt.cause.sources.difference(by_hand) for doubt in alike)
     return best
+
+
+def _alike(doubts: Sequence[Caused], simulated: Simulated) -> Sequence[Caused]:
+    """The first of some collectives, and those like it: of the same call and size, and for as large outputs."""
+
+    def kind(caused: Caused) -> object:
+        outputs = sum(simulated.output_bytes.get(fqn, 0) for fqn in caused.cause.sources)
+        return caused.collective, outputs, caused.cause.row is None
+
+    return [doubt for doubt in doubts if kind(doubt) == kind(doubts[0])]
 
 
 def _reasons(caused: Caused, by_hand: Mapping[str, Role]) -> dict[str, str]:
