@@ -34,7 +34,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from tests.models import features, loader, reference_loader
-from tests.parity import Layout
+from tests.parity import QUIET, Layout
 from tests.workers import WorkerError, WorkerPools
 
 LAYOUTS = [
@@ -42,14 +42,6 @@ LAYOUTS = [
     Layout(pp=2, schedule="zbv", num_microbatches=4),
     Layout(pp=2, dp=2, num_microbatches=2),
 ]
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "num_sanity_val_steps": 0,
-}
 BATCH, SEED, CLASSES = 8, 1, 4
 SIZES = (29, 21)  # samples for training and validation: the last batches are smaller
 ONE_STAGE_SIZES = (32, 16)  # all batches are full, so that data-parallel ranks share them evenly
@@ -93,7 +85,16 @@ def _loaders(layout: Layout | None, sizes: tuple[int, int]) -> tuple[DataLoader[
 def _trainer(layout: Layout | None, **settings: Any) -> L.Trainer:
     strategy: Any = "auto" if layout is None else layout.strategy()
     devices = 1 if layout is None else layout.world_size
-    return L.Trainer(**{**QUIET, "devices": devices, "strategy": strategy, "max_epochs": 2, **settings})
+    return L.Trainer(
+        **{
+            **QUIET,
+            "enable_checkpointing": False,
+            "devices": devices,
+            "strategy": strategy,
+            "max_epochs": 2,
+            **settings,
+        }
+    )
 
 
 def _fit(model: type[Net], layout: Layout | None, sizes: tuple[int, int], settings: dict[str, Any]) -> Any:
