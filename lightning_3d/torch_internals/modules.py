@@ -33,7 +33,7 @@ forward_hooks_with_kwargs: Callable[[nn.Module], Hooks] = attrgetter("_forward_h
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:
-    """What ``module(...)`` calls otherwise: hooks and forward. A compiler can follow it, unlike an ``attrgetter``."""
+    """The call of ``module(...)`` otherwise: hooks and forward. A compiler can follow it, unlike an ``attrgetter``."""
     return module._call_impl
 
 
