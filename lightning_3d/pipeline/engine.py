@@ -16,7 +16,6 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.distributed.zero import RankModule
 from lightning_3d.pipeline.effects.effect import Place
-from lightning_3d.pipeline.effects.join import join
 from lightning_3d.pipeline.effects.randomness import RandomNumbers
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
@@ -25,6 +24,7 @@ from lightning_3d.pipeline.reports import StageReport, share
 from lightning_3d.pipeline.schedule import Schedule, StageCall
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.stage_run import StageRun
+from lightning_3d.pipeline.study import Study
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.torch_internals.pytree import tree_map
@@ -81,6 +81,8 @@ class PipelineEngine:
         self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
         self._effects = StepEffects(module, blocks, router, RandomNumbers(randomness))
         self._tracing = StepTracing(module, blocks, router, self._effects, device)
+        self._study = Study(module, router, self._effects)
+        self._studied: set[str] = set()  # names of steps
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -100,7 +102,11 @@ class PipelineEngine:
         trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
         modes = (name, self._module.training, torch.is_grad_enabled(), trainable)
         keys = [(*modes, signature(part.batch)) for part in parts]
-        flows = [self._flow(key, name, part, rest) for key, part in zip(keys, parts, strict=True)]
+        flows = [self._flow(key, name, part.batch, rest) for key, part in zip(keys, parts, strict=True)]
+        if len(parts) > 1 and name not in self._studied and self._last_stage in self._stages:
+            self._studied.add(name)
+            examples = [parts[0].batch, parts[-1].batch, split_batch(batch, len(parts) - 1)[0].batch]
+            self._study.learn(name, examples, rest, lambda b: self._flow((*modes, signature(b)), name, b, rest).trace)
         schedule = self._schedule((backward, *keys), flows, backward=backward)
         step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward)
         with self._effects.begin(number):
@@ -164,14 +170,15 @@ class PipelineEngine:
             if not is_last and not self._effects.act_in_blocks:
                 continue
             if is_last:
-                output = join([step.outputs[i] for i in range(len(sizes))], sizes, f"what {step.name} returned")
+                outputs = [step.outputs[i] for i in range(len(sizes))]
+                output = self._effects.joiner.join(outputs, sizes, f"what {step.name} returned")
             effects = self._effects.join(stage, sizes, is_last=is_last)
             reports.append(StageReport(stage=stage, output=output, effects=effects))
         return reports
 
-    def _flow(self, key: Hashable, name: str, part: Microbatch, rest: Sequence[Any]) -> StageFlow:
+    def _flow(self, key: Hashable, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
         if key not in self._flows:
-            trace = self._tracing(name, part.batch, rest)
+            trace = self._tracing(name, batch, rest)
             _remember(self._flows, key, cut(trace, self._plan.stages_of_calls, self._plan.num_stages))
         self._flows.move_to_end(key)
         return self._flows[key]

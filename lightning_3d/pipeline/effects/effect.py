@@ -11,7 +11,8 @@ per batch, to its end. An effect makes up for the difference:
     joined = effect.join(stage, sizes)                what one step on the whole batch would have done
     effect.apply(joined, is_own=...)                  on every rank, for every stage that reports
 
-A trace runs the same up to ``collect``. A new effect is one class here and one line in ``step_effects.py``.
+A trace runs the same up to ``collect``, and the study of what values mean (``study.py``) ends with ``study``. A new
+effect is one class here and one line in ``step_effects.py``.
 """
 
 from __future__ import annotations
@@ -69,6 +70,12 @@ class Effect:
 
         Raises:
             StepError: the microbatches gave what can't be joined.
+        """
+
+    def study(self, stage: int, sizes: Sequence[int]) -> None:
+        """Learn what values mean from microbatches of several sizes on the last stage, in place of ``join``.
+
+        They ran with random outputs of blocks, and nothing of them is applied.
         """
 
     def apply(self, joined: Any, *, is_own: bool) -> None:

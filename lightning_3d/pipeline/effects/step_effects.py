@@ -13,6 +13,7 @@ from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.attributes import Attributes
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.hooks import LazyHooks
+from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.logs import Logs
 from lightning_3d.pipeline.effects.metrics import Metrics
 from lightning_3d.pipeline.loss import check_loss
@@ -33,14 +34,16 @@ class StepEffects:
 
     def __init__(self, module: LightningModule, blocks: Mapping[str, nn.Module], router: Router, *more: Effect) -> None:
         self._module, self._blocks = module, blocks
-        metrics = Metrics(module, router)
-        attributes = Attributes(module, blocks.values())
+        self.joiner = Joiner()
+        """Joins values over microbatches."""
+        metrics = Metrics(module, router, self.joiner)
+        attributes = Attributes(module, blocks.values(), self.joiner)
         self._effects: tuple[Effect, ...] = (
             *more,
             LazyHooks(module),
             attributes,
             metrics,
-            Logs(module, metrics, router),
+            Logs(module, metrics, router, self.joiner),
         )
 
     @property
@@ -76,6 +79,11 @@ class StepEffects:
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Any]:
         """What each did on a stage, for the whole batch."""
         return [effect.join(stage, sizes, is_last=is_last) for effect in self._effects]
+
+    def study(self, stage: int, sizes: Sequence[int]) -> None:
+        """Let each learn what values mean."""
+        for effect in self._effects:
+            effect.study(stage, sizes)
 
     def apply(self, joined: Sequence[tuple[Sequence[Any], bool]]) -> None:
         """Do it here.

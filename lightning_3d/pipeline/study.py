@@ -1,0 +1,151 @@
+"""Running a step whose blocks return random numbers, to learn what the numbers that it gives mean (``evidence.py``).
+
+It runs on microbatches of several sizes. Whatever tensor is computed from the batch or from outputs of blocks gets
+random values at the end, so that it is not taken for a constant because it happens to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_3d.errors import StepError
+from lightning_3d.pipeline.effects.effect import Place
+from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.pipeline.microbatches import batch_size, leaves_of
+from lightning_3d.pipeline.stage_run import StageRun
+from lightning_3d.planning.stage_flow import cut
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_unflatten
+from lightning_3d.trace.ghost import TensorMeta
+from lightning_3d.trace.interception import Router
+from lightning_3d.trace.trace import Trace, TracedCall
+
+_NUM_DRAWS = 2  # of random outputs, for each microbatch
+
+
+class Study:
+    """Learns from steps.
+
+    Args:
+        module: The user's module.
+        router: The router of its blocks.
+        effects: What learns.
+    """
+
+    def __init__(self, module: LightningModule, router: Router, effects: StepEffects) -> None:
+        self._module, self._router, self._effects = module, router, effects
+
+    def learn(self, name: str, batches: Sequence[Any], rest: Sequence[Any], trace_of: Callable[[Any], Trace]) -> None:
+        """Run ``module.<name>(batch, *rest)``; if it fails on random numbers, nothing is learned.
+
+        Args:
+            batches: Microbatches of several sizes.
+            trace_of: Traces the step on one of them.
+        """
+        with suppress(Exception):
+            traces = [trace_of(batch) for batch in batches]
+            drawn = [*zip(batches, traces, strict=True)] * _NUM_DRAWS
+            with self._effects.begin(0):
+                outputs = [self._run(name, *example, rest, index) for index, example in enumerate(drawn)]
+            sizes = [batch_size(batch) for batch, _ in drawn]
+            self._effects.study(0, sizes)
+            with suppress(StepError):
+                self._effects.joiner.join(outputs, sizes, f"what {name} returned")
+
+    def _run(self, name: str, batch: Any, trace: Trace, rest: Sequence[Any], index: int) -> Any:
+        from_data = _FromData([leaf for _, leaf in leaves_of(batch)])
+        run = _BlocksAtRandom(self._router, trace, from_data)
+        place = Place(stage=0, microbatch=index, is_last=True)
+
+        def step() -> Any:
+            with from_data:
+                output = getattr(self._module, name)(batch, *rest)
+            return output, self._effects.collect(place)
+
+        with self._effects.microbatch(place):
+            output, found = tree_map(from_data.made_random, run.run(step))
+            self._effects.keep(place, found)
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+
+
+class _BlocksAtRandom(StageRun):
+    """A run of a whole step whose blocks return random numbers.
+
+    Args:
+        router: The router of the model's blocks.
+        trace: Of the step.
+        from_data: Notes what they return.
+    """
+
+    def __init__(self, router: Router, trace: Trace, from_data: _FromData) -> None:
+        flow = cut(trace, {call.name: (0,) for call in trace.block_calls}, 1)
+        super().__init__(router, flow, 0, (), lambda call: nullcontext())
+        self._tensors, self._from_data = trace.tensors, from_data
+
+    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        if not call.is_block:
+            return super()._execute(call, leaves, run)
+        return super()._execute(call, leaves, lambda values: self._outputs(call, values))
+
+    def _outputs(self, call: TracedCall, values: list[Any]) -> Any:
+        outputs: list[Any] = []
+        for result in call.results:
+            if result.argument is not None:
+                outputs.append(values[result.argument])
+            elif result.result is not None:
+                outputs.append(outputs[result.result])
+            elif result.tensor is not None:
+                outputs.append(_random(self._tensors[result.tensor]))
+            else:
+                outputs.append(result.constant)
+        self._from_data.note(outputs)
+        return tree_unflatten(outputs, call.spec)
+
+
+class _FromData(TorchFunctionMode):
+    """Notes the tensors that are computed from others.
+
+    Args:
+        data: These, among other things.
+    """
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        super().__init__()
+        self._noted = WeakTensorKeyDictionary()
+        self.note(data)
+
+    def note(self, tree: Any) -> None:
+        """Note the tensors in a pytree."""
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, Tensor):
+                self._noted[leaf] = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        name = getattr(func, "__name__", "")
+        if any(leaf in self._noted for leaf in tensors) and not name.startswith("new_"):
+            self.note((output, tensors[:1] if name == "__setitem__" else []))
+        return output
+
+    def made_random(self, leaf: Any) -> Any:
+        """Random values in place of a tensor that was noted."""
+        if not isinstance(leaf, Tensor) or leaf not in self._noted or leaf.dtype == torch.bool:
+            return leaf
+        if leaf.is_floating_point() or leaf.is_complex():
+            return torch.rand_like(leaf.detach())
+        return torch.randint_like(leaf, 1, min(torch.iinfo(leaf.dtype).max, 1 << 30))
+
+
+def _random(meta: TensorMeta) -> Tensor:
+    if not meta.dtype.is_floating_point:
+        return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+    return torch.randn(meta.shape, dtype=meta.dtype, device=meta.device).requires_grad_(meta.requires_grad)
