@@ -31,6 +31,7 @@ from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
 
+_MAX_STUDIED = 4  # microbatches to learn from what numbers mean
 _MAX_CACHED = 64  # batch signatures whose flow and schedule are kept
 
 
@@ -105,7 +106,8 @@ class PipelineEngine:
         flows = [self._flow(key, name, part.batch, rest) for key, part in zip(keys, parts, strict=True)]
         if len(parts) > 1 and name not in self._studied and self._last_stage in self._stages:
             self._studied.add(name)
-            examples = [parts[0].batch, parts[-1].batch, split_batch(batch, len(parts) - 1)[0].batch]
+            larger = split_batch(batch, len(parts) - 1)[0]
+            examples = [part.batch for part in (*parts[-_MAX_STUDIED:], larger)]
             self._study.learn(name, examples, rest, lambda b: self._flow((*modes, signature(b)), name, b, rest).trace)
         schedule = self._schedule((backward, *keys), flows, backward=backward)
         step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward)

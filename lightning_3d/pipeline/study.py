@@ -146,6 +146,7 @@ class _FromData(TorchFunctionMode):
 
 
 def _random(meta: TensorMeta) -> Tensor:
+    """Numbers between 0 and 1, which probabilities, variances and the like are too; zeros for integers."""
     if not meta.dtype.is_floating_point:
         return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-    return torch.randn(meta.shape, dtype=meta.dtype, device=meta.device).requires_grad_(meta.requires_grad)
+    return torch.rand(meta.shape, dtype=meta.dtype, device=meta.device).requires_grad_(meta.requires_grad)

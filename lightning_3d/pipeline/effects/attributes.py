@@ -180,7 +180,8 @@ class Attributes(Effect):
         name = ".".join(["self", *filter(None, [fqn]), str(path[0])]) + "".join(f"[{key!r}]" for key in path[1:])
         if isinstance(before, dict) and all(isinstance(a, dict) and a.keys() >= before.keys() for a in afters):
             keys = dict.fromkeys(key for after in afters for key in after)
-            pairs = [(key, before.get(key, _MISSING), [after.get(key, _MISSING) for after in afters]) for key in keys]
+            absent = 0 if isinstance(before, Counter) else _MISSING
+            pairs = [(key, before.get(key, absent), [after.get(key, absent) for after in afters]) for key in keys]
             return [c for key, old, new in pairs for c in self._changes(fqn, (*path, key), old, new, sizes)]
         if isinstance(before, _LISTS) and all(isinstance(after, _LISTS) and _begins(after, before) for after in afters):
             inner = [(i, entry, [after[i] for after in afters]) for i, entry in enumerate(before)]
@@ -205,9 +206,7 @@ class Attributes(Effect):
 
     def _join_added(self, added: Sequence[list[Any]], sizes: Sequence[int], name: str) -> list[Any]:
         """New entries: either one for each sample, or parts that each stand for the batch."""
-        if len(added) > 1 and self._joiner.are_rows(
-            added, sizes, f"the entries added to {name}", unknown=max(sizes) > 1
-        ):
+        if len(added) > 1 and self._joiner.are_rows(added, sizes, name, unknown=max(sizes) > 1):
             return [entry for entries in added for entry in entries]
         if len({len(entries) for entries in added}) > 1:
             raise StepError(
@@ -227,7 +226,7 @@ class Attributes(Effect):
             return weighted_mean(afters, sizes)
         is_number = type(before) is int and all(type(after) is int for after in afters)
         if is_number or (is_tensor and before.dtype != torch.bool):
-            return before + self._joiner.number([after - before for after in afters], sizes, f"the growth of {name}")
+            return before + self._joiner.growth([after - before for after in afters], sizes, f"the growth of {name}")
         return self._joiner.join(afters, sizes, name)
 
 

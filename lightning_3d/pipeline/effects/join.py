@@ -80,6 +80,10 @@ class Joiner:
             raise _differ(name, values)
         return values[0] if kind in (None, "constant") else sum(values)
 
+    def growth(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> Any:
+        """Join by how much a counter grew, as ``number`` does. That it did not grow shows nothing."""
+        return values[0] if all(map(is_zero, values)) else self.number(values, sizes, name)
+
     def total(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> Any:
         """The sum of values that are to be summed over batches, unless they are known to be a constant of the batch."""
         kind = self._evidence.kind(values, sizes, name)
@@ -91,14 +95,14 @@ class Joiner:
         Args:
             unknown: What holds if that does not show.
         """
-        if any(len(value) != size for value, size in zip(values, sizes, strict=True)):
+        lengths = [len(value) for value in values]
+        if not self._evidence.are_rows(lengths, sizes, name, unknown=unknown) or lengths != list(sizes):
             return False
         entries = [(entry, size) for value, size in zip(values, sizes, strict=True) for entry in value]
-        if any(
+        parts = [
             isinstance(e, (list, tuple)) or (isinstance(e, Tensor) and e.ndim > 0 and len(e) == n) for e, n in entries
-        ):
-            return False
-        return self._evidence.are_rows([len(value) for value in values], sizes, name, unknown=unknown)
+        ]
+        return not any(parts)
 
     def _tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int], name: str) -> Tensor:
         first = tensors[0]
