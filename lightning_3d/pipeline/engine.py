@@ -16,6 +16,7 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.distributed.zero import RankModule
 from lightning_3d.pipeline.effects.effect import Place
+from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.randomness import RandomNumbers
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
@@ -31,7 +32,6 @@ from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
 
-_MAX_STUDIED = 4  # microbatches to learn from what numbers mean
 _MAX_CACHED = 64  # batch signatures whose flow and schedule are kept
 
 
@@ -80,10 +80,10 @@ class PipelineEngine:
         self._source = pipeline[plan.stage_ranks[-1]]
         self._recorder: SpanRecorder | None = None  # measures the steps that run
         self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
-        self._effects = StepEffects(module, blocks, router, RandomNumbers(randomness))
+        self._joiner = Joiner()
+        self._effects = StepEffects(module, blocks, router, RandomNumbers(randomness), joiner=self._joiner)
         self._tracing = StepTracing(module, blocks, router, self._effects, device)
-        self._study = Study(module, router, self._effects)
-        self._studied: set[str] = set()  # names of steps
+        self._study = Study(module, blocks, router, self._joiner, device)
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -104,11 +104,6 @@ class PipelineEngine:
         modes = (name, self._module.training, torch.is_grad_enabled(), trainable)
         keys = [(*modes, signature(part.batch)) for part in parts]
         flows = [self._flow(key, name, part.batch, rest) for key, part in zip(keys, parts, strict=True)]
-        if len(parts) > 1 and name not in self._studied and self._last_stage in self._stages:
-            self._studied.add(name)
-            larger = split_batch(batch, len(parts) - 1)[0]
-            examples = [part.batch for part in (*parts[-_MAX_STUDIED:], larger)]
-            self._study.learn(name, examples, rest, lambda b: self._flow((*modes, signature(b)), name, b, rest).trace)
         schedule = self._schedule((backward, *keys), flows, backward=backward)
         step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward)
         with self._effects.begin(number):
@@ -117,6 +112,7 @@ class PipelineEngine:
                 self._recorder.begin()
                 self._planned = schedule.planned()
             schedule.run(StageCall(forward=partial(self._forward, step), recorder=self._recorder))
+        self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=batch_size(parts[-1].batch))
         reports = share(
             lambda: self._reports(step),
             self._group,
@@ -124,6 +120,7 @@ class PipelineEngine:
             device=self._device,
             from_all=self._effects.act_in_blocks,
         )
+        self._joiner.evidence.study = None
         self._effects.apply([(report.effects, report.stage in self._stages) for report in reports])
         return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, reports[-1].output)
 
@@ -132,7 +129,7 @@ class PipelineEngine:
         self._recorder = SpanRecorder(self._device)
 
     def finish_timeline(self) -> Timeline:
-        """What was measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
+        """The spans measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
         assert self._recorder is not None, "start_timeline comes first"
         measured: list[tuple[Span, ...]] = [()] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(measured, tuple(self._recorder.spans), group=self._group)
@@ -164,7 +161,7 @@ class PipelineEngine:
         return output
 
     def _reports(self, step: _Step) -> list[StageReport]:
-        """What this rank's stages have to tell."""
+        """The reports of this rank's stages."""
         sizes = [batch_size(part.batch) for part in step.parts]
         reports = []
         for stage in self._stages:
@@ -173,7 +170,7 @@ class PipelineEngine:
                 continue
             if is_last:
                 outputs = [step.outputs[i] for i in range(len(sizes))]
-                output = self._effects.joiner.join(outputs, sizes, f"what {step.name} returned")
+                output = self._joiner.join(outputs, sizes, f"what {step.name} returned")
             effects = self._effects.join(stage, sizes, is_last=is_last)
             reports.append(StageReport(stage=stage, output=output, effects=effects))
         return reports

@@ -1,33 +1,38 @@
 """Running a step whose blocks return random numbers, to learn what the numbers that it gives mean (``evidence.py``).
 
-It runs on microbatches of several sizes. Whatever tensor is computed from the batch or from outputs of blocks gets
+It runs on parts of a batch of two sizes. Whatever tensor is computed from the batch or from outputs of blocks gets
 random values at the end, so that it is not taken for a constant because it happens to be equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.effect import Place
+from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.pipeline.microbatches import batch_size, leaves_of
+from lightning_3d.pipeline.microbatches import batch_size, leaves_of, samples_of, signature
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import cut
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_unflatten
+from lightning_3d.torch_internals.random_states import random_states_kept
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace, TracedCall
 
-_NUM_DRAWS = 2  # of random outputs, for each microbatch
+_NUM_DRAWS = 3  # of random outputs, for each part of a batch
+_MAX_STUDIES = 8  # of a step
 
 
 class Study:
@@ -36,28 +41,46 @@ class Study:
     Args:
         module: The user's module.
         router: The router of its blocks.
-        effects: What learns.
+        blocks: FQN -> block, routed by ``router``.
+        joiner: Learns.
     """
 
-    def __init__(self, module: LightningModule, router: Router, effects: StepEffects) -> None:
-        self._module, self._router, self._effects = module, router, effects
+    def __init__(
+        self,
+        module: LightningModule,
+        blocks: Mapping[str, nn.Module],
+        router: Router,
+        joiner: Joiner,
+        device: torch.device,
+    ) -> None:
+        self._module, self._router, self._joiner = module, router, joiner
+        self._effects = StepEffects(module, blocks, router, joiner=joiner)
+        self._num_studies: Counter[str] = Counter()  # by name of the step
+        self._tracing = StepTracing(module, blocks, router, self._effects, device)
 
-    def learn(self, name: str, batches: Sequence[Any], rest: Sequence[Any], trace_of: Callable[[Any], Trace]) -> None:
-        """Run ``module.<name>(batch, *rest)``; if it fails on random numbers, nothing is learned.
+    def learn(self, name: str, batch: Any, rest: Sequence[Any], *, size: int) -> None:
+        """Run ``module.<name>(batch, *rest)`` on parts of a batch; if it fails on random numbers, nothing is learned.
+
+        Two parts and both in one: what counts something in the batch can't be the same in all three.
 
         Args:
-            batches: Microbatches of several sizes.
-            trace_of: Traces the step on one of them.
+            batch: Of two samples at least.
+            size: Samples in a microbatch.
         """
+        if self._num_studies[name] == _MAX_STUDIES:
+            return
+        self._num_studies[name] += 1
+        half = max(1, size // 2)
+        parts = [samples_of(batch, *ends) for ends in ((0, half), (half, 2 * half), (0, 2 * half))]
         with suppress(Exception):
-            traces = [trace_of(batch) for batch in batches]
-            drawn = [*zip(batches, traces, strict=True)] * _NUM_DRAWS
-            with self._effects.begin(0):
+            traces = {signature(part): self._tracing(name, part, rest) for part in parts}
+            drawn = [(part, traces[signature(part)]) for part in parts] * _NUM_DRAWS
+            with random_states_kept(), torch.no_grad(), _collectives_refused(self._module), self._effects.begin(0):
                 outputs = [self._run(name, *example, rest, index) for index, example in enumerate(drawn)]
-            sizes = [batch_size(batch) for batch, _ in drawn]
+            sizes = [batch_size(part) for part, _ in drawn]
             self._effects.study(0, sizes)
             with suppress(StepError):
-                self._effects.joiner.join(outputs, sizes, f"what {name} returned")
+                self._joiner.join(outputs, sizes, f"what {name} returned")
 
     def _run(self, name: str, batch: Any, trace: Trace, rest: Sequence[Any], index: int) -> Any:
         from_data = _FromData([leaf for _, leaf in leaves_of(batch)])
@@ -73,6 +96,20 @@ class Study:
             output, found = tree_map(from_data.made_random, run.run(step))
             self._effects.keep(place, found)
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+
+
+@contextmanager
+def _collectives_refused(module: LightningModule) -> Iterator[None]:
+    """Let ``self.all_gather`` raise: other replicas do not run the step once more."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise StepError("a step that communicates can't be studied")
+
+    vars(module)["all_gather"] = refuse
+    try:
+        yield
+    finally:
+        del vars(module)["all_gather"]
 
 
 class _BlocksAtRandom(StageRun):

@@ -1,4 +1,4 @@
-"""What a step changes in the module's own attributes: lists that grow, counters, running values.
+"""Changes of a step to the module's own attributes: lists that grow, counters, running values.
 
 Glue runs once per microbatch, and on every stage up to where it leaves; in one process it runs once per batch. So every
 microbatch starts with the attributes of before the step and leaves them so; what the last stage found changed is joined
@@ -144,7 +144,7 @@ class Attributes(Effect):
                 find()
 
     def _joins(self, sizes: Sequence[int]) -> Iterator[Callable[[], list[Change]]]:
-        """What finds the changes of each attribute."""
+        """For each attribute a function that finds its changes."""
         afters = [self._afters.pop(index) for index in range(len(sizes))]
         for fqn, name in dict.fromkeys(name for after in afters for name in after):
             before = self._before[fqn].get(name, _MISSING)
@@ -226,7 +226,7 @@ class Attributes(Effect):
             return weighted_mean(afters, sizes)
         is_number = type(before) is int and all(type(after) is int for after in afters)
         if is_number or (is_tensor and before.dtype != torch.bool):
-            return before + self._joiner.growth([after - before for after in afters], sizes, f"the growth of {name}")
+            return before + self._joiner.number([after - before for after in afters], sizes, f"the growth of {name}")
         return self._joiner.join(afters, sizes, name)
 
 

@@ -1,4 +1,4 @@
-"""The protocol of what a step does beside its loss.
+"""The protocol of everything that a step does beside its loss.
 
 [Note: effects]
 With a pipeline a step runs once per microbatch, and on every stage up to where it leaves; in one process it runs once
@@ -61,7 +61,7 @@ class Effect:
         """Take what ``collect`` gave, with data in place of ghosts; still inside of ``microbatch``."""
 
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> Any:
-        """What one step on the whole batch would have done, to send to all ranks; called after the step.
+        """Find out what one step on the whole batch would have done, to send it to all ranks; called after the step.
 
         Args:
             stage: Index of a stage of this rank.

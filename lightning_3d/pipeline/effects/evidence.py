@@ -1,4 +1,4 @@
-"""What numbers of microbatches mean for their batch, by evidence.
+"""Telling by evidence whether a number counts or is constant.
 
 An integer that is 4 in every microbatch of 4 samples may count samples (16 in a batch of 16) or be a constant (4). What
 it is shows where microbatches differ in size:
@@ -7,15 +7,15 @@ it is shows where microbatches differ in size:
                      values 2, 2, 2    constant: the batch has 2
                      values 1, 3, 2    count of something in the data: the batch has their sum
 
-So before the first step of a kind, the step runs on microbatches of two sizes with random outputs of blocks
-(``study.py``), and what shows there holds for later steps. Likewise for tensors: rows
+So when a number is not known yet, the step runs once more, on microbatches of two sizes with random outputs of blocks
+(``study.py``). What shows once holds for later steps. Likewise for tensors: rows
 are as many as samples, or the same multiple of it, whatever the size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,50 +27,62 @@ _Kind = Literal["constant", "samples", "count"]
 
 
 class Evidence:
-    """What is known of the values that steps give, by name."""
+    """Remembers by name which values are constant, which are counts, and which are rows."""
 
     def __init__(self) -> None:
+        self.study: Callable[[], None] | None = None
+        """Called at most once, to show more of the numbers that the present step gives."""
         self._kinds: dict[str, _Kind] = {}
         self._are_rows: dict[str, bool] = {}
         self._kept: set[str] = set()  # names whose equal values were taken for constant
 
     def kind(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> _Kind | None:
-        """What values mean: the batch has the same, if constant, else their sum. None if unknown.
+        """Tell what values mean: the batch has the same, if constant, else their sum. None if unknown.
 
         Args:
-            values: One per microbatch, tensors of equal shape or numbers.
+            values: One per microbatch, tensors of equal shape or numbers; not all zero, which shows nothing.
             sizes: Samples in each microbatch.
             name: What and where it is, equal in every step.
 
         Raises:
             StepError: it differs, and was taken for a constant in an earlier step.
         """
-        shown, known = _shown(values, sizes), self._kinds.get(name)
-        kind = shown if known is None or shown is None or shown == known else "count"
-        if shown is not None:
-            self._kinds[name] = kind or shown
+        shown = _shown(values, sizes)
+        if shown in (None, "constant") and name not in self._kinds:
+            self._learn()
+        known = self._kinds.get(name)
+        kind = shown if known is None else known
+        if kind is not None:
+            self._kinds[name] = kind = kind if shown in (None, kind) else "count"
         if kind == "count" and name in self._kept:
             raise StepError(
                 f"{name} was the same in all microbatches of earlier batches, and taken for a constant, but now it is"
                 f" {_listed(values)}. {_FIX}"
             )
-        found = kind or known
-        if found == "constant" and len(set(sizes)) == 1 and not is_zero(values[0]):
+        if kind == "constant" and len(set(sizes)) == 1:
             self._kept.add(name)
-        return found
+        return kind
 
-    def are_rows(self, lengths: Sequence[int], sizes: Sequence[int], name: str, *, unknown: bool) -> bool:
-        """Whether tensors or lists whose lengths fit the numbers of samples have entries for each sample.
+    def are_rows(self, values: Sequence[Sized], sizes: Sequence[int], name: str, *, unknown: bool) -> bool:
+        """Whether tensors or lists have entries for each sample, as many for all.
 
         Args:
-            lengths: One per microbatch.
-            unknown: What holds if they have not been seen in microbatches of several sizes.
+            values: One per microbatch.
+            unknown: What holds if they fit, and have not been seen in microbatches of several sizes.
         """
+        lengths = [len(value) for value in values]
         ratios = {divmod(length, size) for length, size in zip(lengths, sizes, strict=True)}
         fit = len(ratios) == 1 and all(rest == 0 < each for each, rest in ratios)
         if len(set(sizes)) > 1 and (fit or len(set(lengths)) == 1):
             self._are_rows[name] = fit
+        if fit and name not in self._are_rows and (not unknown or all(_is_equal(value, values[0]) for value in values)):
+            self._learn()
         return fit and self._are_rows.get(name, unknown)
+
+    def _learn(self) -> None:
+        study, self.study = self.study, None
+        if study is not None:
+            study()
 
 
 _FIX = (
@@ -101,8 +113,10 @@ def _shown(values: Sequence[Number], sizes: Sequence[int]) -> _Kind | None:
     return "samples" if is_proportional and differ_in_size else "count"
 
 
-def _is_equal(first: Number, second: Number) -> bool:
-    return torch.equal(first, second) if isinstance(first, Tensor) and isinstance(second, Tensor) else first == second  # type: ignore[return-value]
+def _is_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return first is second or (isinstance(first, (int, float)) and first == second)
 
 
 def is_zero(value: Number) -> bool:

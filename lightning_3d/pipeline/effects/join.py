@@ -31,7 +31,7 @@ class Joiner:
     """
 
     def __init__(self) -> None:
-        self._evidence = Evidence()
+        self.evidence = Evidence()
 
     def join(self, values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
         """Join tensors, numbers, strings, None, and containers of them.
@@ -73,21 +73,20 @@ class Joiner:
         Raises:
             StepError: which of the two is unknown.
         """
-        kind = self._evidence.kind(values, sizes, name)
-        if kind is None and not is_zero(values[0]):
+        if all(map(is_zero, values)):
+            return values[0]
+        kind = self.evidence.kind(values, sizes, name)
+        if kind is None:
             raise unknown_number(values, sizes, name)
         if kind == "count" and not counts:
             raise _differ(name, values)
-        return values[0] if kind in (None, "constant") else sum(values)
-
-    def growth(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> Any:
-        """Join by how much a counter grew, as ``number`` does. That it did not grow shows nothing."""
-        return values[0] if all(map(is_zero, values)) else self.number(values, sizes, name)
+        return values[0] if kind == "constant" else sum(values)
 
     def total(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> Any:
         """The sum of values that are to be summed over batches, unless they are known to be a constant of the batch."""
-        kind = self._evidence.kind(values, sizes, name)
-        return values[0] if kind == "constant" else sum(values)
+        if all(map(is_zero, values)):
+            return values[0]
+        return values[0] if self.evidence.kind(values, sizes, name) == "constant" else sum(values)
 
     def are_rows(self, values: Sequence[Sequence[Any]], sizes: Sequence[int], name: str, *, unknown: bool) -> bool:
         """Whether these are lists with one entry for each sample, rather than structures of parts for the whole batch.
@@ -95,8 +94,8 @@ class Joiner:
         Args:
             unknown: What holds if that does not show.
         """
-        lengths = [len(value) for value in values]
-        if not self._evidence.are_rows(lengths, sizes, name, unknown=unknown) or lengths != list(sizes):
+        are_rows = self.evidence.are_rows(values, sizes, name, unknown=unknown)
+        if not are_rows or any(len(value) != size for value, size in zip(values, sizes, strict=True)):
             return False
         entries = [(entry, size) for value, size in zip(values, sizes, strict=True) for entry in value]
         parts = [
@@ -106,10 +105,9 @@ class Joiner:
 
     def _tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int], name: str) -> Tensor:
         first = tensors[0]
-        if all(tensor.ndim > 0 and len(tensor) for tensor in tensors):
-            lengths = [len(tensor) for tensor in tensors]
-            if self._evidence.are_rows(lengths, sizes, name, unknown=True):
-                return torch.cat(list(tensors))
+        has_rows = all(tensor.ndim > 0 for tensor in tensors)
+        if has_rows and self.evidence.are_rows(tensors, sizes, name, unknown=True):
+            return torch.cat(list(tensors))
         if any(tensor.shape != first.shape for tensor in tensors):
             raise _differ(name, [tuple(tensor.shape) for tensor in tensors], "shapes")
         if first.is_floating_point() or first.is_complex():

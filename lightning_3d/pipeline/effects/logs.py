@@ -173,7 +173,7 @@ def _join(calls: Sequence[LogCall], sizes: Sequence[int], joiner: Joiner) -> Log
 
 
 def _join_batch_sizes(given: Sequence[int | None], sizes: Sequence[int]) -> tuple[Sequence[int], int | None]:
-    """What the microbatches weigh, and the batch size to log with.
+    """The weights of microbatches, and the batch size to log with.
 
     The same number for all, of which some microbatch's samples are no divisor, can't count samples (or tokens): it is a
     constant such as ``batch_size=1``.

@@ -172,13 +172,13 @@ class Metrics(Effect):
     # ---- for logs
 
     def reference(self, value: Any) -> MetricReference | ForwardValue | None:
-        """What stands for a metric, or for what its ``forward`` just returned; None for other values."""
+        """A stand-in for a metric, or for what its ``forward`` just returned; None for other values."""
         if id(value) in self._values:
             return self._values[id(value)][1]
         return MetricReference(fqn=self._fqns[id(value)]) if id(value) in self._fqns else None
 
     def value_for_batch(self, value: Any) -> Any:
-        """What a metric returned for the whole batch on the stage joined last, in place of a ``ForwardValue``."""
+        """A metric's answer for the whole batch, on the stage joined last, in place of a ``ForwardValue``."""
         if not isinstance(value, ForwardValue):
             return value
         answer = self._answers[value.call]
@@ -249,7 +249,7 @@ def make_calls(calls: Sequence[MetricCall], metrics: Mapping[str, nn.Module]) ->
 
 
 class MetricChanges:
-    """What metrics changed in themselves since this was made; of list states only the new entries are sent."""
+    """Changes of metrics since this was made; of list states only the new entries are sent."""
 
     def __init__(self, metrics: Mapping[str, nn.Module]) -> None:
         self._metrics = metrics

@@ -30,21 +30,22 @@ class StepEffects:
         module: The user's module.
         blocks: FQN -> block, routed by ``router``.
         more: Further effects.
+        joiner: Joins values over microbatches, and remembers what they mean.
     """
 
-    def __init__(self, module: LightningModule, blocks: Mapping[str, nn.Module], router: Router, *more: Effect) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        blocks: Mapping[str, nn.Module],
+        router: Router,
+        *more: Effect,
+        joiner: Joiner | None = None,
+    ) -> None:
         self._module, self._blocks = module, blocks
-        self.joiner = Joiner()
-        """Joins values over microbatches."""
-        metrics = Metrics(module, router, self.joiner)
-        attributes = Attributes(module, blocks.values(), self.joiner)
-        self._effects: tuple[Effect, ...] = (
-            *more,
-            LazyHooks(module),
-            attributes,
-            metrics,
-            Logs(module, metrics, router, self.joiner),
-        )
+        joiner = joiner or Joiner()
+        metrics = Metrics(module, router, joiner)
+        attributes, logs = Attributes(module, blocks.values(), joiner), Logs(module, metrics, router, joiner)
+        self._effects: tuple[Effect, ...] = (*more, LazyHooks(module), attributes, metrics, logs)
 
     @property
     def act_in_blocks(self) -> bool:
@@ -68,7 +69,7 @@ class StepEffects:
             yield
 
     def collect(self, place: Place) -> list[Any]:
-        """What each effect collects."""
+        """The tensors that each effect collects."""
         return [effect.collect(place) for effect in self._effects]
 
     def keep(self, place: Place, found: Sequence[Any]) -> None:
@@ -77,7 +78,7 @@ class StepEffects:
             effect.keep(place, own)
 
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Any]:
-        """What each did on a stage, for the whole batch."""
+        """Join what each did on a stage."""
         return [effect.join(stage, sizes, is_last=is_last) for effect in self._effects]
 
     def study(self, stage: int, sizes: Sequence[int]) -> None:
