@@ -64,14 +64,13 @@ class Study:
         Two parts and both in one: what counts something in the batch can't be the same in all three.
 
         Args:
-            batch: Of two samples at least.
-            size: Samples in a microbatch.
+            batch: Of two microbatches at least.
+            size: Samples in its smallest microbatch.
         """
         if self._num_studies[name] == _MAX_STUDIES:
             return
         self._num_studies[name] += 1
-        half = max(1, size // 2)
-        parts = [samples_of(batch, *ends) for ends in ((0, half), (half, 2 * half), (0, 2 * half))]
+        parts = [samples_of(batch, *ends) for ends in ((0, size), (size, 2 * size), (0, 2 * size))]
         with suppress(Exception):
             traces = {signature(part): self._tracing(name, part, rest) for part in parts}
             drawn = [(part, traces[signature(part)]) for part in parts] * _NUM_DRAWS

@@ -73,7 +73,7 @@ class Joiner:
         Raises:
             StepError: which of the two is unknown.
         """
-        if all(map(is_zero, values)):
+        if len(values) == 1 or all(map(is_zero, values)):
             return values[0]
         kind = self.evidence.kind(values, sizes, name)
         if kind is None:
@@ -84,7 +84,7 @@ class Joiner:
 
     def total(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> Any:
         """The sum of values that are to be summed over batches, unless they are known to be a constant of the batch."""
-        if all(map(is_zero, values)):
+        if len(values) == 1 or all(map(is_zero, values)):
             return values[0]
         return values[0] if self.evidence.kind(values, sizes, name) == "constant" else sum(values)
 
