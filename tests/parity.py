@@ -29,6 +29,15 @@ from tests.collectives import BlockInputs, Sent
 from tests.models import TinyGPT, loader, reference_loader, tokens
 from tests.workers import DEFAULT_TIMEOUT, WorkerPools
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+"""Settings of a Trainer that writes and prints nothing."""
+
 MAX_LISTED = 20
 """Differences that a failed comparison lists."""
 

@@ -97,6 +97,18 @@ def test_a_forward_and_a_compilation_that_others_set_on_the_block_stay() -> None
     assert {**vars(block), "num_calls": 0} == {**before, "num_calls": 0}
 
 
+def test_a_compiler_follows_calls_in_glue() -> None:
+    block = Derived()
+
+    def glue(x: Tensor) -> Tensor:
+        y: Tensor = block(x).relu() + block.forward(x)
+        return y
+
+    with routed({"block": block}):
+        compiled = torch.compile(glue, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(_input()), glue(_input()))
+
+
 @pytest.mark.parametrize("copied", [deepcopy, lambda block: pickle.loads(pickle.dumps(block))], ids=["copy", "pickle"])
 def test_a_copy_belongs_to_no_step(copied: Any) -> None:
     block = Derived()

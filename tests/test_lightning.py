@@ -14,17 +14,10 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from tests.models import TinyGPT, loader, tokens
-from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
 LAYOUTS = [Layout(dp=2), Layout(pp=2), Layout(tp=2), Layout(pp=2, dp=2, tp=2)]
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
 STEPS, GLOBAL_BATCH = 4, 8
 
 

@@ -7,7 +7,7 @@ counters is what it would be for the whole batch.
 from __future__ import annotations
 
 import csv
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 from tests.models import features, loader, reference_loader
-from tests.parity import Layout
+from tests.parity import QUIET, Layout
 from tests.workers import WorkerError, WorkerPools
 
 LAYOUTS = [
@@ -42,14 +42,6 @@ LAYOUTS = [
     Layout(pp=2, schedule="zbv", num_microbatches=4),
     Layout(pp=2, dp=2, num_microbatches=2),
 ]
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "num_sanity_val_steps": 0,
-}
 BATCH, SEED, CLASSES = 8, 1, 4
 SIZES = (29, 21)  # samples for training and validation: the last batches are smaller
 ONE_STAGE_SIZES = (32, 16)  # all batches are full, so that data-parallel ranks share them evenly
@@ -93,7 +85,16 @@ def _loaders(layout: Layout | None, sizes: tuple[int, int]) -> tuple[DataLoader[
 def _trainer(layout: Layout | None, **settings: Any) -> L.Trainer:
     strategy: Any = "auto" if layout is None else layout.strategy()
     devices = 1 if layout is None else layout.world_size
-    return L.Trainer(**{**QUIET, "devices": devices, "strategy": strategy, "max_epochs": 2, **settings})
+    return L.Trainer(
+        **{
+            **QUIET,
+            "enable_checkpointing": False,
+            "devices": devices,
+            "strategy": strategy,
+            "max_epochs": 2,
+            **settings,
+        }
+    )
 
 
 def _fit(model: type[Net], layout: Layout | None, sizes: tuple[int, int], settings: dict[str, Any]) -> Any:
@@ -311,9 +312,108 @@ def test_lists_and_counters_of_the_module(workers: WorkerPools, layout: Layout) 
     _assert_same(workers, Keeping, layout)
 
 
+def test_counters_in_microbatches_of_one_sample(workers: WorkerPools) -> None:
+    _assert_same(workers, Keeping, Layout(pp=2, num_microbatches=8))
+
+
+class CountsAndConstants(Net):
+    """Gives integers that mean different things; in microbatches of equal size they look alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.num_steps, self.num_pairs, self.num_samples, self.num_correct = 0, 0, 0, 0
+        self.by_class: Counter[int] = Counter()
+        self.register_buffer("confusion", torch.zeros(CLASSES, CLASSES, dtype=torch.int64))
+        self.positions: Tensor | None = None
+
+    def _count(self, batch: Any) -> tuple[Tensor, Tensor]:
+        loss, logits, classes = self.loss(batch)
+        correct = (logits.argmax(1) == classes).sum()
+        self.num_correct += correct.item()  # the trace ends here
+        self.num_steps += 1
+        self.num_pairs += 2
+        self.num_samples += len(classes)
+        self.by_class.update(classes.tolist())
+        pairs = classes * CLASSES + logits.argmax(1)
+        self.confusion += torch.bincount(pairs, minlength=CLASSES**2).view(CLASSES, CLASSES)
+        if self.positions is None:
+            self.positions = torch.arange(8)  # as long as four microbatches of two samples
+        self.log("steps", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("samples", float(len(classes)), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("correct", correct, reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss, correct
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self._count(batch)[0]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        _, correct = self._count(batch)
+        constants = {"index": batch_idx, "epoch": self.current_epoch, "classes": torch.tensor(CLASSES)}
+        return {"correct": correct, "size": len(batch[0]), "positions": self.positions, **constants}
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(outputs)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append((self.num_steps, self.num_pairs, self.num_samples, self.num_correct, dict(self.by_class)))
+        self.seen.append((self.confusion.clone(), self.positions))
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 8])
+def test_integers_are_counts_or_constants_as_in_one_process(workers: WorkerPools, num_microbatches: int) -> None:
+    _assert_same(workers, CountsAndConstants, Layout(pp=2, num_microbatches=num_microbatches))
+
+
+class _Shares(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(1)
+
+
+class ChecksItsBlocks(Net):
+    """Can't run on random outputs of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.last = _Shares(32, CLASSES)
+        self.num_steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        shares = self(batch[0])
+        if not torch.allclose(shares.sum(1), torch.ones(len(shares))):
+            raise ValueError("these are no shares")
+        return F.nll_loss(shares.log(), batch[1].argmax(1))
+
+
 def test_counter_that_may_count_steps_or_samples_is_refused(workers: WorkerPools) -> None:
-    with pytest.raises(WorkerError, match=r"self\.num_batches grew by 1 in microbatches of one sample") as failed:
-        workers(2).run(_fit, Keeping, Layout(pp=2, num_microbatches=8), SIZES, {})
+    expected = (
+        r"the growth of self\.num_steps is 1, 1, 1, 1, \.\.\. in the microbatches of a batch, of 1, 1, 1, 1, \.\.\."
+    )
+    with pytest.raises(WorkerError, match=expected) as failed:
+        workers(2).run(_fit, ChecksItsBlocks, Layout(pp=2, num_microbatches=8), SIZES, {"limit_val_batches": 0})
+    assert failed.value.failures.keys() == {0, 1}
+
+
+class Settings(dict[str, int]):
+    """Its entries are set by its methods only."""
+
+
+class KeepsElsewhere(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.settings = Settings()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.settings["num_steps"] = batch_idx + 1
+        return self.loss(batch)[0]
+
+
+def test_changes_in_containers_of_other_classes_are_refused(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"A step changed what is in self\.settings, a Settings") as failed:
+        workers(2).run(_fit, KeepsElsewhere, Layout(pp=2, num_microbatches=2), SIZES, {"limit_val_batches": 0})
     assert failed.value.failures.keys() == {0, 1}
 
 

@@ -35,7 +35,7 @@ from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from lightning_3d.torch_internals.modules import CALL, forward_hook_registries
 from lightning_3d.torch_internals.pytree import registered_dataclasses, tree_leaves
 from tests.models import loader, tokens
-from tests.parity import Layout
+from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
 
 _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_utilities")
@@ -240,20 +240,20 @@ def _added(before: Present, after: Present) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------ the runs
 
 
-def _fit(layout: Layout, fails: str | None) -> tuple[list[str], list[str]]:
-    """What a fit leaves changed: of torch, Lightning and the process; of the user's objects."""
-    model = Model(fails)
-    trainer = L.Trainer(
-        accelerator="cpu",
+def _trainer(layout: Layout, max_steps: int) -> L.Trainer:
+    return L.Trainer(
+        **QUIET,
         devices=layout.world_size,
         strategy=layout.strategy(),
-        max_steps=3,
-        logger=False,
+        max_steps=max_steps,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[ScheduleTimeline(step=0)] if layout.pp > 1 else [],
     )
+
+
+def _fit(layout: Layout, fails: str | None) -> tuple[list[str], list[str]]:
+    """What a fit leaves changed: of torch, Lightning and the process; of the user's objects."""
+    model, trainer = Model(fails), _trainer(layout, max_steps=3)
     readers: list[Callable[[], Present]] = [_code_of_packages, _state_of_torch, _state_of_the_process]
     before, users_before = [read() for read in readers], _users_objects(model)
     with nullcontext() if fails is None else pytest.raises((Failure, TraceError)):
@@ -300,6 +300,23 @@ def test_torch_lightning_and_the_process_are_as_before(
 def test_the_users_objects_are_as_before(workers: WorkerPools, runs: Any, layout: str, fails: str | None) -> None:
     for _, left in _left(runs, workers, layout, fails):
         assert left == []
+
+
+def _fit_in_pieces(layout: Layout, pieces: tuple[int, ...]) -> dict[str, float]:
+    L.seed_everything(1)
+    model, trainer = Model(None), _trainer(layout, max_steps=0)
+    data = loader(tokens(8), global_batch_size=8)
+    for steps in pieces:
+        trainer.fit_loop.epoch_loop.max_steps += steps
+        trainer.fit(model, data)
+    assert trainer.global_step == sum(pieces)
+    return {"loss": trainer.callback_metrics["loss"].item(), "accuracy": trainer.callback_metrics["accuracy"].item()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trainer_goes_on_where_it_was(workers: WorkerPools, layout: str) -> None:
+    whole = workers(2).run(_fit_in_pieces, LAYOUTS[layout], (4,))
+    assert workers(2).run(_fit_in_pieces, LAYOUTS[layout], (2, 2)) == whole
 
 
 def test_a_patch_is_seen() -> None:

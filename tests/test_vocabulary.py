@@ -28,8 +28,7 @@ from tests import architectures
 from tests.collectives import Collectives
 from tests.hugging_face import hf_job
 from tests.models import ADAM_EPS, TinyGPT, loader, tokens
-from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.test_lightning import QUIET
+from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
 

@@ -121,15 +121,15 @@ class _Container:
     def __init__(self, value: Any) -> None:
         self.value, self.content = value, _content(value)
         self.nested: list[_Container | _Data] = []
-        """What was kept of its entries."""
+        """Containers and data that were kept of its entries."""
 
     def entries(self) -> Iterable[Any]:
-        """Those of which something may have to be kept."""
+        """The entries of which something may have to be kept."""
         if isinstance(self.content, set):  # hashable, so not changed in place
             return ()
         if isinstance(self.content, dict):
             return self.content.values()
-        return () if _SIMPLE.issuperset(map(type, self.content)) else self.content
+        return () if _SIMPLE.issuperset(map(type, self.content)) else [e for e in self.content if type(e) is not Tensor]
 
     def is_changed(self) -> bool:
         return not _is_filled_with(self.value, self.content)

@@ -16,7 +16,7 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.distributed.zero import RankModule
 from lightning_3d.pipeline.effects.effect import Place
-from lightning_3d.pipeline.effects.join import join
+from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.randomness import RandomNumbers
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
@@ -25,6 +25,7 @@ from lightning_3d.pipeline.reports import StageReport, share
 from lightning_3d.pipeline.schedule import Schedule, StageCall
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.stage_run import StageRun
+from lightning_3d.pipeline.study import Study
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.torch_internals.pytree import tree_map
@@ -79,8 +80,10 @@ class PipelineEngine:
         self._source = pipeline[plan.stage_ranks[-1]]
         self._recorder: SpanRecorder | None = None  # measures the steps that run
         self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
-        self._effects = StepEffects(module, blocks, router, RandomNumbers(randomness))
+        self._joiner = Joiner()
+        self._effects = StepEffects(module, blocks, router, RandomNumbers(randomness), joiner=self._joiner)
         self._tracing = StepTracing(module, blocks, router, self._effects, device)
+        self._study = Study(module, blocks, router, self._joiner, device)
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -100,7 +103,7 @@ class PipelineEngine:
         trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
         modes = (name, self._module.training, torch.is_grad_enabled(), trainable)
         keys = [(*modes, signature(part.batch)) for part in parts]
-        flows = [self._flow(key, name, part, rest) for key, part in zip(keys, parts, strict=True)]
+        flows = [self._flow(key, name, part.batch, rest) for key, part in zip(keys, parts, strict=True)]
         schedule = self._schedule((backward, *keys), flows, backward=backward)
         step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward)
         with self._effects.begin(number):
@@ -109,6 +112,7 @@ class PipelineEngine:
                 self._recorder.begin()
                 self._planned = schedule.planned()
             schedule.run(StageCall(forward=partial(self._forward, step), recorder=self._recorder))
+        self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=batch_size(parts[-1].batch))
         reports = share(
             lambda: self._reports(step),
             self._group,
@@ -116,6 +120,7 @@ class PipelineEngine:
             device=self._device,
             from_all=self._effects.act_in_blocks,
         )
+        self._joiner.evidence.study = None
         self._effects.apply([(report.effects, report.stage in self._stages) for report in reports])
         return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, reports[-1].output)
 
@@ -124,7 +129,7 @@ class PipelineEngine:
         self._recorder = SpanRecorder(self._device)
 
     def finish_timeline(self) -> Timeline:
-        """What was measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
+        """The spans measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
         assert self._recorder is not None, "start_timeline comes first"
         measured: list[tuple[Span, ...]] = [()] * torch.distributed.get_world_size(self._group)
         torch.distributed.all_gather_object(measured, tuple(self._recorder.spans), group=self._group)
@@ -156,7 +161,7 @@ class PipelineEngine:
         return output
 
     def _reports(self, step: _Step) -> list[StageReport]:
-        """What this rank's stages have to tell."""
+        """The reports of this rank's stages."""
         sizes = [batch_size(part.batch) for part in step.parts]
         reports = []
         for stage in self._stages:
@@ -164,14 +169,15 @@ class PipelineEngine:
             if not is_last and not self._effects.act_in_blocks:
                 continue
             if is_last:
-                output = join([step.outputs[i] for i in range(len(sizes))], sizes, f"what {step.name} returned")
+                outputs = [step.outputs[i] for i in range(len(sizes))]
+                output = self._joiner.join(outputs, sizes, f"what {step.name} returned")
             effects = self._effects.join(stage, sizes, is_last=is_last)
             reports.append(StageReport(stage=stage, output=output, effects=effects))
         return reports
 
-    def _flow(self, key: Hashable, name: str, part: Microbatch, rest: Sequence[Any]) -> StageFlow:
+    def _flow(self, key: Hashable, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
         if key not in self._flows:
-            trace = self._tracing(name, part.batch, rest)
+            trace = self._tracing(name, batch, rest)
             _remember(self._flows, key, cut(trace, self._plan.stages_of_calls, self._plan.num_stages))
         self._flows.move_to_end(key)
         return self._flows[key]

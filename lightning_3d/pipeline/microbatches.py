@@ -65,6 +65,11 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     return parts
 
 
+def samples_of(batch: Any, start: int, stop: int) -> Any:
+    """The samples from ``start`` up to ``stop``, as a batch."""
+    return _slice(batch, start, stop, batch_size(batch))
+
+
 def signature(batch: Any) -> Hashable:
     """The signature that a trace depends on: structure, shapes, dtypes, and the values of what is not a tensor."""
     return tuple(

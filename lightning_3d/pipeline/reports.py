@@ -21,9 +21,9 @@ class StageReport:
 
     stage: int
     output: Any
-    """What the step returned, joined over microbatches; None except from the last stage."""
+    """The step's return value, joined over microbatches; None except from the last stage."""
     effects: Sequence[Any]
-    """What each effect of the step did, joined over microbatches."""
+    """By effect, in order: what it did, joined over microbatches."""
 
 
 def share(

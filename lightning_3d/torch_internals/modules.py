@@ -23,9 +23,6 @@ PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 CALL = "_compiled_call_impl"
 """The attribute that ``module(...)`` calls where it is set, as ``Module.compile`` does. Copies lose it."""
 
-call_of: Callable[[nn.Module], Callable[..., Any]] = attrgetter("_call_impl")
-"""What ``module(...)`` calls otherwise: hooks and forward."""
-
 Hooks = OrderedDict[int, Any]
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
@@ -33,6 +30,11 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter(BUFFERS
 children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter(CHILDREN)
 forward_hooks: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks")
 forward_hooks_with_kwargs: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks_with_kwargs")
+
+
+def call_of(module: nn.Module) -> Callable[..., Any]:
+    """The call of ``module(...)`` otherwise: hooks and forward. A compiler can follow it, unlike an ``attrgetter``."""
+    return module._call_impl
 
 
 def forward_hook_registries(module: nn.Module) -> list[dict[int, Any]]:

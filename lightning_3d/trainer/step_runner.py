@@ -49,7 +49,7 @@ class StepRunner(Protocol):
 
     @abstractmethod
     def finish_timeline(self) -> Timeline:
-        """What was measured since, of all ranks of the pipeline."""
+        """The steps measured since, of all ranks of the pipeline."""
 
 
 class WholeModelRunner(StepRunner):

@@ -1,1 +1,1 @@
-"""What a step does beside its loss: logs, metrics, attributes, hooks and random numbers, each one ``Effect``."""
+"""Logs, metrics, attributes, hooks and random numbers of a step in microbatches, each one ``Effect``."""

@@ -1,4 +1,4 @@
-"""What a step changes in the module's own attributes: lists that grow, counters, running values.
+"""Changes of a step to the module's own attributes: lists that grow, counters, running values.
 
 Glue runs once per microbatch, and on every stage up to where it leaves; in one process it runs once per batch. So every
 microbatch starts with the attributes of before the step and leaves them so; what the last stage found changed is joined
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,7 @@ from typing_extensions import override
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import CONTAINERS, Snapshot, refill
 from lightning_3d.pipeline.effects.effect import Effect, Place
-from lightning_3d.pipeline.effects.join import are_rows, join, weighted_mean
+from lightning_3d.pipeline.effects.join import Joiner, weighted_mean
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.torch_internals.modules import BUFFERS, buffers_of
 
@@ -63,12 +64,13 @@ class Attributes(Effect):
     Args:
         module: The whole model.
         blocks: Its blocks.
+        joiner: Joins values over microbatches.
     """
 
-    def __init__(self, module: LightningModule, blocks: Iterable[nn.Module]) -> None:
+    def __init__(self, module: LightningModule, blocks: Iterable[nn.Module], joiner: Joiner) -> None:
         inside = {id(m) for block in blocks for m in block.modules()}
         inside |= {id(m) for metric in metrics_of(module).values() for m in metric.modules()}
-        self._module = module
+        self._module, self._joiner = module, joiner
         self._owners = {fqn: m for fqn, m in module.named_modules() if id(m) not in inside}
         self._snapshot = Snapshot(())
         self._before: dict[str, dict[str, Any]] = {}
@@ -133,13 +135,21 @@ class Attributes(Effect):
 
     @override
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Change]:
-        afters = [self._afters.pop(index) for index in range(len(sizes))] if is_last else []
-        changes: list[Change] = []
+        return [change for find in self._joins(sizes) for change in find()] if is_last else []
+
+    @override
+    def study(self, stage: int, sizes: Sequence[int]) -> None:
+        for find in self._joins(sizes):
+            with suppress(StepError):
+                find()
+
+    def _joins(self, sizes: Sequence[int]) -> Iterator[Callable[[], list[Change]]]:
+        """For each attribute a function that finds its changes."""
+        afters = [self._afters.pop(index) for index in range(len(sizes))]
         for fqn, name in dict.fromkeys(name for after in afters for name in after):
             before = self._before[fqn].get(name, _MISSING)
             values = [after.get((fqn, name), before) for after in afters]
-            changes += self._changes(fqn, (name,), before, values, sizes)
-        return changes
+            yield partial(self._changes, fqn, (name,), before, values, sizes)
 
     @override
     def apply(self, joined: Sequence[Change], *, is_own: bool) -> None:
@@ -170,14 +180,15 @@ class Attributes(Effect):
         name = ".".join(["self", *filter(None, [fqn]), str(path[0])]) + "".join(f"[{key!r}]" for key in path[1:])
         if isinstance(before, dict) and all(isinstance(a, dict) and a.keys() >= before.keys() for a in afters):
             keys = dict.fromkeys(key for after in afters for key in after)
-            pairs = [(key, before.get(key, _MISSING), [after.get(key, _MISSING) for after in afters]) for key in keys]
+            absent = 0 if isinstance(before, Counter) else _MISSING
+            pairs = [(key, before.get(key, absent), [after.get(key, absent) for after in afters]) for key in keys]
             return [c for key, old, new in pairs for c in self._changes(fqn, (*path, key), old, new, sizes)]
         if isinstance(before, _LISTS) and all(isinstance(after, _LISTS) and _begins(after, before) for after in afters):
             inner = [(i, entry, [after[i] for after in afters]) for i, entry in enumerate(before)]
             found = [c for i, old, new in inner for c in self._changes(fqn, (*path, i), old, new, sizes)]
             added = [list(after)[len(before) :] for after in afters]
             if any(added):
-                found.append(Change(module=fqn, path=path, how="extend", new=_join_added(added, sizes, name)))
+                found.append(Change(module=fqn, path=path, how="extend", new=self._join_added(added, sizes, name)))
             return found
         if isinstance(before, set) and all(isinstance(after, set) and after >= before for after in afters):
             return [Change(module=fqn, path=path, how="extend", new=set().union(*afters) - before)]
@@ -191,7 +202,32 @@ class Attributes(Effect):
         if any(after is _MISSING for after in afters):
             raise StepError(f"{name} is set for some microbatches of a batch only. Set it in every step.")
         how: Literal["set", "copy"] = "copy" if id(before) in self._in_place else "set"
-        return [Change(module=fqn, path=path, how=how, new=_join_value(before, afters, sizes, name))]
+        return [Change(module=fqn, path=path, how=how, new=self._join_value(before, afters, sizes, name))]
+
+    def _join_added(self, added: Sequence[list[Any]], sizes: Sequence[int], name: str) -> list[Any]:
+        """New entries: either one for each sample, or parts that each stand for the batch."""
+        if len(added) > 1 and self._joiner.are_rows(added, sizes, name, unknown=max(sizes) > 1):
+            return [entry for entries in added for entry in entries]
+        if len({len(entries) for entries in added}) > 1:
+            raise StepError(
+                f"The microbatches of a batch added {[len(entries) for entries in added]} entries to {name}, which are"
+                " neither as many for each nor one for each sample. Add as many in every step."
+            )
+        columns = zip(*added, strict=True)
+        return [self._joiner.join(entries, sizes, f"an entry added to {name}") for entries in columns]
+
+    def _join_value(self, before: Any, afters: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+        if len(afters) == 1:
+            return afters[0]
+        is_tensor = isinstance(before, Tensor) and all(
+            isinstance(a, Tensor) and a.shape == before.shape for a in afters
+        )
+        if is_tensor and (before.is_floating_point() or before.is_complex()):
+            return weighted_mean(afters, sizes)
+        is_number = type(before) is int and all(type(after) is int for after in afters)
+        if is_number or (is_tensor and before.dtype != torch.bool):
+            return before + self._joiner.number([after - before for after in afters], sizes, f"the growth of {name}")
+        return self._joiner.join(afters, sizes, name)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -245,44 +281,3 @@ def _begins(after: Sequence[Any], before: Sequence[Any]) -> bool:
         _is_same(old, new) or any(isinstance(old, kind) and isinstance(new, kind) for kind in kinds)
         for old, new in zip(before, after, strict=False)
     )
-
-
-def _join_added(added: Sequence[list[Any]], sizes: Sequence[int], name: str) -> list[Any]:
-    """New entries: either one for each sample, or parts that each stand for the batch."""
-    if len(added) > 1 and max(sizes) > 1 and are_rows(added, sizes):
-        return [entry for entries in added for entry in entries]
-    if len({len(entries) for entries in added}) > 1:
-        raise StepError(
-            f"The microbatches of a batch added {[len(entries) for entries in added]} entries to {name}, which are"
-            " neither as many for each nor one for each sample. Add as many in every step."
-        )
-    return [join(entries, sizes, f"an entry added to {name}") for entries in zip(*added, strict=True)]
-
-
-def _join_value(before: Any, afters: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
-    if len(afters) == 1:
-        return afters[0]
-    if isinstance(before, Tensor) and all(isinstance(a, Tensor) and a.shape == before.shape for a in afters):
-        if before.is_floating_point() or before.is_complex():
-            return weighted_mean(afters, sizes)
-        if before.dtype != torch.bool and before.ndim == 0:
-            start = int(before)
-            return torch.full_like(before, start + _joined_step([int(a) - start for a in afters], sizes, name))
-        if before.dtype != torch.bool:
-            return before + torch.stack([after - before for after in afters]).sum(0)
-    if type(before) is int and all(type(after) is int for after in afters):
-        return before + _joined_step([after - before for after in afters], sizes, name)
-    return join(afters, sizes, name)
-
-
-def _joined_step(steps: Sequence[int], sizes: Sequence[int], name: str) -> int:
-    """How far a counter goes for the batch, from how far it goes for microbatches."""
-    is_constant = len(set(steps)) == 1
-    if is_constant and steps[0] == 1 and max(sizes) == 1:
-        raise StepError(
-            f"{name} grew by 1 in microbatches of one sample, so it may count steps or samples, and which is"
-            " unknown. Count in on_train_batch_end, on_validation_batch_end or the like, or lower"
-            " pipeline.num_microbatches."
-        )
-    counts_samples = all(step > 0 and step % size == 0 for step, size in zip(steps, sizes, strict=True))
-    return sum(steps) if counts_samples or not is_constant else steps[0]

@@ -1,4 +1,4 @@
-"""The protocol of what a step does beside its loss.
+"""The protocol of everything that a step does beside its loss.
 
 [Note: effects]
 With a pipeline a step runs once per microbatch, and on every stage up to where it leaves; in one process it runs once
@@ -11,7 +11,8 @@ per batch, to its end. An effect makes up for the difference:
     joined = effect.join(stage, sizes)                what one step on the whole batch would have done
     effect.apply(joined, is_own=...)                  on every rank, for every stage that reports
 
-A trace runs the same up to ``collect``. A new effect is one class here and one line in ``step_effects.py``.
+A trace runs the same up to ``collect``, and the study of what values mean (``study.py``) ends with ``study``. A new
+effect is one class here and one line in ``step_effects.py``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Effect:
         """Take what ``collect`` gave, with data in place of ghosts; still inside of ``microbatch``."""
 
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> Any:
-        """What one step on the whole batch would have done, to send to all ranks; called after the step.
+        """Find out what one step on the whole batch would have done, to send it to all ranks; called after the step.
 
         Args:
             stage: Index of a stage of this rank.
@@ -69,6 +70,12 @@ class Effect:
 
         Raises:
             StepError: the microbatches gave what can't be joined.
+        """
+
+    def study(self, stage: int, sizes: Sequence[int]) -> None:
+        """Learn what values mean from microbatches of several sizes on the last stage, in place of ``join``.
+
+        They ran with random outputs of blocks, and nothing of them is applied.
         """
 
     def apply(self, joined: Any, *, is_own: bool) -> None:

@@ -2,7 +2,7 @@
 
     rows (of samples, tokens)      concatenated
     floating point                 mean, weighted by samples: what a loss or an average is
-    integer tensors                sum: what a count is
+    integers                       kept if constant, else the sum: see ``evidence.py``
     anything else                  must be equal
 
 Rows are tensors whose dimension 0 is the number of samples, or the same multiple of it, in every microbatch, and lists
@@ -20,39 +20,119 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.effects.evidence import Evidence, Number, is_zero, unknown_number
 
 
-def join(values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
-    """Join values that have the same meaning in each microbatch.
+class Joiner:
+    """Joins values that have the same meaning in each microbatch, and learns from them what they mean.
 
-    Args:
-        values: One per microbatch; tensors, numbers, strings, None, and containers of them.
-        sizes: Samples in each microbatch.
-        name: For errors: what it is, and where in it.
-
-    Raises:
-        StepError: the values differ in structure, or differ and are neither tensors nor numbers.
+    In all methods ``values`` has one entry per microbatch, of ``sizes`` samples, and ``name`` says what it is and where
+    (for errors, and to learn of later ones).
     """
-    first = values[0]
-    if len(values) == 1:
-        return first
-    if any(type(value) is not type(first) for value in values):
-        raise _differ(name, values)
-    if isinstance(first, Tensor):
-        return _join_tensors(values, sizes, name)
-    if isinstance(first, np.ndarray):
-        return _join_tensors([torch.from_numpy(value) for value in values], sizes, name).numpy()
-    if isinstance(first, Mapping):
-        return _join_mappings(values, sizes, name)
-    if isinstance(first, (list, tuple)):
-        return _join_sequences(values, sizes, name)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        fields = [field.name for field in dataclasses.fields(first)]
-        joined = {field: join([getattr(v, field) for v in values], sizes, f"{name}.{field}") for field in fields}
-        return dataclasses.replace(first, **joined)
-    if isinstance(first, float):
-        return weighted_mean(values, sizes).item()
-    return _equal(values, sizes, name)
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+
+    def join(self, values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+        """Join tensors, numbers, strings, None, and containers of them.
+
+        Raises:
+            StepError: the values differ in structure, or differ and are neither tensors nor numbers.
+        """
+        first = values[0]
+        if len(values) == 1:
+            return first
+        if any(type(value) is not type(first) for value in values):
+            raise _differ(name, values)
+        if isinstance(first, Tensor):
+            return self._tensors(values, sizes, name)
+        if isinstance(first, np.ndarray):
+            return self._tensors([torch.from_numpy(value) for value in values], sizes, name).numpy()
+        if isinstance(first, Mapping):
+            return self._mappings(values, sizes, name)
+        if isinstance(first, (list, tuple)):
+            return self._sequences(values, sizes, name)
+        if dataclasses.is_dataclass(first) and not isinstance(first, type):
+            fields = [field.name for field in dataclasses.fields(first)]
+            joined = {
+                field: self.join([getattr(v, field) for v in values], sizes, f"{name}.{field}") for field in fields
+            }
+            return dataclasses.replace(first, **joined)
+        if isinstance(first, float):
+            return weighted_mean(values, sizes).item()
+        if type(first) is int:
+            return self.number(values, sizes, name, counts=False)
+        return _equal(values, name)
+
+    def number(self, values: Sequence[Number], sizes: Sequence[int], name: str, *, counts: bool = True) -> Any:
+        """Join numbers or tensors of equal shape that are constant, or of which the batch has the sum.
+
+        Args:
+            counts: Whether values that neither are equal nor grow with the number of samples are counts, not an error.
+
+        Raises:
+            StepError: which of the two is unknown.
+        """
+        if len(values) == 1 or all(map(is_zero, values)):
+            return values[0]
+        kind = self.evidence.kind(values, sizes, name)
+        if kind is None:
+            raise unknown_number(values, sizes, name)
+        if kind == "count" and not counts:
+            raise _differ(name, values)
+        return values[0] if kind == "constant" else sum(values)
+
+    def total(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> Any:
+        """The sum of values that are to be summed over batches, unless they are known to be a constant of the batch."""
+        if len(values) == 1 or all(map(is_zero, values)):
+            return values[0]
+        return values[0] if self.evidence.kind(values, sizes, name) == "constant" else sum(values)
+
+    def are_rows(self, values: Sequence[Sequence[Any]], sizes: Sequence[int], name: str, *, unknown: bool) -> bool:
+        """Whether these are lists with one entry for each sample, rather than structures of parts for the whole batch.
+
+        Args:
+            unknown: What holds if that does not show.
+        """
+        are_rows = self.evidence.are_rows(values, sizes, name, unknown=unknown)
+        if not are_rows or any(len(value) != size for value, size in zip(values, sizes, strict=True)):
+            return False
+        entries = [(entry, size) for value, size in zip(values, sizes, strict=True) for entry in value]
+        parts = [
+            isinstance(e, (list, tuple)) or (isinstance(e, Tensor) and e.ndim > 0 and len(e) == n) for e, n in entries
+        ]
+        return not any(parts)
+
+    def _tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int], name: str) -> Tensor:
+        first = tensors[0]
+        has_rows = all(tensor.ndim > 0 for tensor in tensors)
+        if has_rows and self.evidence.are_rows(tensors, sizes, name, unknown=True):
+            return torch.cat(list(tensors))
+        if any(tensor.shape != first.shape for tensor in tensors):
+            raise _differ(name, [tuple(tensor.shape) for tensor in tensors], "shapes")
+        if first.is_floating_point() or first.is_complex():
+            return weighted_mean(tensors, sizes)
+        if first.dtype != torch.bool:
+            return self.number(tensors, sizes, name)  # type: ignore[no-any-return]
+        return _equal(tensors, name)  # type: ignore[no-any-return]
+
+    def _mappings(self, values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+        first = values[0]
+        if any(value.keys() != first.keys() for value in values):
+            raise _differ(name, [sorted(map(str, value)) for value in values], "keys")
+        joined = {key: self.join([value[key] for value in values], sizes, f"{name}[{key!r}]") for key in first}
+        return joined if type(first) is dict else type(first)(joined)
+
+    def _sequences(self, values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+        first = values[0]
+        if isinstance(first, tuple) and type(first) is not tuple:  # a NamedTuple
+            return type(first)(*self._sequences([tuple(value) for value in values], sizes, name))
+        if self.are_rows(values, sizes, name, unknown=True):
+            return type(first)(entry for value in values for entry in value)
+        if any(len(value) != len(first) for value in values):
+            raise _differ(name, [len(value) for value in values], "lengths")
+        columns = enumerate(zip(*values, strict=True))
+        return type(first)(self.join(entries, sizes, f"{name}[{i}]") for i, entries in columns)
 
 
 def weighted_mean(values: Sequence[Tensor | float], weights: Sequence[int]) -> Tensor:
@@ -65,64 +145,14 @@ def weighted_mean(values: Sequence[Tensor | float], weights: Sequence[int]) -> T
     return mean.to(dtype)
 
 
-def _join_tensors(tensors: Sequence[Tensor], sizes: Sequence[int], name: str) -> Tensor:
-    first = tensors[0]
-    if _have_rows(tensors, sizes):
-        return torch.cat(list(tensors))
-    if any(tensor.shape != first.shape for tensor in tensors):
-        raise _differ(name, [tuple(tensor.shape) for tensor in tensors], "shapes")
-    if first.is_floating_point() or first.is_complex():
-        return weighted_mean(tensors, sizes)
-    if first.dtype != torch.bool:
-        return torch.stack(list(tensors)).sum(0)
-    return _equal(tensors, sizes, name)  # type: ignore[no-any-return]
-
-
-def _have_rows(tensors: Sequence[Tensor], sizes: Sequence[int]) -> bool:
-    if any(tensor.ndim == 0 or len(tensor) == 0 for tensor in tensors):
-        return False
-    per_sample = [divmod(len(tensor), size) for tensor, size in zip(tensors, sizes, strict=True)]
-    return len(set(per_sample)) == 1 and per_sample[0][1] == 0
-
-
-def _join_mappings(values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
+def _equal(values: Sequence[Any], name: str) -> Any:
     first = values[0]
-    if any(value.keys() != first.keys() for value in values):
-        raise _differ(name, [sorted(map(str, value)) for value in values], "keys")
-    joined = {key: join([value[key] for value in values], sizes, f"{name}[{key!r}]") for key in first}
-    return joined if type(first) is dict else type(first)(joined)
-
-
-def _join_sequences(values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
-    first = values[0]
-    if isinstance(first, tuple) and type(first) is not tuple:  # a NamedTuple
-        return type(first)(*_join_sequences([tuple(value) for value in values], sizes, name))
-    if are_rows(values, sizes):
-        return type(first)(entry for value in values for entry in value)
-    if any(len(value) != len(first) for value in values):
-        raise _differ(name, [len(value) for value in values], "lengths")
-    return type(first)(join(entries, sizes, f"{name}[{i}]") for i, entries in enumerate(zip(*values, strict=True)))
-
-
-def are_rows(values: Sequence[Sequence[Any]], sizes: Sequence[int]) -> bool:
-    """Whether these are lists with one entry for each sample, rather than structures of parts for the whole batch."""
-    if any(len(value) != size for value, size in zip(values, sizes, strict=True)):
-        return False
-    entries = [(entry, size) for value, size in zip(values, sizes, strict=True) for entry in value]
-    parts = [isinstance(e, (list, tuple)) or (isinstance(e, Tensor) and e.ndim > 0 and len(e) == n) for e, n in entries]
-    return not any(parts)
-
-
-def _equal(values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
-    if type(values[0]) is int and list(values) == list(sizes) and len(set(sizes)) > 1:  # a number of samples
-        return sum(sizes)
-    equal = [
-        value is values[0] or bool(torch.equal(value, values[0]) if isinstance(value, Tensor) else value == values[0])
+    if not all(
+        value is first or bool(torch.equal(value, first) if isinstance(value, Tensor) else value == first)
         for value in values
-    ]
-    if not all(equal):
+    ):
         raise _differ(name, values)
-    return values[0]
+    return first
 
 
 def _differ(name: str, values: Sequence[Any], what: str = "values") -> StepError:
@@ -130,5 +160,6 @@ def _differ(name: str, values: Sequence[Any], what: str = "values") -> StepError
     return StepError(
         f"With a pipeline a step runs once for each of {len(values)} microbatches, and {name} has {what} there that"
         f" can't be joined to those of the whole batch: {shown}. What joins: tensors and lists with an entry per sample"
-        " (concatenated), floating-point values (averaged), integer tensors (summed), equal values."
+        " (concatenated), floating-point values (averaged), integer tensors (summed unless"
+        " constant), numbers of samples (summed), equal values."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.call_notes import CallNotes
 from lightning_3d.pipeline.effects.effect import Effect, Place
-from lightning_3d.pipeline.effects.join import weighted_mean
+from lightning_3d.pipeline.effects.join import Joiner, weighted_mean
 from lightning_3d.pipeline.effects.metrics import ForwardValue, MetricReference, Metrics
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
@@ -65,10 +65,11 @@ class Logs(Effect):
         module: The user's module.
         metrics: Knows what is logged of metrics.
         router: Tells glue from blocks.
+        joiner: Joins values over microbatches.
     """
 
-    def __init__(self, module: LightningModule, metrics: Metrics, router: Router) -> None:
-        self._module, self._metrics = module, metrics
+    def __init__(self, module: LightningModule, metrics: Metrics, router: Router, joiner: Joiner) -> None:
+        self._module, self._metrics, self._joiner = module, metrics, joiner
         self._notes: CallNotes[LogCall] = CallNotes(router)
 
     @property
@@ -114,8 +115,13 @@ class Logs(Effect):
 
     @override
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[LogCall]:
-        calls = join_logs(self._notes.of_stage(stage, len(sizes)), sizes)
+        calls = join_logs(self._notes.of_stage(stage, len(sizes)), sizes, self._joiner)
         return [replace(call, value=self._metrics.value_for_batch(call.value)) for call in calls]
+
+    @override
+    def study(self, stage: int, sizes: Sequence[int]) -> None:
+        with suppress(StepError):
+            join_logs(self._notes.of_stage(stage, len(sizes)), sizes, self._joiner)
 
     @override
     def apply(self, joined: Sequence[LogCall], *, is_own: bool) -> None:
@@ -126,7 +132,7 @@ class Logs(Effect):
             self._module.log(call.name, value, **call.arguments, batch_size=call.batch_size)
 
 
-def join_logs(per_microbatch: Sequence[Sequence[LogCall]], sizes: Sequence[int]) -> list[LogCall]:
+def join_logs(per_microbatch: Sequence[Sequence[LogCall]], sizes: Sequence[int], joiner: Joiner) -> list[LogCall]:
     """The calls that one step on the whole batch would have made.
 
     Args:
@@ -141,10 +147,10 @@ def join_logs(per_microbatch: Sequence[Sequence[LogCall]], sizes: Sequence[int])
         raise StepError(
             f"The microbatches of one batch logged different names: {names}. Log the same names in every step."
         )
-    return [_join(calls, sizes) for calls in zip(*per_microbatch, strict=True)]
+    return [_join(calls, sizes, joiner) for calls in zip(*per_microbatch, strict=True)]
 
 
-def _join(calls: Sequence[LogCall], sizes: Sequence[int]) -> LogCall:
+def _join(calls: Sequence[LogCall], sizes: Sequence[int], joiner: Joiner) -> LogCall:
     first = calls[0]
     counts, batch_size = _join_batch_sizes([call.batch_size for call in calls], sizes)
     if isinstance(first.value, (MetricReference, ForwardValue)):
@@ -156,12 +162,18 @@ def _join(calls: Sequence[LogCall], sizes: Sequence[int]) -> LogCall:
             " by 'mean', 'sum', 'max' or 'min'. Use one of them, or a torchmetrics.Metric."
         )
     known = _REDUCTIONS[reduction]
-    value = tree_map(lambda *values: _reduce(values, counts, known), *(call.value for call in calls))
+
+    def reduced(*values: Any) -> Any:
+        if known == "sum":
+            return torch.as_tensor(joiner.total(values, sizes, f"self.log({first.name!r}, reduce_fx='sum')"))
+        return _reduce(values, counts, known)
+
+    value = tree_map(reduced, *(call.value for call in calls))
     return replace(first, value=value, batch_size=batch_size)
 
 
 def _join_batch_sizes(given: Sequence[int | None], sizes: Sequence[int]) -> tuple[Sequence[int], int | None]:
-    """What the microbatches weigh, and the batch size to log with.
+    """The weights of microbatches, and the batch size to log with.
 
     The same number for all, of which some microbatch's samples are no divisor, can't count samples (or tokens): it is a
     constant such as ``batch_size=1``.
@@ -178,6 +190,4 @@ def _reduce(values: Sequence[Any], counts: Sequence[int], reduction: str) -> Ten
     if reduction == "mean":
         return weighted_mean(values, counts)
     stacked = torch.stack([torch.as_tensor(value) for value in values])
-    if reduction == "sum":
-        return stacked.sum(0)
     return stacked.amax(0) if reduction == "max" else stacked.amin(0)

@@ -11,7 +11,7 @@ the value that ``self.accuracy(...)`` returns for the batch if it is logged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.call_notes import CallNotes
 from lightning_3d.pipeline.effects.effect import Effect, Place
-from lightning_3d.pipeline.effects.join import join
+from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.torch_internals.metric_state import FIXED_NAMES, start_anew
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
@@ -71,10 +71,11 @@ class Metrics(Effect):
     Args:
         module: The user's module.
         router: Tells glue from blocks.
+        joiner: Joins values over microbatches.
     """
 
-    def __init__(self, module: LightningModule, router: Router) -> None:
-        self._module, self._metrics = module, metrics_of(module)
+    def __init__(self, module: LightningModule, router: Router, joiner: Joiner) -> None:
+        self._module, self._metrics, self._joiner = module, metrics_of(module), joiner
         self._fqns = {id(metric): fqn for fqn, metric in self._metrics.items()}
         self._notes: CallNotes[MetricCall] = CallNotes(router)
         self._is_inside = False  # of a metric's own code, which may call other metrics
@@ -152,10 +153,15 @@ class Metrics(Effect):
     @override
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> dict[str, dict[str, Any]]:
         """FQN of a metric that was updated, as it was on this rank -> its changes."""
-        calls = join_calls(self._notes.of_stage(stage, len(sizes)), sizes)
+        calls = join_calls(self._notes.of_stage(stage, len(sizes)), sizes, self._joiner)
         changes = MetricChanges(self._metrics if calls else {})
         self._answers = make_calls(calls, self._metrics)
         return changes.found(calls)
+
+    @override
+    def study(self, stage: int, sizes: Sequence[int]) -> None:
+        with suppress(StepError):
+            join_calls(self._notes.of_stage(stage, len(sizes)), sizes, self._joiner)
 
     @override
     def apply(self, joined: Mapping[str, Mapping[str, Any]], *, is_own: bool) -> None:
@@ -166,13 +172,13 @@ class Metrics(Effect):
     # ---- for logs
 
     def reference(self, value: Any) -> MetricReference | ForwardValue | None:
-        """What stands for a metric, or for what its ``forward`` just returned; None for other values."""
+        """A stand-in for a metric, or for what its ``forward`` just returned; None for other values."""
         if id(value) in self._values:
             return self._values[id(value)][1]
         return MetricReference(fqn=self._fqns[id(value)]) if id(value) in self._fqns else None
 
     def value_for_batch(self, value: Any) -> Any:
-        """What a metric returned for the whole batch on the stage joined last, in place of a ``ForwardValue``."""
+        """A metric's answer for the whole batch, on the stage joined last, in place of a ``ForwardValue``."""
         if not isinstance(value, ForwardValue):
             return value
         answer = self._answers[value.call]
@@ -200,7 +206,9 @@ def _shallow(value: Any) -> Any:
     return value.copy() if type(value) in (list, dict, set) else value
 
 
-def join_calls(per_microbatch: Sequence[Sequence[MetricCall]], sizes: Sequence[int]) -> list[MetricCall]:
+def join_calls(
+    per_microbatch: Sequence[Sequence[MetricCall]], sizes: Sequence[int], joiner: Joiner
+) -> list[MetricCall]:
     """The calls that one step on the whole batch would have made.
 
     Raises:
@@ -212,26 +220,21 @@ def join_calls(per_microbatch: Sequence[Sequence[MetricCall]], sizes: Sequence[i
             f"The microbatches of one batch made different calls of metrics: {names}. Make the same"
             " calls in every step."
         )
-    return [_joined_call(calls, sizes) for calls in zip(*per_microbatch, strict=True)]
+    return [_joined_call(calls, sizes, joiner) for calls in zip(*per_microbatch, strict=True)]
 
 
-def _joined_call(calls: Sequence[MetricCall], sizes: Sequence[int]) -> MetricCall:
+def _joined_call(calls: Sequence[MetricCall], sizes: Sequence[int], joiner: Joiner) -> MetricCall:
     first, where = calls[0], f"an argument of {calls[0].fqn}.{calls[0].method}"
-    columns = zip(*(call.arguments[0] for call in calls), strict=True)
-    args = tuple(_join_argument(values, sizes, where) for values in columns)
-    names = first.arguments[1]
-    kwargs = {n: _join_argument([call.arguments[1][n] for call in calls], sizes, f"{where}, {n}") for n in names}
+
+    def join(values: Sequence[Any], name: str) -> Any:
+        if all(isinstance(value, Tensor) and value.ndim > 0 for value in values):
+            return torch.cat(list(values))  # rows, be it of samples, tokens or pixels
+        return joiner.join(values, sizes, name)
+
+    columns = enumerate(zip(*(call.arguments[0] for call in calls), strict=True))
+    args = tuple(join(values, f"{where}, number {i}") for i, values in columns)
+    kwargs = {n: join([call.arguments[1][n] for call in calls], f"{where}, {n}") for n in first.arguments[1]}
     return replace(first, arguments=(args, kwargs))
-
-
-def _join_argument(values: Sequence[Any], sizes: Sequence[int], where: str) -> Any:
-    if all(
-        isinstance(value, Tensor) and value.ndim > 0 for value in values
-    ):  # rows, be it of samples, tokens or pixels
-        return torch.cat(list(values))
-    if all(type(value) is int for value in values) and list(values) == list(sizes):  # a number of samples
-        return sum(sizes)
-    return join(values, sizes, where)
 
 
 def make_calls(calls: Sequence[MetricCall], metrics: Mapping[str, nn.Module]) -> list[Any]:
@@ -246,7 +249,7 @@ def make_calls(calls: Sequence[MetricCall], metrics: Mapping[str, nn.Module]) ->
 
 
 class MetricChanges:
-    """What metrics changed in themselves since this was made; of list states only the new entries are sent."""
+    """Changes of metrics since this was made; of list states only the new entries are sent."""
 
     def __init__(self, metrics: Mapping[str, nn.Module]) -> None:
         self._metrics = metrics

@@ -13,6 +13,7 @@ from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.attributes import Attributes
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.hooks import LazyHooks
+from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.logs import Logs
 from lightning_3d.pipeline.effects.metrics import Metrics
 from lightning_3d.pipeline.loss import check_loss
@@ -29,19 +30,22 @@ class StepEffects:
         module: The user's module.
         blocks: FQN -> block, routed by ``router``.
         more: Further effects.
+        joiner: Joins values over microbatches, and remembers what they mean.
     """
 
-    def __init__(self, module: LightningModule, blocks: Mapping[str, nn.Module], router: Router, *more: Effect) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        blocks: Mapping[str, nn.Module],
+        router: Router,
+        *more: Effect,
+        joiner: Joiner | None = None,
+    ) -> None:
         self._module, self._blocks = module, blocks
-        metrics = Metrics(module, router)
-        attributes = Attributes(module, blocks.values())
-        self._effects: tuple[Effect, ...] = (
-            *more,
-            LazyHooks(module),
-            attributes,
-            metrics,
-            Logs(module, metrics, router),
-        )
+        joiner = joiner or Joiner()
+        metrics = Metrics(module, router, joiner)
+        attributes, logs = Attributes(module, blocks.values(), joiner), Logs(module, metrics, router, joiner)
+        self._effects: tuple[Effect, ...] = (*more, LazyHooks(module), attributes, metrics, logs)
 
     @property
     def act_in_blocks(self) -> bool:
@@ -65,7 +69,7 @@ class StepEffects:
             yield
 
     def collect(self, place: Place) -> list[Any]:
-        """What each effect collects."""
+        """The tensors that each effect collects."""
         return [effect.collect(place) for effect in self._effects]
 
     def keep(self, place: Place, found: Sequence[Any]) -> None:
@@ -74,8 +78,13 @@ class StepEffects:
             effect.keep(place, own)
 
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Any]:
-        """What each did on a stage, for the whole batch."""
+        """Join what each did on a stage."""
         return [effect.join(stage, sizes, is_last=is_last) for effect in self._effects]
+
+    def study(self, stage: int, sizes: Sequence[int]) -> None:
+        """Let each learn what values mean."""
+        for effect in self._effects:
+            effect.study(stage, sizes)
 
     def apply(self, joined: Sequence[tuple[Sequence[Any], bool]]) -> None:
         """Do it here.

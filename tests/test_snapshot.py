@@ -1,0 +1,156 @@
+"""Keeping and putting back the state of modules: everything that changed, and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.model.snapshot import Snapshot, preserved
+
+
+class Frozen(OrderedDict[str, Any]):
+    """Refuses what changes it, as the configs of diffusers do."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("update was called")
+
+    def clear(self) -> None:
+        raise AssertionError("clear was called")
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise AssertionError("an entry was set")
+
+
+class Stateful(nn.Module):
+    """Has an attribute of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("average", torch.zeros(2))
+        self.register_buffer("mask", None)
+        self.number, self.text, self.nothing = 1, "a", None
+        self.running = torch.ones(2)
+        self.entries: list[Any] = [1, [2], {"three": 3}]
+        self.nested: dict[str, Any] = {"list": [1], "tensor": torch.zeros(2), "deque": deque([1, 2], maxlen=2)}
+        self.default: defaultdict[str, list[int]] = defaultdict(list, a=[1])
+        self.ordered = OrderedDict(a=1, b=2)
+        self.counter = Counter("aab")
+        self.members = {1, 2}
+        self.frozen = OrderedDict.__new__(Frozen)
+        OrderedDict.__setitem__(self.frozen, "size", 8)
+        self.pair = ([1], "x")
+        self.itself: list[Any] = [1]
+        self.itself.append(self.itself)
+
+
+def _set(module: Any) -> None:
+    module.number, module.text, module.new = 2, "b", 3
+    del module.nothing
+    module.linear.bias = None
+    module.eval()
+    module.mask = torch.ones(2)
+    module.linear.register_forward_hook(lambda *args: None)
+
+
+def _fill(module: Any) -> None:
+    module.entries[1].append(5)
+    module.entries[2]["four"] = 4
+    module.entries.append(6)
+    module.nested["list"].clear()
+    module.nested["deque"].append(3)
+    module.default["b"].append(1)
+    module.default["a"].append(2)
+    module.ordered.move_to_end("a")
+    module.counter.update("c")
+    module.members.add(3)
+    module.pair[0].append(2)
+    module.itself.insert(0, 0)
+
+
+def _change_data(module: Any) -> None:
+    module.average += 1
+    module.running.mul_(2)
+    module.nested["tensor"].fill_(7)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return type(value).__name__, [(key, _described(entry)) for key, entry in value.items()]
+    if isinstance(value, (list, deque, tuple)):
+        return type(value).__name__, [_described(entry) if entry is not value else "itself" for entry in value]
+    return value
+
+
+def _state(module: nn.Module) -> Any:
+    own = {fqn: {name: _described(value) for name, value in vars(m).items()} for fqn, m in module.named_modules()}
+    return {fqn: dict(sorted(attributes.items())) for fqn, attributes in own.items()}
+
+
+@pytest.mark.parametrize("change", [_set, _fill, _change_data])
+def test_what_changed_is_put_back_in_the_same_objects(change: Callable[[Any], None]) -> None:
+    module = Stateful()
+    before, objects = _state(module), {name: id(value) for name, value in vars(module).items()}
+    with preserved(module):
+        change(module)
+        assert _state(module) != before
+    assert _state(module) == before
+    assert {name: id(value) for name, value in vars(module).items()} == objects
+
+
+def test_it_is_put_back_after_an_exception() -> None:
+    module = Stateful()
+    before = _state(module)
+
+    @preserved(module)
+    def fail() -> None:
+        _fill(module)
+        raise ValueError("the step failed")
+
+    with pytest.raises(ValueError, match="the step failed"):
+        fail()
+    assert _state(module) == before
+
+
+def test_data_changed_behind_the_back_of_autograd_is_put_back() -> None:
+    module = Stateful()
+    with preserved(module):
+        module.running.data.fill_(9)
+    assert module.running.tolist() == [1, 1]
+
+
+def test_what_did_not_change_is_not_touched() -> None:
+    module = Stateful()
+    snapshot = Snapshot(module.modules())
+    version, bias = module.average._version, module.linear.bias
+    module.number = 2
+    snapshot.restore()
+    assert module.number == 1
+    assert (module.average._version, module.linear.bias) == (version, bias)
+
+
+def test_data_of_tensors_in_lists_is_left_alone() -> None:
+    module = Stateful()
+    result = torch.zeros(2)
+    module.entries.append(result)
+    with preserved(module):
+        result.fill_(1)
+    assert result.tolist() == [1, 1]
+
+
+def test_only_what_may_differ_is_looked_at() -> None:
+    module = Stateful()
+    snapshot = Snapshot(module.modules())
+    assert not snapshot.may_differ(module.entries)
+    assert snapshot.may_differ(module.nested)  # holds a tensor
+    module.entries[1].append(3)
+    assert snapshot.may_differ(module.entries)
+    assert not snapshot.is_refilled(module.entries)
+    assert snapshot.is_refilled(module.entries[1])
