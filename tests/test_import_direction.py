@@ -118,17 +118,7 @@ def _circle(uses: dict[str, set[str]]) -> list[str]:
     return [f"{name} imports {sorted(used & left.keys())}" for name, used in left.items()]
 
 
-_BETWEEN_PLAN_AND_RUN = pytest.mark.xfail(strict=True, reason="planning and running have no rules in common yet")
-
-
-@pytest.mark.parametrize(
-    "room",
-    [
-        pytest.param(room, marks=[_BETWEEN_PLAN_AND_RUN] if room == "tensor" else [])
-        for room in ROOMS
-        if (_ROOT / room).is_dir()
-    ],
-)
+@pytest.mark.parametrize("room", [room for room in ROOMS if (_ROOT / room).is_dir()])
 def test_no_imports_in_a_circle_inside_of_a_room(room: str) -> None:
     circle = _circle(_inside(room, {path: path.read_text() for path in (_ROOT / room).rglob("*.py")}))
     assert not circle, f"in lightning_3d/{room}:\n" + "\n".join(circle)

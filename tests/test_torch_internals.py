@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader
 from lightning_3d import torch_internals
 from lightning_3d.torch_internals import (
     autograd_functions,
+    autograd_graph,
     capture,
     dtensor_parts,
     dtensor_rules,
@@ -124,6 +125,15 @@ def test_views() -> None:
     assert tensors.base_of(tensor) is None
     assert tensors.is_view(view)
     assert not tensors.is_view(tensor)
+
+
+@canary(autograd_graph, "reachable_nodes")
+def test_nodes_behind_an_output() -> None:
+    first, second = torch.ones(2, requires_grad=True).exp(), torch.ones(2, requires_grad=True).exp()
+    output = (first * 2).sum()
+    nodes = autograd_graph.reachable_nodes([output])
+    assert first.grad_fn in nodes
+    assert second.grad_fn not in nodes
 
 
 @canary(tensors, "storage_id", "typed_storage")
@@ -519,6 +529,7 @@ def _parts_of_dtensors() -> None:
     ones = torch.ones(2)
     assert functional_collectives.all_reduce(ones, "sum", group).tolist() == [2.0, 2.0]
     assert functional_collectives.all_gather_single(ones, 0, group).tolist() == [1.0] * 4
+    assert functional_collectives.reduce_scatter_single(torch.ones(4), "sum", 0, group).tolist() == [2.0, 2.0]
     assert ones.tolist() == [1.0, 1.0]
 
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from examples.gpt import GPT
 from lightning_3d import ThreeDStrategy
 from lightning_3d.tensor import plan_block, replicated_plan
-from lightning_3d.tensor.run.sharded_output import ShardedOutput, as_logits, plain
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
+from lightning_3d.tensor.vocabulary.sharded_output import ShardedOutput, as_logits, plain
 from lightning_3d.tensor.vocabulary.uses import find_vocabulary, with_vocabulary
 from lightning_3d.trace.sharded_logits import Logits
 from tests import architectures

@@ -18,7 +18,7 @@ from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.tensor.run.sharded_output import plain
+from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import base_of
 from lightning_3d.trace.ghost import Ghost

@@ -20,12 +20,12 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.own_code import is_own
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.gathered_sequence import GatheredSequence
 from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Partial, Placement, Shard, Sharded, Whole
 from lightning_3d.tensor.randomness import seeded_for_rank
+from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import (
     METADATA,
     SET_DATA,

@@ -15,7 +15,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.spans import Timeline
-from lightning_3d.tensor.run.sharded_output import plain
+from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
 

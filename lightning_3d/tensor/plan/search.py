@@ -218,7 +218,7 @@ def _without_doubtful(
     replicated: dict[str, str],
     by_hand: Mapping[str, Role],
 ) -> Simulated:
-    """Replicate the weights behind doubtful collectives where that lowers the communicated bytes.
+    """Replicate the weights behind doubtful collectives where that lowers the communicated bytes, of both directions.
 
     Collectives that are alike, as those of the many layers of a stage, are tried together, and then one of them alone.
     """

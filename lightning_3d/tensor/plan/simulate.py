@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.model.own_code import is_own
 from lightning_3d.tensor.boundary import gathered, slice_of_sequence
-from lightning_3d.tensor.call import Call, LocalCall
 from lightning_3d.tensor.handle import Origin, ShardedTensor, placement_of, shard_dim
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Partial, Parts, Placement, Shard
@@ -29,6 +28,7 @@ from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
 from lightning_3d.tensor.plan.weights import Weights, sources_of
 from lightning_3d.tensor.rules import channelwise
 from lightning_3d.tensor.rules.aliases import alias_dims
+from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.channelwise import as_channel_call
 from lightning_3d.tensor.rules.contraction import as_contraction
 from lightning_3d.tensor.rules.convolution import as_convolution

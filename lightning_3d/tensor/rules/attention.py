@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.call import Call, LocalCall, on_whole
 from lightning_3d.tensor.handle import placement_of, shard_dim
 from lightning_3d.tensor.placement import EACH, Placement, Shard
+from lightning_3d.tensor.rules.call import Call, LocalCall, on_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

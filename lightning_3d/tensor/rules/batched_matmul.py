@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.call import Call, LocalCall
 from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
+from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.function import is_batched_matmul
 
 

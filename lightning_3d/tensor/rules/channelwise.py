@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.handle import shard_dim
 from lightning_3d.tensor.placement import Shard
+from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import Function, function_name
 
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, WHOLE, Parts, Placement, Shard
+from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function
 
 Form = Literal["column", "row", "groups", "whole"]

@@ -27,9 +27,9 @@ from torch.distributed.tensor import Placement as DTensorPlacement
 from torch.distributed.tensor import Shard as DTensorShard
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
+from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.torch_internals.dtensor_parts import StridedShard
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from lightning_3d.tensor.call import Rule
 from lightning_3d.tensor.rules import aliases, channelwise, contraction, convolution, dropout, projection, views
 from lightning_3d.tensor.rules.attention import attend
 from lightning_3d.tensor.rules.batched_matmul import multiply_stacks
+from lightning_3d.tensor.rules.call import Rule
 from lightning_3d.tensor.rules.function import EXPERTS_MATMULS, Function
 from lightning_3d.tensor.rules.gated import gated
 from lightning_3d.tensor.rules.multihead import is_multi_head_attention, multi_head_attention

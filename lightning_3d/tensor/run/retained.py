@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.tensor.handle import ShardedTensor, shard_dim
-from lightning_3d.tensor.run.sharded_output import as_unread
+from lightning_3d.tensor.vocabulary.sharded_output import as_unread
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 Whole = Callable[[Tensor], Tensor]

@@ -21,7 +21,7 @@ from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.rules.sequence import sequence_input
 from lightning_3d.tensor.run.retained import RetainedActivations
-from lightning_3d.tensor.run.sharded_output import as_unread
+from lightning_3d.tensor.vocabulary.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.uses import VocabularyCalls
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import parameters_of

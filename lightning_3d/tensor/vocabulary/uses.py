@@ -28,8 +28,8 @@ from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Rol
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.weights import named_parameters
 from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.run.sharded_output import as_logits
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
+from lightning_3d.tensor.vocabulary.sharded_output import as_logits
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.sharded_logits import Logits
