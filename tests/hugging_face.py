@@ -42,6 +42,13 @@ def hugging_face(
     return HuggingFace(model.train(), arguments or {})
 
 
+def recomputed(config: str, model_class: str, *, use_reentrant: bool, **settings: Any) -> HuggingFace:
+    """The same with every layer checkpointed, which the layers do in a ``__call__`` of their own."""
+    model = hugging_face(config, model_class, **settings)
+    model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})  # type: ignore[operator]
+    return model
+
+
 def _disable_dropout(config: Any) -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, float) and ("drop" in name or "mask_time" in name):

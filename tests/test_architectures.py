@@ -16,6 +16,7 @@ from tests.hugging_face import (
     hf_job,
     hugging_face,
     image_settings,
+    recomputed,
     seq2seq_settings,
     small_job,
     text_settings,
@@ -51,6 +52,13 @@ HUGGING_FACE = {
     "llama": Row(job=hf_job("LlamaConfig", CLM, **_GROUPED), layouts=(PP2, Layout(pp=2, dp=2, num_microbatches=2))),
     "llama-tied": Row(job=hf_job("LlamaConfig", CLM, **_GROUPED, tie_word_embeddings=True), layouts=(PP4,)),
     "llama-masked": Row(job=hf_job("LlamaConfig", CLM, a.masked_text, **_GROUPED)),
+    "llama-recomputed": Row(
+        job=small_job(partial(recomputed, "LlamaConfig", CLM, use_reentrant=False, **_GROUPED), a.text),
+        layouts=(Layout(pp=2, tp=2, num_microbatches=2), Layout(pp=2, dp=2, zero=3, num_microbatches=2)),
+    ),
+    "llama-recomputed-reentrant": Row(
+        job=small_job(partial(recomputed, "LlamaConfig", CLM, use_reentrant=True, **_GROUPED), a.text),
+    ),
     "gpt2": Row(
         job=hf_job(
             "GPT2Config", CLM, vocab_size=a.VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=32, n_inner=32

@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
@@ -344,6 +345,19 @@ def test_operators_without_public_names() -> None:
         tensor[0].item()
         tensor.to(torch.int64)
     assert {operators.UNIQUE2, operators.LOCAL_SCALAR_DENSE, operators.TO_COPY} <= set(mode.calls)
+
+
+@canary(operators, "FUSED_RMS_NORM", "LOG_SOFTMAX", "SOFTMAX")
+def test_operators_behind_norms_and_softmax() -> None:
+    tensor = torch.arange(3.0)
+    assert torch.equal(operators.SOFTMAX(tensor, 0, False), tensor.softmax(0))
+    assert torch.equal(operators.LOG_SOFTMAX(tensor, 0, False), tensor.log_softmax(0))
+    output, _ = operators.FUSED_RMS_NORM(tensor, [3], None, 1e-5)
+    torch.testing.assert_close(output, F.rms_norm(tensor, [3], eps=1e-5))
+    with _Operators() as mode:
+        tensor.softmax(0)
+        tensor.log_softmax(0)
+    assert mode.calls == [operators.SOFTMAX, operators.LOG_SOFTMAX]
 
 
 @canary(operators, "foreach_norm")

@@ -25,7 +25,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.pytrees import Container, argument_containers, changed_containers, set_content
+from lightning_3d.model.pytrees import Container, argument_containers, changed_containers
+from lightning_3d.model.snapshot import refill
 from lightning_3d.torch_internals.modules import CALL, call_of
 
 _FORWARD = "forward"
@@ -117,7 +118,7 @@ class BlockRunner:
         with self.forward_through(functools.partial(_noting_containers, changed)):
             output = self._call_hooked(*args, **kwargs)
         for i, content in changed.items():
-            set_content(containers[i], content)
+            refill(containers[i], content)
         return output
 
     def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:

@@ -72,15 +72,6 @@ def _containers_of(tree: Any) -> list[Container]:
     return []
 
 
-def set_content(container: Container, content: Container) -> None:
-    """Change a list or dict in place."""
-    if isinstance(container, list):
-        container[:] = content
-    else:
-        container.clear()
-        container.update(content)
-
-
 def changed_containers(containers: Sequence[Container], before: Sequence[Container]) -> tuple[int, ...]:
     """Indices of the containers that have another content than ``before``."""
     return tuple(i for i, (old, new) in enumerate(zip(before, containers, strict=True)) if not is_same(old, new))

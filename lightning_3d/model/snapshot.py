@@ -179,7 +179,7 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
 
 def refill(container: Any, content: Any) -> None:
     """Change what is in a list, deque, set or dict."""
-    kind = _builtin(container)
+    kind, content = _builtin(container), _content(content)  # a copy: it may be the container itself
     kind.clear(container)
     if isinstance(container, dict):
         for key, value in content.items():

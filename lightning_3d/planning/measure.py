@@ -19,6 +19,7 @@ from lightning_3d.model.block_runner import own_forward
 from lightning_3d.model.deferred import DeferredTensor
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
+from lightning_3d.trace.fake_run import random_like
 from lightning_3d.trace.ghost import TensorMeta
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -107,14 +108,9 @@ def _state_on(block: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 
 def _values(tensor: Tensor, device: torch.device) -> Tensor:
-    """Where there are no values yet, small positive ones, as variances have to be; zeros for integers."""
     if isinstance(tensor, DeferredTensor):
         return tensor.computed().to(device)
-    if not tensor.is_meta:
-        return tensor.detach().to(device)
-    if tensor.is_floating_point():
-        return torch.rand(tensor.shape, dtype=tensor.dtype, device=device).mul_(0.1)
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return random_like(tensor, device) if tensor.is_meta else tensor.detach().to(device)
 
 
 def _random_input(leaf: Any, device: torch.device) -> Any:

@@ -11,10 +11,13 @@ from torch._C import FunctionSchema
 from torch._ops import OpOverload
 
 __all__ = [
+    "FUSED_RMS_NORM",
     "INDEX_PUT_IMPL",
     "LOCAL_SCALAR_DENSE",
+    "LOG_SOFTMAX",
     "OpOverload",
     "RESHAPE_ALIAS",
+    "SOFTMAX",
     "TO_COPY",
     "UNIQUE2",
     "UNSAFE_VIEW",
@@ -23,9 +26,12 @@ __all__ = [
     "written_arguments",
 ]
 
+FUSED_RMS_NORM = torch.ops.aten._fused_rms_norm.default
 INDEX_PUT_IMPL = torch.ops.aten._index_put_impl_.default
 LOCAL_SCALAR_DENSE = torch.ops.aten._local_scalar_dense.default
+LOG_SOFTMAX = torch.ops.aten._log_softmax.default
 RESHAPE_ALIAS = torch.ops.aten._reshape_alias.default
+SOFTMAX = torch.ops.aten._softmax.default
 TO_COPY = torch.ops.aten._to_copy.default
 UNIQUE2 = torch.ops.aten._unique2.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

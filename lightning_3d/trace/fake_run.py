@@ -71,7 +71,7 @@ class RandomRun:
 
     def _stand_in(self, fake: Tensor, data: Tensor | None = None) -> Tensor:
         if id(fake) not in self._stand_ins:
-            made = _random(fake) if data is None else data.detach().clone()
+            made = random_like(fake, fake.device) if data is None else data.detach().clone()
             self._stand_ins[id(fake)] = made.requires_grad_(fake.requires_grad)
         return self._stand_ins[id(fake)]
 
@@ -105,11 +105,11 @@ def running_statistics(block: nn.Module) -> frozenset[str]:
     )
 
 
-def _random(fake: Tensor) -> Tensor:
+def random_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Positive numbers, which scales and variances may have to be; zeros for integers, which indices may be."""
-    if fake.is_floating_point() or fake.is_complex():
-        return torch.rand(fake.shape, dtype=fake.dtype, device=fake.device).mul_(0.1)
-    return torch.zeros(fake.shape, dtype=fake.dtype, device=fake.device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.rand(tensor.shape, dtype=tensor.dtype, device=device).mul_(0.1)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 class _ForwardOnly(nn.Module):

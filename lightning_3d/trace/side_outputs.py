@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.model.own_code import is_own
-from lightning_3d.model.pytrees import argument_containers, changed_containers, holds_tensors, is_same, set_content
+from lightning_3d.model.pytrees import argument_containers, changed_containers, holds_tensors, is_same
+from lightning_3d.model.snapshot import refill
 from lightning_3d.torch_internals.modules import forward_hooks, forward_hooks_copied, forward_hooks_with_kwargs
 
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
@@ -101,7 +102,7 @@ def unpack_outputs(block: nn.Module, packed: Any, arguments: Any, side: SideOutp
         set_attribute(block, name, value)
     containers = argument_containers(*arguments) if side.containers else []
     for i, content in zip(side.containers, contents, strict=True):
-        set_content(containers[i], content)
+        refill(containers[i], content)
     return output, hook_values
 
 

@@ -221,7 +221,6 @@ class _Tracer(StepMode):
         self.failed_call, self.failed_in_block = f"{name} at {where}", is_block
         fakes = [self._fakes.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         versions = [version_of(fake) if isinstance(fake, Tensor) else 0 for fake in fakes]
-        arguments = {id(fake): i for i, fake in reversed(list(enumerate(fakes))) if isinstance(fake, Tensor)}
         inputs = tuple(self.ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.ids)
         sources = frozenset[str]().union(
             *(self._sources.get(leaf, frozenset()) for leaf in leaves if isinstance(leaf, Tensor))
@@ -236,13 +235,11 @@ class _Tracer(StepMode):
         self.failed_call = None
 
         changed = {
-            i: fake
-            for i, (fake, version) in enumerate(zip(fakes, versions, strict=True))
-            if isinstance(fake, Tensor) and version_of(fake) != version and is_recorded and arguments[id(fake)] == i
+            i: fakes[i] for i in _positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]
         }
         aliased = self._retag_aliases([(leaves[i], fake) for i, fake in changed.items()], where) if changed else {}
         mutated = {i: self._new_id(leaves[i], fake) for i, fake in changed.items()}
-        results, answer = self._answers(outputs, arguments, leaves, None if is_recorded else sources)
+        results, answer = self._answers(outputs, fakes, leaves, None if is_recorded else sources)
         if is_recorded:
             self.calls.append(
                 TracedCall(
@@ -265,7 +262,7 @@ class _Tracer(StepMode):
     def _answers(
         self,
         outputs: Sequence[Any],
-        arguments: Mapping[int, int],
+        fakes: Sequence[Any],
         leaves: Sequence[Any],
         sources: frozenset[str] | None,
     ) -> tuple[list[Result], list[Any]]:
@@ -273,12 +270,12 @@ class _Tracer(StepMode):
 
         Args:
             outputs: With fake tensors.
-            arguments: Id of a fake argument -> its position in ``leaves``.
+            fakes: The arguments that it got, in place of ``leaves``.
             sources: FQNs of the parameters behind a call that is not recorded.
         """
         results: list[Result] = []
         answer: list[Any] = []
-        earlier: dict[int, int] = {}
+        arguments, earlier = _positions(fakes), dict[int, int]()
         for position, output in enumerate(outputs):
             if not isinstance(output, Tensor):
                 results.append(Result(constant=output))
@@ -319,3 +316,12 @@ class _Tracer(StepMode):
             if id(tensor) not in changed and storage_id(self._fakes.of(tensor).untyped_storage()) in storages
         ]
         return {i: self._new_id(tensor, self._fakes.of(tensor)) for tensor, i in aliases}
+
+
+def _positions(leaves: Sequence[Any]) -> dict[int, int]:
+    """Id of a tensor -> its first position, in order."""
+    positions: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            positions.setdefault(id(leaf), i)
+    return positions

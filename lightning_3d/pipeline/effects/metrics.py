@@ -27,7 +27,8 @@ from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.call_notes import CallNotes
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import Joiner
-from lightning_3d.torch_internals.metric_state import FIXED_NAMES, start_anew
+from lightning_3d.pipeline.effects.metric_changes import MetricChanges, apply_changes
+from lightning_3d.torch_internals.metric_state import start_anew
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.interception import Router
 
@@ -156,7 +157,7 @@ class Metrics(Effect):
         calls = join_calls(self._notes.of_stage(stage, len(sizes)), sizes, self._joiner)
         changes = MetricChanges(self._metrics if calls else {})
         self._answers = make_calls(calls, self._metrics)
-        return changes.found(calls)
+        return changes.found([call.fqn for call in calls], was_reset=any(call.method == "reset" for call in calls))
 
     @override
     def study(self, stage: int, sizes: Sequence[int]) -> None:
@@ -202,10 +203,6 @@ def _scratch_state(metric: nn.Module) -> Iterator[None]:
         snapshot.restore()
 
 
-def _shallow(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict, set) else value
-
-
 def join_calls(
     per_microbatch: Sequence[Sequence[MetricCall]], sizes: Sequence[int], joiner: Joiner
 ) -> list[MetricCall]:
@@ -246,59 +243,3 @@ def make_calls(calls: Sequence[MetricCall], metrics: Mapping[str, nn.Module]) ->
         method = metric if call.method == "forward" else getattr(metric, call.method)
         answers.append(method(*args, **kwargs))
     return answers
-
-
-class MetricChanges:
-    """Changes of metrics since this was made; of list states only the new entries are sent."""
-
-    def __init__(self, metrics: Mapping[str, nn.Module]) -> None:
-        self._metrics = metrics
-        self._before = {fqn: _state(metric) for fqn, metric in metrics.items()}
-
-    def found(self, calls: Sequence[MetricCall]) -> dict[str, dict[str, Any]]:
-        """FQN of a metric -> its changed attributes, for all that the calls may have reached."""
-        was_reset = any(call.method == "reset" for call in calls)
-        touched = {id(inner) for call in calls for inner in self._metrics[call.fqn].modules()}
-        return {
-            fqn: {
-                name: _Appended(entries=tuple(value[len(before.get(name, ())) :]))
-                if not was_reset and _grew(before.get(name), value)
-                else value
-                for name, value in _state(metric).items()
-                if isinstance(value, (Tensor, list, dict)) or before.get(name, self) is not value
-            }
-            for fqn, metric in self._metrics.items()
-            if id(metric) in touched
-            for before in [self._before[fqn]]
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Appended:
-    entries: tuple[Any, ...]
-
-
-def _grew(before: Any, after: Any) -> bool:
-    return type(before) is list and type(after) is list and len(after) >= len(before)
-
-
-_OWN_NAMES = frozenset(vars(nn.Module()))
-
-
-def _state(metric: nn.Module) -> dict[str, Any]:
-    """Attributes that updates may change."""
-    fixed = _OWN_NAMES | FIXED_NAMES.union(_METHODS)
-    return {name: _shallow(value) for name, value in vars(metric).items() if name not in fixed and not callable(value)}
-
-
-def apply_changes(
-    changes: Mapping[str, Mapping[str, Any]], metrics: Mapping[str, nn.Module], move: Callable[[Any], Any]
-) -> None:
-    """Put changes of another rank's metrics into this rank's; ``move`` puts a tensor on this rank's device."""
-    for fqn, attributes in changes.items():
-        own = vars(metrics[fqn])
-        for name, value in attributes.items():
-            if isinstance(value, _Appended):
-                own[name] = [*own[name], *tree_map(move, list(value.entries))]
-            else:
-                own[name] = tree_map(move, value)
