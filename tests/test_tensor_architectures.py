@@ -327,7 +327,10 @@ TABLE = {
     ),
     "resnet-bottleneck": Row(
         job=hf_job("ResNetConfig", IMAGES, a.images, **{**RESNET, "hidden_sizes": [32, 64]}),
-        blocks={"ResNetEmbeddings": POOLED, "ResNetStage": Expected(others=2, share=0.62)},  # fewer bytes for fewer shards
+        blocks={
+            "ResNetEmbeddings": POOLED,
+            "ResNetStage": Expected(others=2, share=0.62),
+        },  # fewer bytes for fewer shards
         held=0.67,
     ),
     "regnet": Row(

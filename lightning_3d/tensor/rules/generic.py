@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import Placement as DTensorPlacement
 from torch.distributed.tensor import Shard as DTensorShard
@@ -35,6 +34,15 @@ from lightning_3d.torch_internals.dtensor_parts import StridedShard
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from lightning_3d.torch_internals.modes import TorchDispatchMode, no_dispatch_modes
+from lightning_3d.torch_internals.operators import (
+    FUSED_RMS_NORM,
+    LOG_SOFTMAX,
+    RESHAPE_ALIAS,
+    SOFTMAX,
+    TO_COPY,
+    UNSAFE_VIEW,
+    OpOverload,
+)
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 _MAX_SIGNATURES = 8192
@@ -313,16 +321,31 @@ _aten = torch.ops.aten
 
 _KEEP_APART = frozenset(
     {
-        *(_aten.clone, _aten._to_copy, _aten.detach, _aten.alias, _aten.permute, _aten.transpose, _aten.t),
+        *(_aten.clone, TO_COPY.overloadpacket, _aten.detach, _aten.alias, _aten.permute, _aten.transpose, _aten.t),
         *(_aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.slice, _aten.select, _aten.cat, _aten.stack),
-        *(_aten._softmax, _aten._log_softmax, _aten.cumsum, _aten.sum, _aten.mean, _aten.amax, _aten.amin),
+        *(
+            SOFTMAX.overloadpacket,
+            LOG_SOFTMAX.overloadpacket,
+            _aten.cumsum,
+            _aten.sum,
+            _aten.mean,
+            _aten.amax,
+            _aten.amin,
+        ),
         *(_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addmm, _aten.gather, _aten.index_select, _aten.masked_fill_),
-        *(_aten.native_layer_norm, _aten._fused_rms_norm, _aten.var_mean, _aten.where, _aten.fill_, _aten.copy_),
+        *(
+            _aten.native_layer_norm,
+            FUSED_RMS_NORM.overloadpacket,
+            _aten.var_mean,
+            _aten.where,
+            _aten.fill_,
+            _aten.copy_,
+        ),
     }
 )
 """Besides pointwise ops those that treat the elements of a dim alike wherever DTensor lets it be sharded."""
 
-_VIEWS = frozenset({_aten.view, _aten._unsafe_view, _aten.reshape, _aten._reshape_alias})
+_VIEWS = frozenset({_aten.view, UNSAFE_VIEW.overloadpacket, _aten.reshape, RESHAPE_ALIAS.overloadpacket})
 
 
 class _WatchOps(TorchDispatchMode):

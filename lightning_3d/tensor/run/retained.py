@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_3d.tensor.handle import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary.sharded_output import as_unread
+from lightning_3d.torch_internals.modules import BUFFERS
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 Whole = Callable[[Tensor], Tensor]
@@ -33,7 +34,7 @@ class RetainedActivations:
         for module in self._modules:
             attributes = vars(module)
             _show(attributes, _TORCH_ATTRIBUTES, whole)
-            _show(attributes["_buffers"], frozenset(), whole)
+            _show(attributes[BUFFERS], frozenset(), whole)
 
 
 def _show(attributes: dict[str, Any], hidden: frozenset[str], whole: Whole) -> None:
