@@ -170,7 +170,7 @@ class LayoutRun:
     warnings: list[str]
     """What was warned of on rank 0."""
     sent: list[dict[str, tuple[Sent, Sent]]]
-    """By rank: FQN of a tensor-parallel block -> what its forward and its backward sent, without a pipeline."""
+    """By rank: FQN of a tensor-parallel block -> what its forward and its backward sent, if that was measured."""
 
 
 class _Recorder(L.Callback):
@@ -281,9 +281,16 @@ def run_reference(job: Job) -> ReferenceRun:
     )
 
 
-def run_layout(workers: WorkerPools, job: Job, layout: Layout, *, timeout: float = DEFAULT_TIMEOUT) -> LayoutRun:
-    """Train the job on `layout.world_size` ranks of the pool; seconds of `timeout` as in `WorkerPool.run`."""
-    ranks = workers(layout.world_size).run(_train_rank, job, layout, timeout=timeout)
+def run_layout(
+    workers: WorkerPools, job: Job, layout: Layout, *, timeout: float = DEFAULT_TIMEOUT, measures_sent: bool = False
+) -> LayoutRun:
+    """Train the job on `layout.world_size` ranks of the pool.
+
+    Args:
+        timeout: Seconds, as in `WorkerPool.run`.
+        measures_sent: Whether to run every tensor-parallel block once more and note its collectives; with tp alone.
+    """
+    ranks = workers(layout.world_size).run(_train_rank, job, layout, measures_sent, timeout=timeout)
     return LayoutRun(
         numbers=[numbers for numbers, *_ in ranks],
         held=[rank_held for _, rank_held, *_ in ranks],
@@ -295,12 +302,12 @@ def run_layout(workers: WorkerPools, job: Job, layout: Layout, *, timeout: float
 
 
 def _train_rank(
-    job: Job, layout: Layout
+    job: Job, layout: Layout, measures_sent: bool
 ) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str], dict[str, tuple[Sent, Sent]]]:
     recorder, strategy = _Recorder(_norm_of_strategy), layout.strategy()
     inputs = BlockInputs()
     trainer = _trainer(job, strategy, layout.world_size, recorder)
-    if layout.tp > 1 and layout.pp == 1:
+    if measures_sent:
         trainer.callbacks.append(inputs)
     train, val = _splits(job)
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds

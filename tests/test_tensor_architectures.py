@@ -448,7 +448,7 @@ def test_architecture_equals_one_process(
     row = TABLE[name]
     if name not in references:
         references[name] = run_reference(row.job)
-    result = run_layout(workers, row.job, Layout(tp=size))
+    result = run_layout(workers, row.job, Layout(tp=size), measures_sent=True)
     assert_parity(references[name], result, tolerance=1e-5)
     assert_planned(row, result)
     assert_sent(row, result)

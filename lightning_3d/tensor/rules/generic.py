@@ -321,26 +321,12 @@ _aten = torch.ops.aten
 
 _KEEP_APART = frozenset(
     {
-        *(_aten.clone, TO_COPY.overloadpacket, _aten.detach, _aten.alias, _aten.permute, _aten.transpose, _aten.t),
-        *(_aten.unsqueeze, _aten.squeeze, _aten.expand, _aten.slice, _aten.select, _aten.cat, _aten.stack),
-        *(
-            SOFTMAX.overloadpacket,
-            LOG_SOFTMAX.overloadpacket,
-            _aten.cumsum,
-            _aten.sum,
-            _aten.mean,
-            _aten.amax,
-            _aten.amin,
-        ),
-        *(_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addmm, _aten.gather, _aten.index_select, _aten.masked_fill_),
-        *(
-            _aten.native_layer_norm,
-            FUSED_RMS_NORM.overloadpacket,
-            _aten.var_mean,
-            _aten.where,
-            _aten.fill_,
-            _aten.copy_,
-        ),
+        *(_aten.clone, _aten.detach, _aten.alias, _aten.permute, _aten.transpose, _aten.t, _aten.unsqueeze),
+        *(_aten.squeeze, _aten.expand, _aten.slice, _aten.select, _aten.cat, _aten.stack, _aten.cumsum, _aten.sum),
+        *(_aten.mean, _aten.amax, _aten.amin, _aten.mm, _aten.bmm, _aten.baddbmm, _aten.addmm, _aten.gather),
+        *(_aten.index_select, _aten.masked_fill_, _aten.native_layer_norm, _aten.var_mean, _aten.where, _aten.fill_),
+        _aten.copy_,
+        *(op.overloadpacket for op in (TO_COPY, SOFTMAX, LOG_SOFTMAX, FUSED_RMS_NORM)),
     }
 )
 """Besides pointwise ops those that treat the elements of a dim alike wherever DTensor lets it be sharded."""
