@@ -30,7 +30,7 @@ from lightning_3d.planning.observation import ExampleStep, Observer
 from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.plan_text import folded
 from lightning_3d.planning.planner import decide
-from lightning_3d.planning.split_blocks import is_balanced, refine
+from lightning_3d.planning.split_blocks import is_balanced, split_blocks
 from lightning_3d.planning.stage_flow import cut
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
@@ -300,24 +300,24 @@ def test_boundary_bytes_are_what_any_cut_sends(module: L.LightningModule) -> Non
         assert per_boundary == [16 * 4 + 4, 16 * (4 + 4) + 4, 16 * (2 + 4) + 4, 16 * 4 + 4]
 
 
-# --------------------------------------------------------------------------------------------------- refinement
+# --------------------------------------------------------------------------------------------------- split blocks
 
 
-def _refined(module: L.LightningModule, num_stages: int, imbalance: float = 1.25) -> list[str]:
+def _split(module: L.LightningModule, num_stages: int, imbalance: float = 1.25) -> list[str]:
     blocks = find_blocks(module)
-    return list(refine(module, blocks, num_stages, imbalance, lambda finer: _traced(module, dict(finer))))
+    return list(split_blocks(module, blocks, num_stages, imbalance, lambda finer: _traced(module, dict(finer))))
 
 
 def test_balanced_blocks_stay_whole() -> None:
     assert is_balanced(find_blocks(TinyGPT()), 2, 1.25)
-    assert _refined(TinyGPT(), 2) == list(find_blocks(TinyGPT()))
+    assert _split(TinyGPT(), 2) == list(find_blocks(TinyGPT()))
 
 
 def test_only_the_block_in_the_way_is_opened() -> None:
     model = TinyGPT(num_layers=3)  # 3 heavy blocks for 2 stages
     assert not is_balanced(find_blocks(model), 2, 1.25)
     names = ["tokens", "positions", "blocks.0", *(f"blocks.1.{n}" for n in ("norm1", "attention", "norm2", "mlp"))]
-    assert _refined(model, 2) == [*names, "blocks.2", "norm", "head"]
+    assert _split(model, 2) == [*names, "blocks.2", "norm", "head"]
     assert type(model.blocks[0]).__name__ == "Block"
     assert "forward" not in vars(model.blocks[0]), "nothing stays routed"
 
@@ -326,21 +326,21 @@ def test_too_few_blocks_are_opened_before_it_is_an_error() -> None:
     chain = Chain(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))))
     assert len(find_blocks(chain)) == 1
     for imbalance in (1.25, float("inf")):  # the latter for partition="uniform"
-        assert _refined(chain, 3, imbalance) == [f"layers.0.{i}" for i in range(4)]
-    assert _refined(Chain(nn.Linear(8, 8)), 2) == ["layers.0"], "nothing inside"
+        assert _split(chain, 3, imbalance) == [f"layers.0.{i}" for i in range(4)]
+    assert _split(Chain(nn.Linear(8, 8)), 2) == ["layers.0"], "nothing inside"
 
 
 def test_wrappers_are_looked_through_and_opened_again() -> None:
     inner = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)))
     chain = Chain(nn.Sequential(inner))
-    assert _refined(chain, 2) == ["layers.0.0.0", "layers.0.0.1"]
-    assert _refined(chain, 4) == [f"layers.0.0.{i}.{j}" for i in (0, 1) for j in (0, 1)]
+    assert _split(chain, 2) == ["layers.0.0.0", "layers.0.0.1"]
+    assert _split(chain, 4) == [f"layers.0.0.{i}.{j}" for i in (0, 1) for j in (0, 1)]
 
 
 def test_a_block_that_is_called_often_is_not_opened() -> None:
     chain = Chain(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), calls_of_first=6)
     assert not is_balanced(find_blocks(chain), 3, 1.25), "one block by name"
-    assert _refined(chain, 3) == ["layers.0"], "but six calls"
+    assert _split(chain, 3) == ["layers.0"], "but six calls"
 
     class Encoder(nn.Module):
         def __init__(self) -> None:
@@ -355,7 +355,7 @@ def test_a_block_that_is_called_often_is_not_opened() -> None:
             return x
 
     inside = Chain(Encoder(), nn.Linear(8, 8))
-    assert _refined(inside, 3) == ["layers.0.first", "layers.0.shared", "layers.1"]
+    assert _split(inside, 3) == ["layers.0.first", "layers.0.shared", "layers.1"]
 
 
 def test_blocks_that_can_not_be_glue_stay_whole() -> None:
@@ -368,7 +368,7 @@ def test_blocks_that_can_not_be_glue_stay_whole() -> None:
             return self[1](self[0](x))
 
     chain = Chain(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 8)), Reader(nn.Linear(8, 8), nn.Linear(8, 8)))
-    assert _refined(chain, 3) == ["layers.0.0", "layers.0.1", "layers.1"], "the heavier one can't be glue"
+    assert _split(chain, 3) == ["layers.0.0", "layers.0.1", "layers.1"], "the heavier one can't be glue"
 
 
 def test_parameters_of_its_own_keep_a_block_whole() -> None:
@@ -382,7 +382,7 @@ def test_parameters_of_its_own_keep_a_block_whole() -> None:
             return self.inner[1](self.inner[0](x + self.table.mean(0)))
 
     chain = Chain(Table(), nn.Linear(8, 8))
-    assert _refined(chain, 2) == ["layers.0", "layers.1"], "as glue, the table would lie on both stages"
+    assert _split(chain, 2) == ["layers.0", "layers.1"], "as glue, the table would lie on both stages"
 
 
 # -------------------------------------------------------------------------------------------------------- table

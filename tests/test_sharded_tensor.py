@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor import apply_block, plan_block, verify_block
-from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from tests.workers import WorkerPools
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from lightning_3d.tensor.handle import ShardedTensor
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from tests.models import Block, TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools

@@ -22,8 +22,8 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.tensor import plan_block, replicated_plan
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
 from lightning_3d.tensor.vocabulary.sharded_output import ShardedOutput, as_logits, plain
-from lightning_3d.tensor.vocabulary.uses import find_vocabulary, with_vocabulary
-from lightning_3d.trace.sharded_logits import Logits
+from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
+from lightning_3d.trace.sharded_logits import ShardedLogits
 from tests import architectures
 from tests.collectives import Collectives
 from tests.hugging_face import hf_job
@@ -430,7 +430,7 @@ IDS = torch.empty(2, 8, dtype=torch.int64, device="meta")
 HIDDEN = torch.empty(2, 8, 16, device="meta")
 
 
-def _role(block: nn.Module, example: Tensor, *, size: int = 2, logits: Logits | None = None) -> str:
+def _role(block: nn.Module, example: Tensor, *, size: int = 2, logits: ShardedLogits | None = None) -> str:
     use = find_vocabulary(block, (example,), {}, size=size, logits=logits)
     rest = plan_block(block, (example,), {}, size=size, excluded=[block.get_parameter(fqn) for fqn in use.fqns])
     return with_vocabulary(rest, use).weight("weight").role
@@ -446,16 +446,16 @@ def test_tables_that_can_be_cut() -> None:
 
 
 def test_heads_that_can_be_cut() -> None:
-    to_loss, elsewhere = Logits(num_classes=63, is_read=False), None
+    to_loss, elsewhere = ShardedLogits(num_classes=63, is_read=False), None
     assert _role(nn.Linear(16, 63), HIDDEN, logits=to_loss) == "vocabulary"
     assert _role(nn.Linear(16, 63), HIDDEN, logits=elsewhere) == "replicate"
-    assert _role(nn.Linear(16, 8), HIDDEN, logits=Logits(num_classes=8, is_read=False)) == "replicate"
+    assert _role(nn.Linear(16, 8), HIDDEN, logits=ShardedLogits(num_classes=8, is_read=False)) == "replicate"
 
 
 def test_head_with_bias_counts_its_collectives() -> None:
     block = nn.Linear(16, 64)
     for is_read in (False, True):
-        logits = Logits(num_classes=64, is_read=is_read)
+        logits = ShardedLogits(num_classes=64, is_read=is_read)
         hidden = HIDDEN.clone().requires_grad_()
         use = find_vocabulary(block, (hidden,), {}, size=2, logits=logits)
         plan = with_vocabulary(replicated_plan(block, size=2, reason="the rest"), use)

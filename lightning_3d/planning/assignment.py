@@ -23,7 +23,7 @@ class StagePlan:
     """One pipeline stage."""
 
     load: int
-    """What the partition method balances, per microbatch, in the plan's unit."""
+    """The load that the partition method balances, per microbatch, in the plan's unit."""
     num_sent: int
     """Tensors that it sends to the next stage, per microbatch."""
     bytes_sent: int

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, refine
+from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, split_blocks
 from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.step_tracing import StepTracing, TracedEffects
 from lightning_3d.trace.trace import Trace
@@ -66,7 +66,7 @@ class Observer:
             return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
         num_stages, imbalance = len(pipeline.stage_ranks(shape.pp)), greatest_imbalance(pipeline.partition)
         if num_stages > 1 and imbalance is not None and not is_balanced(blocks, num_stages, imbalance):
-            blocks = refine(self._module, blocks, num_stages, imbalance, self._trace)
+            blocks = split_blocks(self._module, blocks, num_stages, imbalance, self._trace)
         return self.of_blocks(blocks)
 
     def of_blocks(self, blocks: Mapping[str, nn.Module]) -> Observation:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class StageLoad(Protocol):
-    """What it costs a stage to hold some consecutive calls."""
+    """The cost to a stage of holding some consecutive calls."""
 
     def __call__(self, stage: int, start: int, stop: int) -> int:
         """Load of the calls ``start`` to ``stop - 1`` on ``stage``; never less for a longer range of calls."""

@@ -1,6 +1,6 @@
-"""Refining blocks: the coarsest ones that still balance the pipeline stages.
+"""Splitting blocks into finer ones: the coarsest that still balance the pipeline stages.
 
-[Note: refinement]
+[Note: splitting blocks]
 Coarse blocks are better blocks: less glue, larger FSDP units, plans for whole layers. They are opened only where they
 are too few, or so heavy that the slowest stage would have more than 1.25 x its share of the parameters. Opening a
 block makes its children blocks and its own code glue. What helps is predicted from parameter counts, and kept only if
@@ -40,7 +40,7 @@ def is_balanced(blocks: Mapping[str, nn.Module], num_stages: int, imbalance: flo
     return calls.slowness(num_stages) <= (0, imbalance)
 
 
-def refine(
+def split_blocks(
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
     num_stages: int,

@@ -17,10 +17,10 @@ from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
 from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replicated_plan, roles_by_hand
 from lightning_3d.tensor.plan.block_plan import Role
-from lightning_3d.tensor.vocabulary.uses import VocabularyUse, WeightUse, find_vocabulary, with_vocabulary
+from lightning_3d.tensor.vocabulary.weight_roles import VocabularyRoles, WeightRoles, find_vocabulary, with_vocabulary
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.trace.sharded_logits import find_logits
+from lightning_3d.trace.sharded_logits import find_sharded_logits
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.unread_outputs import unread_outputs
 
@@ -77,12 +77,12 @@ def _find_vocabulary(
     blocks: Mapping[str, nn.Module],
     trace: Trace,
     by_hand: Mapping[str, Mapping[str, Role]],
-) -> Mapping[str, VocabularyUse]:
+) -> Mapping[str, VocabularyRoles]:
     """Find the weights of each block to shard over the vocabulary; tied ones only if all their blocks can."""
-    logits = find_logits(trace)
+    logits = find_sharded_logits(trace)
     by_glue = parameters_of(module, plan.used_by_glue)
-    found: dict[str, VocabularyUse] = {}
-    known: dict[Hashable, VocabularyUse] = {}
+    found: dict[str, VocabularyRoles] = {}
+    known: dict[Hashable, VocabularyRoles] = {}
     for fqn, inputs in trace.block_inputs.items():
         roles = by_hand.get(fqn, {})
         kind = _kind_of(fqn, blocks[fqn], trace, by_glue)
@@ -104,12 +104,12 @@ def _find_vocabulary(
 
 
 def _agreed(
-    found: Mapping[str, VocabularyUse],
+    found: Mapping[str, VocabularyRoles],
     plan: Plan,
     module: nn.Module,
     blocks: Mapping[str, nn.Module],
     trace: Trace,
-) -> Mapping[str, VocabularyUse]:
+) -> Mapping[str, VocabularyRoles]:
     """Without tied weights that a block has found no such use for, or that no called block uses."""
     slots = {_slot(blocks[block], fqn) for block, use in found.items() for fqn in use.fqns}
     called = {plan.ties.get(f"{block}.{fqn}") for block in trace.block_inputs for fqn in found[block].fqns}
@@ -124,11 +124,11 @@ def _agreed(
     }
 
 
-def _idle(fqn: str, block: nn.Module, plan: Plan) -> VocabularyUse:
+def _idle(fqn: str, block: nn.Module, plan: Plan) -> VocabularyRoles:
     """Tied weights of an uncalled block, so that ties can still be sharded."""
-    unused = WeightUse(lookup_bytes=(), head_input_bytes=(), logits_bytes=())
+    unused = WeightRoles(lookup_bytes=(), head_input_bytes=(), logits_bytes=())
     names = [name for name, _ in block.named_parameters(remove_duplicate=False) if f"{fqn}.{name}" in plan.ties]
-    return VocabularyUse(weights=dict.fromkeys(names, unused))
+    return VocabularyRoles(weights=dict.fromkeys(names, unused))
 
 
 def _slot(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import ShardedTensor, shard_dim
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 
 

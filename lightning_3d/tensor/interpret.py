@@ -21,7 +21,6 @@ from lightning_3d.model.own_code import is_own
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.gathered_sequence import GatheredSequence
-from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Partial, Placement, Shard, Sharded, Whole
 from lightning_3d.tensor.randomness import seeded_for_rank
@@ -41,6 +40,7 @@ from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
 from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, is_along
 from lightning_3d.tensor.rules.table import RULES, rewritten
 from lightning_3d.tensor.running_statistics import RunningStatistics
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.modes import DisableTorchFunction
 from lightning_3d.torch_internals.tensors import version_of
 
@@ -135,7 +135,7 @@ class Interpreter(TorchFunctionMode):
     def execute(self, call: Call, local: LocalCall) -> Any:
         """Make a call as a rule says."""
         with ExitStack() as contexts:
-            own = {}  # local tensor by id -> the handle that it is of
+            own = {}  # local tensor by id -> the sharded tensor that it is of
             operands = []
             for tensor, need in zip(local.tensors, local.needs, strict=True):
                 operand = self._meet(tensor, need, contexts)
@@ -145,8 +145,8 @@ class Interpreter(TorchFunctionMode):
             if local.is_random:
                 contexts.enter_context(seeded_for_rank(operands[0].device, self.axis.rank))
             output = local.run(*operands)
-        for handle in own.values():
-            handle.follow_local()
+        for sharded in own.values():
+            sharded.follow_local()
         if type(local.result) is Whole:
             return self._then(local, output)
         placements, starts = _each(local.result), iter(local.starts)
@@ -206,22 +206,22 @@ class Interpreter(TorchFunctionMode):
         return collectives.gather(tensor.own(), self.axis, tensor.placement)
 
     def wrap(self, result: Tensor, placement: Placement, call: Call, local: LocalCall, start: int) -> Tensor:
-        """What this rank computed as the block's code gets it; `start`: where it begins, if it is a piece."""
+        """The form in which the block's code gets a result of this rank; `start`: where it begins, if it is a piece."""
         if isinstance(placement, Partial):
             return self.sum(result, call, local)
         if isinstance(placement, Whole):
             return result
-        handle = ShardedTensor(result, self.axis, placement)
-        handle.is_weight = local.makes_weight
-        return handle
+        sharded = ShardedTensor(result, self.axis, placement)
+        sharded.is_weight = local.makes_weight
+        return sharded
 
     def sum(self, partial: Tensor, call: Call, local: LocalCall) -> Tensor:
         """The sum of what the ranks computed: made now, cut along the sequence, or left for later."""
         is_deferred = local.is_stacked and self._defers_sums
         if is_deferred or any(is_sum(tensor) for tensor in local.tensors):
-            handle = ShardedTensor(partial, self.axis, Partial())
-            handle.is_fresh = is_deferred
-            return handle
+            sharded = ShardedTensor(partial, self.axis, Partial())
+            sharded.is_fresh = is_deferred
+            return sharded
         if local.weight is not None and is_along(partial, self._sequence):
             return self.sharded(collectives.scatter(partial, self.axis, SEQUENCE_DIM), Shard(SEQUENCE_DIM))
         return collectives.reduce(partial, self.axis)
@@ -255,9 +255,9 @@ class Interpreter(TorchFunctionMode):
         placement, own = tensor.placements[0], own_shard(tensor)
         if placement.is_replicate():
             return own
-        handle = self.sharded(own, Shard(placement.dim))  # type: ignore[attr-defined]  # no partial parameters
-        handle.is_weight = True
-        return handle
+        sharded = self.sharded(own, Shard(placement.dim))  # type: ignore[attr-defined]  # no partial parameters
+        sharded.is_weight = True
+        return sharded
 
 
 def _holds(values: Any) -> bool:
@@ -283,14 +283,14 @@ def _each(placements: Placement | tuple[Placement, ...]) -> Iterator[Placement]:
 
 
 class _ByTensor(Generic[T]):
-    """What was made of tensors, once for each of them until it is changed in place."""
+    """A cache of values made of tensors: one per tensor, until the tensor is changed in place."""
 
     def __init__(self) -> None:
-        # id -> (the tensor, so that no id is used twice; its version; what was made of it).
+        # id -> (the tensor, so that no id is used twice; its version; the value).
         self._made: dict[int, tuple[Tensor, int, T]] = {}
 
     def get(self, tensor: Tensor, make: Callable[[], T]) -> T:
-        """What was made of a tensor; made now if it is new or changed."""
+        """The cached value; made now if the tensor is new or changed."""
         known = self._made.get(id(tensor))
         if known is None or known[1] != version_of(tensor):
             known = (tensor, version_of(tensor), make())

@@ -63,13 +63,13 @@ class Parts:
     dim: int
 
     sizes: tuple[int, ...]
-    """Of the parts of the full tensor, in its original order; each a multiple of `num_ranks`."""
+    """Sizes of the parts of the full tensor, in its original order; each a multiple of `num_ranks`."""
 
     num_ranks: int
 
     @property
     def local_sizes(self) -> list[int]:
-        """What one rank holds of each part."""
+        """Sizes of one rank's slices of each part."""
         return [size // self.num_ranks for size in self.sizes]
 
     def at(self, dim: int) -> Parts:

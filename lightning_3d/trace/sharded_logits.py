@@ -36,7 +36,7 @@ _KEEPING = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Logits:
+class ShardedLogits:
     """The output of a block, as the input of a loss that runs on shards."""
 
     num_classes: int
@@ -45,7 +45,7 @@ class Logits:
     """Whether the step uses them for anything else, too: then they are gathered at once, on all ranks alike."""
 
 
-def find_logits(trace: Trace) -> Mapping[str, Logits]:
+def find_sharded_logits(trace: Trace) -> Mapping[str, ShardedLogits]:
     """Find blocks whose output reaches ``F.cross_entropy`` as logits.
 
     A step that changes them or a view of them in place has none.
@@ -53,7 +53,7 @@ def find_logits(trace: Trace) -> Mapping[str, Logits]:
     Returns:
         Block FQN -> what it returns to the loss.
     """
-    found: dict[str, Logits] = {}
+    found: dict[str, ShardedLogits] = {}
     refused: set[str] = set()
     for position, call in enumerate(trace.calls):
         if not call.is_block:
@@ -66,7 +66,7 @@ def find_logits(trace: Trace) -> Mapping[str, Logits]:
     return {fqn: logits for fqn, logits in found.items() if fqn not in refused}
 
 
-def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> Logits | None:
+def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> ShardedLogits | None:
     outputs = [result.tensor for result in block.results if result.tensor is not None]
     family, reaches_loss, is_read = set(outputs[:1]), False, trace.stopped_by is not None
     for call in later:
@@ -82,4 +82,4 @@ def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> L
             is_read = True
     if not reaches_loss or not (shape := trace.tensors[outputs[0]].shape):
         return None
-    return Logits(num_classes=shape[-1], is_read=is_read)
+    return ShardedLogits(num_classes=shape[-1], is_read=is_read)

@@ -1,7 +1,7 @@
 """One kind of call of a block, compiled: what tells it from others, and what is computed in its place.
 
-A block repeats a computation on tensors. In every call these are its arguments and the tensors of its state, which keep
-no place in what is compiled; all other values identify it.
+A compiled computation takes tensors: the arguments of the call and the tensors of the block's state. All other values
+are compiled in; they form the key by which it is found again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.compiled.observation import copied
 from lightning_3d.tensor.compiled.state import STATIC_TYPES, own_part, read_state
-from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.placement import Partial, Sharded
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import Computation, NotCompilable, capture
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -97,18 +97,18 @@ class _Result:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledCall:
-    """Computes what a block would."""
+    """A block's computation for one kind of call."""
 
     computation: Computation
-    """Of all tensors of a call."""
+    """Takes all tensors of a call."""
 
     leaves: Sequence[Any]
-    """Of the output; a `_Result` where a result of the computation goes."""
+    """Leaves of the output; a `_Result` where a result of the computation goes."""
 
     spec: TreeSpec
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """What the block returns."""
+        """Compute the block's output."""
         results = iter(self.computation(*tensors))
         leaves = [leaf.of(next(results)) if isinstance(leaf, _Result) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)

@@ -1,4 +1,4 @@
-"""What the forward of a block reads besides its arguments: tensors, and values that its modules hold."""
+"""The state that a block's forward reads besides its arguments: tensors, and values that its modules hold."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.modules import BUFFERS, CALL, PARAMETERS, children_of, has_hooks
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
-"""Of values that compare by what they are."""
+"""Types of values that compare by what they are."""
 
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _OF_THIS_PACKAGE = frozenset({"forward", CALL})
@@ -34,7 +34,7 @@ class _Place(NamedTuple):
 
     name: str
     at: int
-    """Among the tensors of the state."""
+    """Its position among the tensors of the state."""
 
     def put(self, tensor: Tensor) -> None:
         attributes = vars(self.module)

@@ -1,4 +1,4 @@
-"""What a block's code reads from data, in a run on fake tensors: values that could be there.
+"""Assumed values, which a block's code reads in a run on fake tensors where it looks into data.
 
     .item(), bool(), .tolist()               0, False
     nonzero, where(mask), tensor[mask]       as many as the longest dim is long, as if every token had come

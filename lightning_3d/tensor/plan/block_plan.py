@@ -1,4 +1,4 @@
-"""What tensor parallel does to one block: a frozen, printable decision, made without any communication.
+"""The tensor-parallel plan of one block: a frozen, printable decision, made without any communication.
 
 The plan says for every parameter of a block whether it is sharded over the tp axis and along which dim, and what the
 block then communicates. How it is found is in `search`; applying it is in `apply`.
@@ -37,7 +37,7 @@ class WeightPlan:
     """The dim that is cut into shards, equal ones but for ``vocabulary``; None for ``replicate``."""
 
     parts: Parts | None = None
-    """What `shard_dim` consists of, where each rank holds a slice of every part; None if that is one slice."""
+    """The parts of `shard_dim`, where each rank holds a slice of every part; None if that is one slice."""
 
     reason: str | None = None
     """Why the parameter stays replicated; None for a sharded one."""
@@ -96,7 +96,7 @@ class BlockTensorPlan:
     """Why it is not, though the configuration asks for it and the block can be sharded otherwise."""
 
     defers_sums: bool = False
-    """Whether what row weights of experts give is reduced when it is small (`partial_sums`), not at once."""
+    """Whether outputs of row weights of experts are summed once they are small (`partial_sums`), not at once."""
 
     unread: frozenset[int] = frozenset()
     """Leaves of the block's output, by position, that nothing reads and that stay on shards."""
@@ -109,12 +109,12 @@ class BlockTensorPlan:
 
     @property
     def num_all_reduces_forward(self) -> int:
-        """Of sums, for instance of what row weights give."""
+        """All-reduces of sums, for instance of the outputs of row weights."""
         return self._count("all-reduce", is_backward=False)
 
     @property
     def num_all_reduces_backward(self) -> int:
-        """Of the gradients of what all ranks read for results of their own, for instance by column weights."""
+        """All-reduces of gradients of replicated tensors, for instance of the inputs of column weights."""
         return self._count("all-reduce", is_backward=True)
 
     @property

@@ -23,7 +23,7 @@ Rule = tuple[str, str]
 def roles_by_hand(
     rules: Sequence[Rule], module: nn.Module, blocks: Mapping[str, nn.Module]
 ) -> Mapping[str, Mapping[str, Role]]:
-    """What the rules say of each block.
+    """The roles that rules by hand give the weights of each block.
 
     Args:
         rules: In order; the last one that names a weight holds.

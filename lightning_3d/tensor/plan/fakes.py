@@ -19,7 +19,7 @@ from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fakes:
-    """What stands in while a block is on fake tensors."""
+    """The fake tensors that stand in for a block's parameters and arguments."""
 
     parameters: Mapping[str, Tensor]
     """By name, ties under every name."""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_3d.errors import PlanError
 from lightning_3d.model.own_code import is_own
 from lightning_3d.tensor.boundary import gathered, slice_of_sequence
-from lightning_3d.tensor.handle import Origin, ShardedTensor, placement_of, shard_dim
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Partial, Parts, Placement, Shard
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_values
@@ -38,6 +37,7 @@ from lightning_3d.tensor.rules.multihead import is_multi_head_attention, multi_h
 from lightning_3d.tensor.rules.projection import as_projection
 from lightning_3d.tensor.rules.sequence import sequence_input
 from lightning_3d.tensor.rules.views import cut_pieces, num_parts_of, viewed_shape
+from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, placement_of, shard_dim
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
 from lightning_3d.torch_internals.pytree import tree_leaves
 
@@ -83,7 +83,7 @@ class Simulated:
     """Whether the input was cut along its sequence."""
 
     defers_sums: bool
-    """Whether what row weights of experts give was summed later (`partial_sums`)."""
+    """Whether outputs of row weights of experts were summed later (`partial_sums`)."""
 
     unread: frozenset[int]
     """Leaves of the output, by position, that are on shards and that nothing reads."""
@@ -113,7 +113,7 @@ class Simulated:
 
     @property
     def num_sharded_elements(self) -> int:
-        """Of the parameters."""
+        """Elements of the parameters that are sharded, before sharding."""
         return sum(weight.num_elements for weight in self.weights if weight.shard_dim is not None)
 
 
@@ -233,7 +233,7 @@ class _Simulation(Interpreter):
     def on_custom_function(
         self, cls: type[torch.autograd.Function], function: Function, args: Args, kwargs: dict[str, Any]
     ) -> Any:
-        """As when running, with decided weights."""
+        """Run it as on shards, with the weights as decided so far."""
         if is_own(cls.__module__):
             return function(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import Origin, ShardedTensor, parts_of, placement_of, shard_dim
 from lightning_3d.tensor.placement import Parts, Shard, Sharded
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims, only_first_is_sharded
@@ -26,6 +25,7 @@ from lightning_3d.tensor.rules.convolution import Convolution
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.rules.projection import Projection
 from lightning_3d.tensor.rules.views import cut_pieces
+from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, parts_of, placement_of, shard_dim
 
 _ADDITIONS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__"})
 
@@ -134,11 +134,13 @@ class Weights:
             return tensor
         if id(tensor) not in self._sharded:
             placement = sharding.at(alias.dims.index(sharding.dim))
-            handle = ShardedTensor(placement.own(alias.tensor, self._axis.size, self._axis.rank), self._axis, placement)
-            handle.is_weight = True
+            sharded = ShardedTensor(
+                placement.own(alias.tensor, self._axis.size, self._axis.rank), self._axis, placement
+            )
+            sharded.is_weight = True
             # A vector goes with the features of another weight, which are the origin of what is sharded.
-            handle.origin = Origin(frozenset({alias.weight.fqn} if alias.weight.fake.dim() > 1 else ()))
-            self._sharded[id(tensor)] = handle
+            sharded.origin = Origin(frozenset({alias.weight.fqn} if alias.weight.fake.dim() > 1 else ()))
+            self._sharded[id(tensor)] = sharded
         return self._sharded[id(tensor)]
 
     def make_aliases(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

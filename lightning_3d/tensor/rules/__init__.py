@@ -1,6 +1,6 @@
-"""Which torch function calls inside a block have a meaning for tensor parallel, and what that meaning is.
+"""The rules of tensor parallel: how each rank makes a call of a torch function on its own shards.
 
-Planning (`follow`) and execution (`sharded_calls`) watch the same calls with a ``TorchFunctionMode`` and must take the
-same decisions, so the decisions stand here, without a tensor being touched. A "call" is one call that user code makes
+`table` names the rules per function. `interpret` consults it alike in planning (`simulate`) and in running
+(`sharded_forward`), so both take the same decisions. No rule communicates. A "call" is one call that user code makes
 of a torch function, operator or tensor method.
 """

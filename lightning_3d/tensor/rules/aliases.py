@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.placement import Partial
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.contraction import is_weight
 from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 AliasDims = tuple[int | None, ...]
 """By dim of an alias: the dim of what it was made of; None for a dim that was picked."""

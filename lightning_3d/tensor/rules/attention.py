@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import placement_of, shard_dim
 from lightning_3d.tensor.placement import EACH, Placement, Shard
 from lightning_3d.tensor.rules.call import Call, LocalCall, on_whole
+from lightning_3d.tensor.sharded_tensor import placement_of, shard_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +128,7 @@ def attend(call: Call, axis: Axis) -> LocalCall:
 
 
 def _needed_heads(tensor: Tensor, dim: int, num_heads: int, axis: Axis) -> Tensor:
-    """Of replicated keys or values those that this rank's query heads need."""
+    """The heads of replicated keys or values that this rank's query heads need."""
     per_head, num_own = num_heads // tensor.shape[dim], num_heads // axis.size
     first = axis.rank * num_own
     if num_own % per_head and per_head % num_own:  # the own query heads need unequal numbers of keys

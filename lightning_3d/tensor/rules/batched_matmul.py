@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.function import is_batched_matmul
+from lightning_3d.tensor.sharded_tensor import placement_of
 
 
 def multiply_stacks(call: Call, axis: Axis) -> LocalCall | None:

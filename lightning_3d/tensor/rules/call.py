@@ -63,13 +63,13 @@ class LocalCall:
     tensors: tuple[Tensor, ...]
 
     needs: tuple[Need, ...]
-    """What each of them has to be; what is not, is made so."""
+    """The placement that each of them must have; those that lie otherwise are brought into it."""
 
     run: Callable[..., Any]
     """Computes this rank's results from these tensors."""
 
     result: Placement | tuple[Placement, ...] = WHOLE
-    """Of all tensors among the results, or of each; a partial one is summed at once."""
+    """The placement of all tensors among the results, or of each; a partial one is summed at once."""
 
     weight: Tensor | None = None
     """The column or row weight whose use this is."""

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import shard_dim
 from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import Function, function_name
+from lightning_3d.tensor.sharded_tensor import shard_dim
 
 
 def on_channels(call: Call, axis: Axis) -> LocalCall | None:
@@ -55,12 +55,12 @@ class ChannelCall:
     """How a rank makes one call on its own channels."""
 
     args: tuple[Any, ...]
-    """The full tensors; what depends on the number of channels is that of one rank."""
+    """The full tensors; counts of channels are already those of one rank."""
 
     kwargs: Mapping[str, Any]
 
     dim: int | None
-    """That the input and the result are sharded on; None: the call needs full tensors."""
+    """The dim that input and result are sharded on; None: the call needs full tensors."""
 
     vectors: tuple[Tensor, ...] = ()
     """Arguments with one element per channel."""

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.placement import EACH, Parts, Shard
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.experts_matmul import experts_matmul, is_experts_matmul
 from lightning_3d.tensor.rules.function import Function, is_batched_matmul
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

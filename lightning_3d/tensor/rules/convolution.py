@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, WHOLE, Parts, Placement, Shard
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.sharded_tensor import placement_of
 
 Form = Literal["column", "row", "groups", "whole"]
 """groups: every rank convolves its own groups; whole: all ranks compute the same."""
@@ -45,7 +45,7 @@ class Convolution:
     groups: int
 
     features_dim: int
-    """Of the weight: output channels, of a group if there are several."""
+    """The weight's dim of output channels (those of one group if there are several)."""
 
     options: Mapping[str, Any]
     """Stride, padding and so on, by name."""

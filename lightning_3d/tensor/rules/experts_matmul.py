@@ -36,7 +36,7 @@ def grouped_mm(input: Tensor, weight: Tensor, *args: object, **kwargs: object) -
 
 
 def without_data(function: Function) -> Function:
-    """What gives a result of the same shape and history where there is no data; any other function as it is.
+    """A function whose result has the same shape and history without data; any other function as it is.
 
     torch 2.13 has no rule for fake tensors in fp32.
     """

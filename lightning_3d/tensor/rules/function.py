@@ -121,7 +121,7 @@ _READS_DATA = frozenset(
         "unique_consecutive",
     }
 )
-"""What they return, or its shape, depends on data."""
+"""Functions whose result, or its shape, depends on data."""
 
 
 _ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
@@ -132,13 +132,13 @@ METADATA = frozenset(
     | {"is_floating_point", "is_complex", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized"}
     | {"element_size", "itemsize", "is_leaf", "__len__"}
 )
-"""Calls that read no more of a tensor than what a handle knows."""
+"""Calls that read no more of a tensor than a `ShardedTensor` knows without its data."""
 
 
 def runs_whole(name: str) -> bool:
     """Whether a call runs on full tensors, alike on all ranks.
 
-    It draws random numbers other than `as_dropout`, reads data, or has no rule for shards.
+    It draws random numbers, and is no dropout; or it reads data, or has no rule for shards.
     """
     return name in _ON_WHOLE
 

@@ -26,10 +26,10 @@ from torch.distributed.tensor import Placement as DTensorPlacement
 from torch.distributed.tensor import Shard as DTensorShard
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function, tensors_in
+from lightning_3d.tensor.sharded_tensor import placement_of
 from lightning_3d.torch_internals.dtensor_parts import StridedShard
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
@@ -46,7 +46,7 @@ from lightning_3d.torch_internals.operators import (
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 _MAX_SIGNATURES = 8192
-"""Decisions that are kept; inputs of ever new lengths make ever new ones."""
+"""Greatest number of cached decisions; inputs of ever new lengths make ever new ones."""
 
 # Calls that are told the full shape -> the call that gets the shape of the shard.
 _WITH_SHAPE: Mapping[Function, Callable[[Tensor, Sequence[int]], Tensor]] = {
@@ -62,10 +62,10 @@ _WITH_SHAPE: Mapping[Function, Callable[[Tensor, Sequence[int]], Tensor]] = {
 
 
 class Operand(NamedTuple):
-    """What the decision reads of a tensor argument."""
+    """The properties of a tensor argument that the decision depends on."""
 
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """The shape of the full tensor."""
 
     dtype: torch.dtype
     device: torch.device
@@ -74,7 +74,7 @@ class Operand(NamedTuple):
     """The dim that it is sharded on; None if it is replicated."""
 
     sizes: tuple[int, ...] | None = None
-    """Of the parts of that dim, if it has parts."""
+    """The sizes of the parts of that dim, if it has parts."""
 
 
 class Slice(NamedTuple):
@@ -105,7 +105,7 @@ class LocalForm:
     """By tensor argument: the dim along which a replicated one is cut first; None: used as it is."""
 
     local_shape: tuple[int, ...] | None
-    """Of the result, for a call that is told the full shape."""
+    """The shape of the local result, for a call that is told the full shape."""
 
     dims: tuple[int | None, ...]
     """By tensor of the result: the dim that it is sharded on; None for a sum whose parts lie on the ranks."""

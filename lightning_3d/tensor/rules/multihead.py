@@ -66,7 +66,7 @@ def _projections(call: Mapping[str, Any]) -> Sequence[Tensor]:
 
 
 def _mask(call: Mapping[str, Any], *, batch: int) -> tuple[Tensor | None, bool]:
-    """What is added to the scores, broadcastable to ``[batch, heads, queries, keys]``, and the hint ``is_causal``."""
+    """The mask added to the scores, broadcastable to ``[batch, heads, queries, keys]``, and the hint ``is_causal``."""
     mask, padding, is_causal = call["attn_mask"], call["key_padding_mask"], call["is_causal"]
     if is_causal and mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")

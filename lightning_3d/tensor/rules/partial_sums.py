@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Partial
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
+from lightning_3d.tensor.sharded_tensor import placement_of
 
 _VIEWS = frozenset({"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "transpose", "permute"})
 

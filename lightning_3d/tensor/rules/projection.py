@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import placement_of
 from lightning_3d.tensor.placement import EACH, Parts, Shard
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.sharded_tensor import placement_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,11 +2,11 @@
 
 A block's input is cut along its sequence, every rank keeps one slice, and each all-reduce becomes a reduce-scatter
 after a row weight and an all-gather before a column weight (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
-What the all-gather made is not kept for the backward, which gathers again.
+The result of the all-gather is not kept for the backward, which gathers again.
 
     x ---> slice ---> norm ---> all-gather ---> column ... row ---> reduce-scatter ---> + ---> all-gather ---> y
 
-Planning (`follow`) and execution (`sharded_calls`) cut the same inputs, by the functions here.
+Planning (`simulate`) and running (`sharded_forward`) cut the same inputs, by the functions here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 SEQUENCE_DIM = 1
-"""Of activations of shape (B, T, D)."""
+"""The dim of the sequence in activations of shape (B, T, D)."""
 
 
 def sequence_input(args: Sequence[Any], size: int) -> Tensor | None:

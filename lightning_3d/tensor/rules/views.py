@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.handle import parts_of, shard_dim
 from lightning_3d.tensor.placement import Shard, Sharded, in_parts
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
+from lightning_3d.tensor.sharded_tensor import parts_of, shard_dim
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow", "__getitem__"})
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.tensor.handle import ShardedTensor, shard_dim
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary.sharded_output import as_unread
 from lightning_3d.torch_internals.modules import BUFFERS
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
@@ -39,11 +39,11 @@ class RetainedActivations:
 
 def _show(attributes: dict[str, Any], hidden: frozenset[str], whole: Whole) -> None:
     for name, value in attributes.items():
-        if name not in hidden and _holds_handle(value):
+        if name not in hidden and _holds_sharded_tensor(value):
             attributes[name] = tree_map(functools.partial(_shown, whole), value)
 
 
-def _holds_handle(value: object) -> bool:
+def _holds_sharded_tensor(value: object) -> bool:
     if isinstance(value, Tensor):
         return isinstance(value, ShardedTensor)
     if not isinstance(value, list | tuple | dict):

@@ -14,15 +14,15 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.boundary import gathered, slice_of_sequence
-from lightning_3d.tensor.handle import ShardedTensor
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.rules.sequence import sequence_input
 from lightning_3d.tensor.run.retained import RetainedActivations
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.vocabulary.sharded_output import as_unread
-from lightning_3d.tensor.vocabulary.uses import VocabularyCalls
+from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_map
@@ -99,7 +99,7 @@ class ShardedForward:
                 self._is_running = False
 
     def _recompute(self, sequence: torch.Size | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a checkpoint inside of the block calls: in the forward, if it is reentrant, and in the backward."""
+        """Run the function of a checkpoint inside of the block: in the forward, if reentrant, and in the backward."""
         with nullcontext() if self._is_running else self._modes(sequence):
             return function(*args, **kwargs)
 

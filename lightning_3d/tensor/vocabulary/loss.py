@@ -37,7 +37,7 @@ class CrossEntropy:
     """``[classes]`` or ``[rows, classes, ...]``."""
 
     target: Tensor
-    """Of the input's shape without the classes; int64."""
+    """Has the input's shape without the classes; int64."""
 
     weight: Tensor | None
     """``[classes]``; a constant."""
@@ -90,7 +90,7 @@ def _cross_entropy(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """What the backward needs."""
+    """Tensors that the backward needs."""
 
     softmax: Tensor
     """``[rows, own classes]``, fp32 or wider."""

@@ -1,11 +1,11 @@
-"""Outputs of blocks that stay sharded over the tp axis: logits on the way into the loss, and what nothing reads.
+"""Outputs of blocks that stay sharded over the tp axis: logits on the way into the loss, and unread outputs.
 
 [Note: outputs on shards]
 A head's column weight gives every tp rank the logits of its own classes. User code gets them as one tensor of the full
 shape that holds this rank's part. What becomes of it:
 
     views that keep the classes together, casts, arithmetic with scalars          a tensor of this class again
-    ``F.cross_entropy`` with class indices                                        computed on shards (`vocabulary_loss`)
+    ``F.cross_entropy`` with class indices                                        computed on shards (`loss`)
     anything else                                                                 gathered, once per tensor, and plain
 
 Gradients take the same ways backwards: on shards from the loss, whole from anything else, and they add up where the
@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.handle import ShardedTensor, shard_dim
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.second_order import refuse_second_order
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Saved, as_cross_entropy, shard_bounds
 from lightning_3d.torch_internals.modes import DisableTorchFunctionSubclass

@@ -34,9 +34,9 @@ class Origin:
 
 
 class ShardedTensor(Tensor):
-    """A handle with the full shape on a plain local tensor.
+    """A tensor of the full shape, with this rank's part as a plain local tensor.
 
-    `interpret` answers the calls of user code with it. Autograd follows the local tensors alone: neither the handle nor
+    `interpret` answers the calls of user code with it. Autograd follows the local tensors alone: neither this class nor
     DTensor takes part, which makes a block's local work as fast as that of layers written by hand.
 
     Args:
@@ -74,11 +74,11 @@ class ShardedTensor(Tensor):
             shape = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
         elif type(placement) is Parts:
             shape = (*shape[: placement.dim], sum(placement.sizes), *shape[placement.dim + 1 :])
-        handle = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
-        handle.local, handle.axis, handle.placement = local, axis, placement
+        sharded = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
+        sharded.local, sharded.axis, sharded.placement = local, axis, placement
         if local.requires_grad:
-            handle.register_hook(_refuse)  # type: ignore[no-untyped-call]  # torch 2.13
-        return handle
+            sharded.register_hook(_refuse)  # type: ignore[no-untyped-call]  # torch 2.13
+        return sharded
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method

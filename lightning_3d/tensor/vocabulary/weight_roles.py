@@ -1,7 +1,7 @@
-"""Sharding over the vocabulary: which weights of a block it suits, and running the calls that use them.
+"""Sharding over the vocabulary: the weights of a block that it suits, with their roles, and the calls that use them.
 
 An embedding table and the weight of an output head are cut along their rows, tied or not, into as many rows per rank as
-DTensor gives it, which need not be equal. Looking up ends in an all-reduce (`vocabulary_embedding`); a head's logits
+DTensor gives it, which need not be equal. Looking up ends in an all-reduce (`embedding`); a head's logits
 leave the block on shards (`sharded_output`). The rest of the block is planned and run as if these weights were
 replicated, as what comes of them is a full tensor to it.
 """
@@ -32,28 +32,28 @@ from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.trace.sharded_logits import Logits
+from lightning_3d.trace.sharded_logits import ShardedLogits
 
 Slot = tuple[nn.Module, str]
 """Where a parameter hangs: the module that owns it, and its name there."""
 
 
 _LEAST_SHARE = 0.03
-"""Of a block's parameters, for a table to be worth an all-reduce of what is looked up."""
+"""Least share of a block's parameters for which sharding a table is worth the all-reduce of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightUse:
-    """How a block uses one table or head."""
+class WeightRoles:
+    """The roles of one weight: rows are looked up in it, logits are made with it, or both."""
 
     lookup_bytes: tuple[int, ...]
-    """Of the rows that are looked up, by lookup."""
+    """Bytes of the rows that are looked up, by lookup."""
 
     head_input_bytes: tuple[int, ...]
-    """Of what it is multiplied with as the weight of a head, where that needs a gradient."""
+    """Bytes of inputs that it is multiplied with as a head, where they need a gradient."""
 
     logits_bytes: tuple[int, ...]
-    """Of what these products give."""
+    """Bytes of the logits that it makes as a head, by product."""
 
     @property
     def num_heads(self) -> int:
@@ -62,10 +62,10 @@ class WeightUse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VocabularyUse:
-    """How a block uses weights that can be sharded over the vocabulary."""
+class VocabularyRoles:
+    """The weights of a block that can be sharded over the vocabulary, and their roles."""
 
-    weights: Mapping[str, WeightUse] = field(default_factory=dict)
+    weights: Mapping[str, WeightRoles] = field(default_factory=dict)
     """By FQN, ties under every name."""
 
     biases: Mapping[str, str] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class VocabularyUse:
 
     gathers_logits: bool = False
 
-    def without(self, fqns: Collection[str]) -> VocabularyUse:
+    def without(self, fqns: Collection[str]) -> VocabularyRoles:
         """The same without these weights and biases, and without what goes with them."""
         dropped = {*fqns, *(weight for bias, weight in self.biases.items() if bias in fqns)}
         return replace(
@@ -84,7 +84,7 @@ class VocabularyUse:
 
     @property
     def fqns(self) -> frozenset[str]:
-        """Of everything that is sharded."""
+        """FQNs of all weights and biases that are sharded."""
         return frozenset(self.weights) | frozenset(self.biases)
 
 
@@ -94,10 +94,10 @@ def find_vocabulary(
     kwargs: Mapping[str, Any],
     *,
     size: int,
-    logits: Logits | None,
+    logits: ShardedLogits | None,
     excluded: Collection[nn.Parameter] = frozenset(),
     by_hand: Mapping[str, Role] = MappingProxyType({}),
-) -> VocabularyUse:
+) -> VocabularyRoles:
     """Find the tables and heads among a block's weights by running its forward on fake tensors.
 
     A weight that is small beside the others (fewer rows than columns, or little of its block, as relative positions) is
@@ -114,9 +114,9 @@ def find_vocabulary(
     """
     parameters = named_parameters(block)
     try:
-        seen = _uses(block, args, kwargs, logits)
+        seen = _roles(block, args, kwargs, logits)
     except Exception:  # the block's own code on fake tensors can raise anything; `plan_block` says so
-        return VocabularyUse()
+        return VocabularyRoles()
 
     least = _LEAST_SHARE * sum(parameter.numel() for parameter in block.parameters())
 
@@ -133,18 +133,18 @@ def find_vocabulary(
         )
 
     chosen = [fqn for fqn in parameters if suits(fqn)]
-    return VocabularyUse(
+    return VocabularyRoles(
         weights={fqn: seen[fqn].summary for fqn in chosen},
         biases={bias: fqn for fqn in chosen for bias in seen[fqn].biases},
         gathers_logits=logits is not None and logits.is_read,
     )
 
 
-def _uses(
-    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: Logits | None
+def _roles(
+    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: ShardedLogits | None
 ) -> Mapping[str, _Seen]:
-    """Run the block; FQN -> uses, tied weights alike."""
-    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad(), _SeeUses(fakes.parameters, logits) as seen:
+    """Run the block; FQN -> roles, tied weights alike."""
+    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad(), _SeeRoles(fakes.parameters, logits) as seen:
         output = block.forward(*fakes.args, **fakes.kwargs)
     returned = {id(leaf) for leaf in tree_leaves(output)}
     for use in seen.uses.values():
@@ -152,7 +152,7 @@ def _uses(
     return {fqn: seen.uses[id(tensor)] for fqn, tensor in fakes.parameters.items()}
 
 
-def with_vocabulary(plan: BlockTensorPlan, use: VocabularyUse) -> BlockTensorPlan:
+def with_vocabulary(plan: BlockTensorPlan, use: VocabularyRoles) -> BlockTensorPlan:
     """A plan that replicates these weights, changed to shard them over the vocabulary."""
     if not use.fqns:
         return plan
@@ -169,7 +169,7 @@ def with_vocabulary(plan: BlockTensorPlan, use: VocabularyUse) -> BlockTensorPla
     )
 
 
-def _collectives(weight: WeightUse, use: VocabularyUse, size: int) -> Iterator[Collective]:
+def _collectives(weight: WeightRoles, use: VocabularyRoles, size: int) -> Iterator[Collective]:
     def of(kind: Kind, num_bytes: int, call: str, *, is_backward: bool = False) -> Collective:
         sent = num_bytes * (2 if kind == "all-reduce" else 1) * (size - 1) // size
         return Collective(kind=kind, num_bytes=sent, call=call, is_backward=is_backward)
@@ -200,7 +200,7 @@ def _can_cut(weight: Tensor, size: int) -> bool:
 
 @dataclass
 class _Seen:
-    """The uses of one parameter."""
+    """The uses of one parameter, as they are seen."""
 
     lookup_bytes: list[int] = field(default_factory=list)
     head_input_bytes: list[int] = field(default_factory=list)
@@ -214,15 +214,15 @@ class _Seen:
         return len(self.lookup_bytes) + len(self.logits) > 0 and self.num_others == 0
 
     @cached_property
-    def summary(self) -> WeightUse:
-        return WeightUse(
+    def summary(self) -> WeightRoles:
+        return WeightRoles(
             lookup_bytes=tuple(self.lookup_bytes),
             head_input_bytes=tuple(self.head_input_bytes),
             logits_bytes=tuple(_num_bytes(logits) for logits in self.logits),
         )
 
 
-class _SeeUses(TorchFunctionMode):
+class _SeeRoles(TorchFunctionMode):
     """Notes how a block uses its parameters.
 
     Args:
@@ -230,7 +230,7 @@ class _SeeUses(TorchFunctionMode):
         logits: What the block's heads make.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], logits: Logits | None) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], logits: ShardedLogits | None) -> None:
         super().__init__()
         self.uses = {id(tensor): _Seen() for tensor in parameters.values()}
         self._fqns: dict[int, tuple[str, ...]] = {}
@@ -238,7 +238,7 @@ class _SeeUses(TorchFunctionMode):
             self._fqns[id(tensor)] = (*self._fqns.get(id(tensor), ()), fqn)
         self._logits = logits
 
-    def __enter__(self) -> _SeeUses:
+    def __enter__(self) -> _SeeRoles:
         super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
         return self
 
