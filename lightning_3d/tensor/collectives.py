@@ -77,12 +77,7 @@ class _Gather(torch.autograd.Function):
         return gradient.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return axis.all_gather(local, dim)
-
+class _GatherSequence(_Gather):  # another backward: what every rank reads has a part of its gradient on each
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         refuse_second_order("tensor.sequence_parallel")

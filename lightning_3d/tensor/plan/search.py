@@ -85,7 +85,7 @@ def plan_block(
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
         return replicated_plan(block, size=size, reason=reason)
-    return _plan(block, best, size)
+    return _plan(best, size)
 
 
 def _find(
@@ -273,7 +273,7 @@ def _gather_bytes(num_bytes: int, size: int) -> int:
     return num_bytes * (size - 1) // size
 
 
-def _plan(block: nn.Module, simulated: Simulated, size: int) -> BlockTensorPlan:
+def _plan(simulated: Simulated, size: int) -> BlockTensorPlan:
     if all(weight.shard_dim is None for weight in simulated.weights):
         reasons = [f"{weight.fqn}: {weight.reason}" for weight in simulated.weights]
         reason = f"no weight can be sharded ({'; '.join(reasons[:4])}{'; ...' if len(reasons) > 4 else ''})"
