@@ -7,8 +7,9 @@ anything is communicated is the axis's affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -85,9 +86,10 @@ class Interpreter(TorchFunctionMode):
 
     def answer(self, call: Call) -> Any:
         """The result of a call, some of whose tensors are sharded."""
-        if any(isinstance(tensor, DTensor) for tensor in call.tensors):
+        tensors = call.tensors
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
             call = self._mapped(call, self._of_parameter)
-        if any(is_sum(tensor) for tensor in call.tensors):
+        if any(is_sum(tensor) for tensor in tensors):
             if is_sum(destination(call.function, call.args, call.kwargs)):
                 raise PlanError(f"{call.name} changes a sum in place that may not have been made yet")
             call = self._mapped(call, _total)
@@ -134,22 +136,23 @@ class Interpreter(TorchFunctionMode):
 
     def execute(self, call: Call, local: LocalCall) -> Any:
         """Make a call as a rule says."""
-        with ExitStack() as contexts:
-            own = {}  # local tensor by id -> the sharded tensor that it is of
-            operands = []
-            for tensor, need in zip(local.tensors, local.needs, strict=True):
-                operand = self._meet(tensor, need, contexts)
-                if isinstance(tensor, ShardedTensor) and operand is tensor.local:
-                    own[id(operand)] = tensor
-                operands.append(operand)
-            if local.is_random:
-                contexts.enter_context(seeded_for_rank(operands[0].device, self.axis.rank))
-            output = local.run(*operands)
+        own: dict[int, ShardedTensor] = {}  # local tensor by id -> the sharded tensor that it is of
+        operands: list[Tensor] = []
+        contexts: list[AbstractContextManager[Any]] = []
+        for tensor, need in zip(local.tensors, local.needs, strict=True):
+            operand = self._meet(tensor, need, contexts)
+            if isinstance(tensor, ShardedTensor) and operand is tensor.local:
+                own[id(operand)] = tensor
+            operands.append(operand)
+        if local.is_random:
+            contexts.append(seeded_for_rank(operands[0].device, self.axis.rank))
+        output = _run(local, operands, contexts) if contexts else local.run(*operands)
         for sharded in own.values():
             sharded.follow_local()
         if type(local.result) is Whole:
             return self._then(local, output)
-        placements, starts = _each(local.result), iter(local.starts)
+        placements = iter(local.result) if isinstance(local.result, tuple) else repeat(local.result)
+        starts = iter(local.starts)
 
         def wrapped(result: Tensor) -> Tensor:
             placement, start = next(placements), next(starts, 0)
@@ -163,7 +166,7 @@ class Interpreter(TorchFunctionMode):
         with self:
             return local.then(result)
 
-    def _meet(self, tensor: Tensor, need: Need, contexts: ExitStack) -> Tensor:
+    def _meet(self, tensor: Tensor, need: Need, contexts: list[AbstractContextManager[Any]]) -> Tensor:
         """An operand as a call needs it."""
         if isinstance(need, Whole):
             return self._read_by_each(tensor, contexts) if need.sums_gradients else self.whole(tensor)
@@ -176,11 +179,11 @@ class Interpreter(TorchFunctionMode):
         assert not isinstance(need, Partial)
         return collectives.cut(self.whole(tensor), self.axis, need)
 
-    def _read_by_each(self, tensor: Tensor, contexts: ExitStack) -> Tensor:
+    def _read_by_each(self, tensor: Tensor, contexts: list[AbstractContextManager[Any]]) -> Tensor:
         """All of a tensor, whose gradient is the sum of what the ranks have; alike for all calls that read it."""
         if isinstance(tensor, ShardedTensor) and self._is_slice_of_sequence(tensor):
             gathered = self._sequence_of(tensor)
-            contexts.enter_context(gathered.not_saved())
+            contexts.append(gathered.not_saved())
             return gathered.whole
         whole = self.whole(tensor)
         if not whole.requires_grad or not torch.is_grad_enabled():
@@ -260,6 +263,13 @@ class Interpreter(TorchFunctionMode):
         return sharded
 
 
+def _run(local: LocalCall, operands: Sequence[Tensor], contexts: Sequence[AbstractContextManager[Any]]) -> Any:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        return local.run(*operands)
+
+
 def _holds(values: Any) -> bool:
     """Whether arguments hold a sharded tensor, at most one list deep as torch functions take them."""
     for value in values:
@@ -273,13 +283,6 @@ def _holds(values: Any) -> bool:
 def _total(tensor: Tensor) -> Tensor:
     """The sum, if it is made."""
     return tensor.total if isinstance(tensor, ShardedTensor) and tensor.total is not None else tensor
-
-
-def _each(placements: Placement | tuple[Placement, ...]) -> Iterator[Placement]:
-    if isinstance(placements, tuple):
-        yield from placements
-    while not isinstance(placements, tuple):
-        yield placements
 
 
 class _ByTensor(Generic[T]):

@@ -1,6 +1,6 @@
-"""Dropout on shards: other numbers on every tp rank, and yet every tp rank's own generator stays in step.
+"""Dropout on shards: other numbers on every rank, and yet the own generators of all ranks stay in step.
 
-Replicated regions draw from the default generators, which are alike on the ranks of a tp group. DTensor has a random
+Replicated regions draw from the default generators, which are alike on the ranks of a group. DTensor has a random
 number tracker on GPUs only, so on a CPU mesh every shard would get the same mask. Here each random call on shards takes
 one number from the CPU's default generator, the same on all ranks, and derives a seed per rank from it. Recomputation
 restores that generator, and with it the masks.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def draw_seed(rank: int) -> int:
-    """A seed of its own for each tp rank; advances the CPU's default generator alike on all."""
+    """A seed of its own for each rank; advances the CPU's default generator alike on all."""
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")) + rank
 
 

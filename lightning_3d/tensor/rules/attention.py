@@ -68,7 +68,7 @@ def attention_dim(
         query_dim: The dim that the query is sharded on; None if it is replicated.
         key_dim: The same for the key.
         value_dim: The same for the value.
-        size: Length of the tp axis.
+        size: Length of the axis.
     """
     query, key, value = attention.query, attention.key, attention.value
     if query_dim is None or query_dim >= query.dim() - 2 or not query.dim() == key.dim() == value.dim():

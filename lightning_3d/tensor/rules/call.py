@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -26,18 +26,22 @@ from lightning_3d.tensor.placement import WHOLE, Partial, Placement
 from lightning_3d.tensor.rules.function import Function, map_tensors, tensors_in
 
 
-class Call(NamedTuple):
-    """A call of a torch function."""
+class Call:
+    """A call of a torch function.
 
-    function: Function
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    Args:
+        function: The function.
+        name: Its name, which the table of rules goes by.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
+    __slots__ = ("args", "function", "kwargs", "name", "tensors")
+
+    def __init__(self, function: Function, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
+        self.tensors: tuple[Tensor, ...] = tuple(tensors_in((args, dict(kwargs) if kwargs else ())))
         """All tensors among the arguments."""
-        return tuple(tensors_in((self.args, self.kwargs)))
 
     def run(self, *tensors: Tensor) -> Any:
         """The same call with others in the place of its tensors."""

@@ -84,7 +84,7 @@ def as_channel_call(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         dim_of: How its tensors are sharded.
-        size: Length of the tp axis.
+        size: Length of the axis.
 
     Returns:
         None for a call that is none of these, or not on own channels.

@@ -66,7 +66,7 @@ class Convolution:
         Args:
             weight_dim: The dim that the weight is sharded on; None if it is replicated.
             has_parts: Whether that dim consists of parts.
-            size: Length of the tp axis.
+            size: Length of the axis.
         """
         if self.groups > 1:
             is_own = self.is_depthwise if has_parts else self.groups % size == 0
