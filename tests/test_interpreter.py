@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import cut
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Shard
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from tests.collectives import Collectives, by_kind
 from tests.models import Block
 from tests.workers import WorkerPools
@@ -34,9 +34,9 @@ def _run(name: str, dim: int) -> tuple[bool, float, dict[str, int], dict[str, in
     expected = dense(expected_x)
     expected.sin().sum().backward()
     x.requires_grad_()
-    interpreter = Interpreter(axis)
-    with Collectives() as forward, interpreter:
-        output = block(ShardedTensor(cut(x, axis, Shard(dim)), axis, Shard(dim)))
+    own_x = ShardedTensor(cut(x, axis, Shard(dim)), axis, Shard(dim))
+    with Collectives() as forward, Interpreter(axis):
+        output = block(own_x)
     is_sharded = isinstance(output, ShardedTensor) and output.placement == Shard(dim)
     own = output.local if isinstance(output, ShardedTensor) else cut(output, axis, Shard(dim))
     with Collectives() as backward:
