@@ -56,6 +56,7 @@ from tests.test_tensor_plan import (
     Example,
     Experts,
     FlatNorm,
+    FusedActivation,
     FusedGrouped,
     FusedLowRank,
     FusedNorm,
@@ -110,6 +111,7 @@ def _make(name: str) -> Example:
         made[block_class.__name__] = lambda block_class=block_class: _plain_block(block_class)
     made["one_kv_head"] = lambda: (GroupedQuery(num_kv_heads=1), (tokens(),), {"mask": torch.randn(4, 16, 16)})
     made["bool_mask"] = lambda: (GroupedQuery(), (tokens(), torch.ones(16, 16, dtype=torch.bool).tril()), {})
+    made["fused_activation"] = lambda: (FusedActivation(F.gelu), (tokens(),), {})
     made["linear"] = lambda: (nn.Linear(32, 32), (tokens(),), {})
     block, args, kwargs = made[name]()
     return block.eval(), args, kwargs  # without dropout
@@ -247,6 +249,7 @@ def test_grouped_queries_are_right(workers: WorkerPools, name: str) -> None:
     [
         ("FusedLowRank", 0.96, {"all-reduce": 1}),
         ("FusedNorm", 0.0, {}),
+        ("fused_activation", 0.97, {"all-reduce": 2}),
         ("Experts", 0.97, {"all-reduce": 1}),
         ("EinsumExperts", 0.97, {"all-reduce": 1}),
         ("EinsumAttention", 1.0, {"all-reduce": 1}),

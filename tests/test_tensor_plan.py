@@ -647,6 +647,27 @@ def test_fused_features_that_are_used_whole_are_not_worth_gathering() -> None:
     assert "all-gather" in str(plan.weight("gate_up.weight").reason)
 
 
+class FusedActivation(nn.Module):
+    """An elementwise function of a fused projection, before the block cuts it into its parts."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(32, 160), nn.Linear(96, 32)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.function(self.gate_up(x)).split([64, 96], dim=-1)
+        return self.down(up * gate.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("function", [F.relu, F.gelu, F.silu, torch.sigmoid, torch.tanh, Tensor.square, F.mish])
+def test_elementwise_functions_of_unequal_parts_stay_on_shards(function: Callable[[Tensor], Tensor]) -> None:
+    plan = plan_block(FusedActivation(function), (tokens(),), {}, size=2)
+    assert plan.weight("gate_up.weight").parts == Parts(dim=0, sizes=(64, 96), num_ranks=2)
+    assert plan.weight("down.weight").role == "row"
+    assert plan.num_other_collectives_forward == 0
+
+
 def test_parts_that_do_not_divide_stay_whole() -> None:
     plan = plan_block(FusedQKV(width=30, num_heads=3), (tokens(30),), {}, size=4)
     assert roles(plan)["qkv.weight"] == "replicate"
