@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.rules.function import map_tensors, tensors_in
-from lightning_3d.tensor.rules.generic import LocalForm, Operand, call_locally, local_form, signature
+from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
 
 SIZE = 2
 HEADS = (3, 4, 5, 8)  # [batch, heads, length, head_dim]
