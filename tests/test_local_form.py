@@ -122,6 +122,11 @@ def _shard(tensor: Tensor, along: Iterator[int | None], rank: int) -> Tensor:
         (Tensor.amax, (heads(), 1), {}),
         (Tensor.var, (heads(), 1), {}),
         (Tensor.cumsum, (heads(), 1), {}),
+        (Tensor.cumsum, (heads(), -3), {}),  # torch 2.13's rule takes it for another dim
+        (torch.cumprod, (heads(), -3), {}),
+        (torch.logcumsumexp, (heads(), -3), {}),
+        (Tensor.cumsum_, (heads(), -3), {}),
+        (Tensor.cummax, (heads(), -3), {}),
         (Tensor.flip, (heads(), (1,)), {}),
         (Tensor.split, (heads(), 2, 1), {}),
         (Tensor.flatten, (heads(), 0, 1), {}),

@@ -77,7 +77,8 @@ class ShardingRules:
         info = propagator.op_to_schema_info.get(op)
         if info is None:
             info = propagator.op_to_schema_info_for_single_dim_strategy.get(op)
-        schema = OpSchema(op, tree_map(spec, tuple(args)), tree_map(spec, kwargs), schema_info=info)
+        args = _with_dims_from_0(op, args)
+        schema = OpSchema(op, tree_map(spec, args), tree_map(spec, kwargs), schema_info=info)
         try:
             sharding = propagator.propagate_op_sharding_non_cached(schema)
         except Exception as error:  # whatever a rule raises, it means that this op can't be sharded this way
@@ -100,6 +101,19 @@ class ShardingRules:
         assert len(tensors) == len(sources) == len(targets), "DTensor's rules dropped an argument"
         pairs = zip(tensors, sources, targets, strict=True)
         return [Move(tensor=t, source=a, target=b) for t, a, b in pairs if a != b]
+
+
+_OF_ONE_DIM_MORE = frozenset({torch.ops.aten.unsqueeze, torch.ops.aten.select_backward})
+"""Ops whose ``dim`` is one of the result, which has a dim more than their tensor."""
+
+
+def _with_dims_from_0(op: OpOverload, args: Sequence[Any]) -> tuple[Any, ...]:
+    """The same arguments with dim 2 for dim -1: torch 2.13's rule of scans (``cumsum``) takes -1 for no dim at all."""
+    if not args or not isinstance(args[0], Tensor) or op.overloadpacket in _OF_ONE_DIM_MORE:
+        return tuple(args)
+    num_dims = max(args[0].dim(), 1)
+    given = zip(op._schema.arguments, args, strict=False)  # trailing ones may be left out
+    return tuple([arg % num_dims if known.name == "dim" and type(arg) is int else arg for known, arg in given])
 
 
 def _specs(schema: Sequence[Any]) -> list[Placement]:

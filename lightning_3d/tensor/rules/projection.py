@@ -93,9 +93,10 @@ def _column(call: Projection, at: Shard | Parts) -> LocalCall:
         return LocalCall(
             tensors=(call.input, call.weight), needs=(EACH, at), run=multiply, result=result, weight=call.weight
         )
+    is_alike = call.bias.shape[-1:] in ((), (1,))  # for all features
     return LocalCall(
         tensors=(call.input, call.weight, call.bias),
-        needs=(EACH, at, at.at(call.bias.dim() - 1)),
+        needs=(EACH, at, EACH if is_alike else at.at(call.bias.dim() - 1)),
         run=multiply,
         result=result,
         weight=call.weight,
