@@ -131,7 +131,7 @@ def _to_first_stage(value: Tensor | TensorInfo, owner: int, pp: DeviceMesh) -> T
 def _on_cpu(tensor: Tensor) -> Tensor:
     tensor = tensor.cpu()
     # A view of something larger (gathered with padding) would be written to the file with all of it.
-    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
 
 

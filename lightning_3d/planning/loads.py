@@ -111,10 +111,10 @@ def _memory(calls: Sequence[tuple[nn.Module, int]], config: ThreeDConfig, shape:
 
 def _state_bytes(parameter: Tensor, *, zero_stage: int, dp: int) -> int:
     """Bytes of a parameter, its gradient and its optimizer state on one rank, before tensor parallel."""
-    weight = parameter.numel() * parameter.element_size() // (dp if zero_stage >= 3 else 1)
+    weight = parameter.nbytes // (dp if zero_stage >= 3 else 1)
     if not parameter.requires_grad:
         return weight
-    gradient = parameter.numel() * parameter.element_size() // (dp if zero_stage >= 2 else 1)
+    gradient = parameter.nbytes // (dp if zero_stage >= 2 else 1)
     return weight + gradient + parameter.numel() * _STATE_BYTES // (dp if zero_stage >= 1 else 1)
 
 

@@ -18,10 +18,9 @@ from lightning_3d.torch_internals.fake_tensors import FunctionalTensor
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
 
-def sent_bytes(kind: Kind, tensor: Tensor, size: int) -> int:
-    """Bytes that each of `size` ranks sends of a full tensor, by ring algorithms."""
-    num_bytes = tensor.numel() * tensor.element_size() * (size - 1) // size
-    return 2 * num_bytes if kind == "all-reduce" else num_bytes
+def sent_bytes(kind: Kind, num_bytes: int, size: int) -> int:
+    """Bytes that each of `size` ranks sends of a full tensor of `num_bytes`, by ring algorithms."""
+    return num_bytes * (size - 1) // size * (2 if kind == "all-reduce" else 1)
 
 
 class Axis(Protocol):

@@ -20,6 +20,9 @@ BatchNormBase = _NormBase
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 """The attributes that the registries are in."""
 
+TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
+
 CALL = "_compiled_call_impl"
 """The attribute that ``module(...)`` calls where it is set, as ``Module.compile`` does. Copies lose it."""
 

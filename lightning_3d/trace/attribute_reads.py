@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
 from lightning_3d.trace.ghost import TensorMeta
 
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
 
@@ -69,7 +69,7 @@ class AttributeReads:
 
             def read(module: nn.Module, name: str) -> Any:
                 value = cls.__getattribute__(module, name)
-                if name not in _TORCH_ATTRIBUTES and name in object.__getattribute__(module, "__dict__"):
+                if name not in TORCH_ATTRIBUTES and name in object.__getattribute__(module, "__dict__"):
                     self._note(f"{self._names.get(id(module), '')}.{name}", value)
                 return value
 

@@ -20,9 +20,12 @@ from torch import nn
 from lightning_3d.model.own_code import is_own
 from lightning_3d.model.pytrees import argument_containers, changed_containers, holds_tensors, is_same
 from lightning_3d.model.snapshot import refill
-from lightning_3d.torch_internals.modules import forward_hooks, forward_hooks_copied, forward_hooks_with_kwargs
-
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
+from lightning_3d.torch_internals.modules import (
+    TORCH_ATTRIBUTES,
+    forward_hooks,
+    forward_hooks_copied,
+    forward_hooks_with_kwargs,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +194,7 @@ def attributes_of(block: nn.Module) -> dict[str, Attribute]:
         )
         for prefix, module in block.named_modules()
         for name, value in vars(module).items()
-        if name not in _TORCH_ATTRIBUTES
+        if name not in TORCH_ATTRIBUTES
     }
 
 

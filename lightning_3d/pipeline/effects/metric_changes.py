@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.torch_internals.metric_state import FIXED_NAMES
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
 from lightning_3d.torch_internals.pytree import tree_map
 
 
@@ -49,12 +50,9 @@ def _grew(before: Any, after: Any) -> bool:
     return type(before) is list and type(after) is list and len(after) >= len(before)
 
 
-_OWN_NAMES = frozenset(vars(nn.Module()))
-
-
 def _state(metric: nn.Module) -> dict[str, Any]:
     """Attributes that updates may change."""
-    fixed = _OWN_NAMES | FIXED_NAMES
+    fixed = TORCH_ATTRIBUTES | FIXED_NAMES
     return {name: _shallow(value) for name, value in vars(metric).items() if name not in fixed and not callable(value)}
 
 

@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import NotCompilable
-from lightning_3d.torch_internals.modules import BUFFERS, CALL, PARAMETERS, children_of, has_hooks
+from lightning_3d.torch_internals.modules import BUFFERS, CALL, PARAMETERS, TORCH_ATTRIBUTES, children_of, has_hooks
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
 STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
 """Types of values that compare by what they are."""
 
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 _OF_THIS_PACKAGE = frozenset({"forward", CALL})
 """Attributes that ``BlockRunner`` sets on a block."""
 
@@ -116,7 +115,7 @@ def read_state(block: nn.Module) -> BlockState:
                 if tensor is not None:
                     note(module, group, name, tensor)
         for name, value in attributes.items():
-            if name in _TORCH_ATTRIBUTES or (module is block and name in _OF_THIS_PACKAGE):
+            if name in TORCH_ATTRIBUTES or (module is block and name in _OF_THIS_PACKAGE):
                 continue
             if isinstance(value, Tensor):
                 note(module, None, name, value)

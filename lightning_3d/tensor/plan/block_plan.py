@@ -6,6 +6,7 @@ block then communicates. How it is found is in `search`; applying it is in `appl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,10 +46,7 @@ class WeightPlan:
     @property
     def num_elements(self) -> int:
         """The number of elements of the full parameter."""
-        product = 1
-        for length in self.shape:
-            product *= length
-        return product
+        return math.prod(self.shape)
 
     @property
     def sharding(self) -> Sharded | None:

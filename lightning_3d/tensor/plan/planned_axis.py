@@ -79,15 +79,16 @@ class PlannedAxis:
 
     def expect_backward(self, result: Tensor, *collectives: tuple[Kind, Tensor]) -> None:
         """See `Axis`."""
-        self._expected.extend((result.grad_fn, self._caused(kind, tensor, "backward")) for kind, tensor in collectives)
+        self._expected.extend(
+            (result.grad_fn, self._caused(kind, tensor, is_backward=True)) for kind, tensor in collectives
+        )
 
     def backward_of(self, outputs: Iterable[Tensor]) -> list[Caused]:
         """The collectives of the backward of these outputs."""
         nodes = reachable_nodes(outputs)
         return [caused for node, caused in self._expected if node in nodes]
 
-    def _caused(self, kind: Kind, tensor: Tensor, direction: str = "forward") -> Caused:
-        num_bytes = sent_bytes(kind, tensor, self.size)
-        is_backward = direction == "backward"
-        collective = Collective(kind=kind, num_bytes=num_bytes, call=self._cause.call, is_backward=is_backward)
+    def _caused(self, kind: Kind, tensor: Tensor, *, is_backward: bool = False) -> Caused:
+        sent = sent_bytes(kind, tensor.nbytes, self.size)
+        collective = Collective(kind=kind, num_bytes=sent, call=self._cause.call, is_backward=is_backward)
         return Caused(collective=collective, cause=self._cause)

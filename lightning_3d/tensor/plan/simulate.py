@@ -256,7 +256,7 @@ class _Simulation(Interpreter):
         output = super().execute(call, local)
         if local.weight is not None:
             fqn = self._weights.fqn_of(local.weight)
-            self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.numel() * output.element_size()
+            self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.nbytes
         return output
 
     def wrap(self, result: Tensor, placement: Placement, call: Call, local: LocalCall, start: int) -> Tensor:

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary.sharded_output import as_unread
-from lightning_3d.torch_internals.modules import BUFFERS
+from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 Whole = Callable[[Tensor], Tensor]
 """Makes a sharded tensor whole."""
-
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class RetainedActivations:
@@ -33,7 +31,7 @@ class RetainedActivations:
         """Replace sharded tensors in them by full ones, which are gathered when they are read."""
         for module in self._modules:
             attributes = vars(module)
-            _show(attributes, _TORCH_ATTRIBUTES, whole)
+            _show(attributes, TORCH_ATTRIBUTES, whole)
             _show(attributes[BUFFERS], frozenset(), whole)
 
 

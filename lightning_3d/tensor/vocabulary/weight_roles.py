@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import Kind, MeshAxis
+from lightning_3d.tensor.axis import Kind, MeshAxis, sent_bytes
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role, WeightPlan
@@ -171,8 +171,7 @@ def with_vocabulary(plan: BlockTensorPlan, use: VocabularyRoles) -> BlockTensorP
 
 def _collectives(weight: WeightRoles, use: VocabularyRoles, size: int) -> Iterator[Collective]:
     def of(kind: Kind, num_bytes: int, call: str, *, is_backward: bool = False) -> Collective:
-        sent = num_bytes * (2 if kind == "all-reduce" else 1) * (size - 1) // size
-        return Collective(kind=kind, num_bytes=sent, call=call, is_backward=is_backward)
+        return Collective(kind=kind, num_bytes=sent_bytes(kind, num_bytes, size), call=call, is_backward=is_backward)
 
     for num_bytes in weight.lookup_bytes:
         yield of("all-reduce", num_bytes, "embedding")
@@ -184,10 +183,6 @@ def _collectives(weight: WeightRoles, use: VocabularyRoles, size: int) -> Iterat
 
 def _over_vocabulary(weight: WeightPlan) -> WeightPlan:
     return replace(weight, role="vocabulary", shard_dim=0, reason=None)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _can_cut(weight: Tensor, size: int) -> bool:
@@ -218,7 +213,7 @@ class _Seen:
         return WeightRoles(
             lookup_bytes=tuple(self.lookup_bytes),
             head_input_bytes=tuple(self.head_input_bytes),
-            logits_bytes=tuple(_num_bytes(logits) for logits in self.logits),
+            logits_bytes=tuple(logits.nbytes for logits in self.logits),
         )
 
 
@@ -250,7 +245,7 @@ class _SeeRoles(TorchFunctionMode):
         used = {id(tensor) for tensor in tensors_in((args, kwargs))} & self.uses.keys()
         if (embedding := as_embedding(func, args, kwargs)) is not None and id(embedding.weight) in used:
             use = self.uses[id(embedding.weight)]
-            use.lookup_bytes.append(_num_bytes(output))
+            use.lookup_bytes.append(output.nbytes)
             used.discard(id(embedding.weight))
         if func is F.linear:
             used -= self._head(output, *args, **kwargs)
@@ -266,7 +261,7 @@ class _SeeRoles(TorchFunctionMode):
         use = self.uses[id(weight)]
         use.logits.append(output)
         if input.requires_grad:
-            use.head_input_bytes.append(_num_bytes(input))
+            use.head_input_bytes.append(input.nbytes)
         if bias is None:
             return {id(weight)}
         use.biases = (*use.biases, *self._fqns[id(bias)])
