@@ -64,7 +64,7 @@ class ThreeDStrategy(ParallelStrategy):
         batch: A ``BatchConfig`` or a dict of its keys.
         save_distributed_checkpoint: ``True`` writes a folder with every rank's part, ``False`` one ``.ckpt`` file.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default the one for the device.
-        timeout: Of collectives.
+        timeout: The timeout of collectives.
 
     Raises:
         ConfigError: a key or value that is not allowed.

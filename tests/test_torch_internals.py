@@ -224,6 +224,12 @@ def test_what_a_call_of_a_module_calls() -> None:
     assert vars(module)[modules.CALL](torch.ones(2)) == "hooked"
 
 
+@canary(modules, "TORCH_ATTRIBUTES")
+def test_attributes_of_every_module() -> None:
+    module = nn.Linear(2, 2)
+    assert vars(module).keys() - modules.TORCH_ATTRIBUTES == {"in_features", "out_features"}
+
+
 @canary(modules, "PARAMETERS", "BUFFERS", "CHILDREN", "parameters_of", "buffers_of", "children_of", "BatchNormBase")
 def test_registries_of_modules() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))

@@ -19,7 +19,7 @@ def failing_alike(action: str) -> Iterator[None]:
     anything that one rank alone could raise, or, as those of torch.distributed.checkpoint do, share its failures.
 
     Args:
-        action: What the body does, for the message: "write the checkpoint /path".
+        action: The action of the body, for the message: "write the checkpoint /path".
 
     Raises:
         CheckpointError: On every rank, with the first failing rank's reason.

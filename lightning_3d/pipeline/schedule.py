@@ -61,7 +61,7 @@ class Schedule:
         flows: The traced flow of each microbatch; their shapes may differ.
         stages: Indices of this rank's stages, ascending.
         stage_ranks: For every stage the index of its rank in ``group``.
-        module: What the rank holds.
+        module: The rank's modules.
         group: Process group of the pp axis.
         backward: Whether to run the backward too.
     """

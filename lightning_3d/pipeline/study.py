@@ -64,7 +64,7 @@ class Study:
         Two parts and both in one: what counts something in the batch can't be the same in all three.
 
         Args:
-            batch: Of two microbatches at least.
+            batch: At least two microbatches.
             size: Samples in its smallest microbatch.
         """
         if self._num_studies[name] == _MAX_STUDIES:
@@ -116,7 +116,7 @@ class _BlocksAtRandom(StageRun):
 
     Args:
         router: The router of the model's blocks.
-        trace: Of the step.
+        trace: The trace of the step.
         from_data: Notes what they return.
     """
 

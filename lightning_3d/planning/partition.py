@@ -31,8 +31,8 @@ def partition(load: StageLoad, boundary_bytes: Sequence[int], num_stages: int) -
     part grows beyond the best greatest load: about n^2 evaluations of ``load`` for n calls.
 
     Args:
-        load: Of a stage.
-        boundary_bytes: What crosses between each call and the next, one number less than there are calls.
+        load: The load of a stage.
+        boundary_bytes: Bytes that cross between each call and the next, one number less than there are calls.
         num_stages: Number of parts, at most the number of calls.
 
     Returns:

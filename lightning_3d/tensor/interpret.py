@@ -55,7 +55,7 @@ class Interpreter(TorchFunctionMode):
     """Active during one forward of one block.
 
     Args:
-        axis: That the block is sharded over.
+        axis: The axis that the block is sharded over.
         sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
         defers_sums: Whether what row weights of experts give is summed later (`partial_sums`).
     """

@@ -20,7 +20,7 @@ class RunningStatistics:
     """Around one forward of one block.
 
     Args:
-        axis: That the channels are sharded over.
+        axis: The axis that the channels are sharded over.
     """
 
     def __init__(self, axis: Axis) -> None:

@@ -89,7 +89,7 @@ def verify_block(
 
     Args:
         block: Dense, with full parameters that are equal on all ranks of the tp group and on the mesh's device.
-        plan: What is to be proved.
+        plan: The plan to prove.
         args: Example arguments of its forward; tensors may be fake or on the meta device.
         kwargs: Example keyword arguments.
         mesh: The tp axis.

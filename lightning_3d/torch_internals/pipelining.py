@@ -55,7 +55,7 @@ class ShapedStage(PipelineStage):
     Args:
         module: Runs the stage.
         stage: Its index.
-        num_stages: Of all ranks.
+        num_stages: The number over all ranks.
         inputs: Meta tensors that each microbatch receives.
         outputs: Meta tensors that each microbatch sends.
         device: Where it runs.

@@ -20,7 +20,7 @@ def explained(error: Exception, failed_call: str, missing: Sequence[str], *, in_
     """Tell what to change in a step that failed while it was traced.
 
     Args:
-        failed_call: What failed, and where.
+        failed_call: The call that failed, and where.
         missing: FQNs of the blocks that were not called yet.
         in_block: Whether a block failed.
     """

@@ -215,7 +215,7 @@ class _Tracer(StepMode):
 
         Args:
             run: Called with the fake (args, kwargs).
-            side: Of a block, whose call fills it.
+            side: The side outputs of a block, whose call fills them in.
         """
         where, is_block = user_frame(), side is not None
         self.failed_call, self.failed_in_block = f"{name} at {where}", is_block

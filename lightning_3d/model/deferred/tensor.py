@@ -19,7 +19,7 @@ class LazyStorage:
     """A storage whose contents are computed when they are first asked for.
 
     Args:
-        contents: What it holds.
+        contents: The data that it holds.
     """
 
     def __init__(self, contents: Contents) -> None:

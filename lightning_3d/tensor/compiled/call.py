@@ -128,7 +128,7 @@ def compile_call(block: nn.Module, run: Callable[..., Any], call: Call, backend:
     Args:
         block: Its modules hold the tensors.
         run: Its forward, which must do no more than compute (`observation`).
-        call: Of it.
+        call: The call of it to compile.
         backend: As for ``torch.compile``.
 
     Raises:

@@ -59,7 +59,7 @@ class BlockState:
 
     @contextmanager
     def replaced(self, own: Sequence[Tensor]) -> Iterator[None]:
-        """Let the block's code find others in place of what `own` gives."""
+        """Temporarily replace the block's tensors, which `own` gives, by others."""
         stand_ins = [_like(tensor, other) for tensor, other in zip(self.tensors, own, strict=True)]
         try:
             for place in self.places:

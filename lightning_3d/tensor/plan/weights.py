@@ -76,7 +76,7 @@ class Weights:
         replicated: FQN -> reason, for weights that must not be sharded.
         by_hand: FQN -> column or row, for weights whose role is given.
         part_sizes: FQN -> sizes of the parts of its output features, for fused weights.
-        axis: That the weights are sharded over.
+        axis: The axis that the weights are sharded over.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from lightning_3d.tensor.rules.function import Function, function_name, tensors_
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 AliasDims = tuple[int | None, ...]
-"""By dim of an alias: the dim of what it was made of; None for a dim that was picked."""
+"""By dim of an alias: the dim of the weight behind it; None where it was indexed away."""
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17)
 

@@ -80,7 +80,7 @@ def as_channel_call(
     """Read a call, one of whose tensors is sharded.
 
     Args:
-        function: What is called.
+        function: The called function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         dim_of: How its tensors are sharded.

@@ -55,7 +55,7 @@ def keeps_partial(
     """Whether every rank can make a call on its part of a sum, so that the sum of the results is the result of the sum.
 
     Args:
-        function: What is called.
+        function: The called function.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         is_partial: Whether a tensor is a sum that is not made yet.

@@ -1,4 +1,4 @@
-"""The forward of a block whose parameters are sharded: what takes the place of its own."""
+"""The forward of a block whose parameters are sharded: it takes the place of its own."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class ShardedForward:
 
     Args:
         block: Its parameters are sharded as planned.
-        plan: Of this block.
-        axis: That they are sharded over.
-        slots: Of its parameters, but for those sharded over the vocabulary.
+        plan: The plan of this block.
+        axis: The axis that they are sharded over.
+        slots: The places of its parameters, but for those sharded over the vocabulary.
         vocabulary: Where the weights sharded over the vocabulary hang, and their names there.
     """
 
@@ -58,7 +58,7 @@ class ShardedForward:
         self._is_running = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output: plain tensors, and shards of what nothing reads."""
+        """The block's output: plain tensors, and sharded ones where nothing reads them."""
         sequence = sequence_input(args, self._axis.size) if self._plan.is_sequence_parallel else None
         if sequence is not None:
             args = (slice_of_sequence(sequence, self._axis), *args[1:])

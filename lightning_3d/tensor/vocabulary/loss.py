@@ -114,7 +114,7 @@ def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMe
     Args:
         call: The call; of its input nothing is read.
         logits: This rank's classes, ``[rows, own classes]``.
-        num_classes: Of all ranks.
+        num_classes: The number over all ranks.
         mesh: The tp axis.
 
     Returns:
@@ -172,7 +172,7 @@ def backward(saved: Saved, gradient: Tensor) -> Tensor:
 
     Args:
         saved: From the forward.
-        gradient: Of the loss, 0-d or ``[rows]``.
+        gradient: The gradient of the loss, 0-d or ``[rows]``.
     """
     logits_gradient = saved.softmax * saved.softmax_gradient.unsqueeze(-1)
     logits_gradient.scatter_add_(-1, saved.column, -saved.target_gradient.unsqueeze(-1))

@@ -64,7 +64,7 @@ class ShardedOutput(Tensor):
         local: This rank's part.
         mesh: The tp axis.
         sharded_dim: The dim that is cut, of logits that of the classes.
-        length: Of that dim on all ranks.
+        length: The full length of that dim.
     """
 
     local: Tensor
@@ -157,7 +157,7 @@ def as_logits(local: Tensor, mesh: DeviceMesh, num_classes: int, *, gather: bool
     Args:
         local: This rank's outputs.
         mesh: The tp axis.
-        num_classes: Of all ranks.
+        num_classes: The number over all ranks.
         gather: Whether to gather them now; the loss runs on shards nevertheless.
     """
     logits = _enter(local, mesh, local.dim() - 1, num_classes)

@@ -108,7 +108,7 @@ def find_vocabulary(
         args: Example arguments of its forward; only the metadata of tensors counts.
         kwargs: Example keyword arguments.
         size: Length of the tp axis.
-        logits: What the block returns to a loss that runs on shards; None if it returns nothing of the kind.
+        logits: The output that goes to a loss that runs on shards; None if there is none.
         excluded: Parameters that must not be sharded.
         by_hand: FQN -> role, for weights whose role is given.
     """
@@ -222,7 +222,7 @@ class _SeeRoles(TorchFunctionMode):
 
     Args:
         parameters: Fake parameters by FQN.
-        logits: What the block's heads make.
+        logits: The logits that the block's heads make; None if it makes none.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], logits: ShardedLogits | None) -> None:
@@ -275,7 +275,7 @@ class VocabularyCalls(TorchFunctionMode):
     """Answers the calls that use weights sharded over the vocabulary; active during one forward of one block.
 
     Args:
-        interpreter: Of the block's other calls.
+        interpreter: Answers the block's other calls.
         slots: Where these weights hang; their biases, too.
         gathers_logits: Whether the step reads logits otherwise than by its loss.
     """
