@@ -20,7 +20,7 @@ def generic(call: Call, axis: Axis, *, differentiates: bool = False) -> LocalCal
 
     Args:
         call: Some of its tensors are sharded.
-        axis: That they are sharded over.
+        axis: The axis that they are sharded over.
         differentiates: Whether its backward is looked up, too.
     """
     form, sizes = _looked_up(call, axis.size, differentiates=differentiates)

@@ -118,7 +118,7 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int, differenti
     """Decide for one signature.
 
     Args:
-        function: What is called.
+        function: The called function.
         args: Signature of its positional arguments.
         kwargs: Signature of its keyword arguments.
         size: Length of the axis.
