@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, WeightPlan, apply_block
-from tests.test_tensor_apply import _mesh, _run
+from tests.test_tensor_apply import _mesh, _run, parity_of
 from tests.workers import WorkerPools
 
 
@@ -72,3 +72,59 @@ def _biased_by_number(block: Between, x: Tensor) -> Tensor:
 )
 def test_equals_one_process(workers: WorkerPools, between: Callable[[Between, Tensor], Tensor]) -> None:
     workers(2).run(_sharded_by_force, between)
+
+
+class Changed(Between):
+    """With a residual, so that a sequence-parallel plan pays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x) + x
+        return self.down(self.between(self, y)) + y
+
+
+def _zeroed_across_shards(block: Between, x: Tensor) -> Tensor:
+    hidden: Tensor = block.up(x)
+    hidden[..., :5].zero_()
+    return hidden
+
+
+def _viewed_then_changed(block: Between, x: Tensor) -> Tensor:
+    hidden: Tensor = block.up(x)
+    third = hidden[..., ::3]
+    hidden.mul_(2)
+    return hidden * third.sum()
+
+
+def _read_without_gradient_first(block: Between, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = block.up(x).mean()
+    return block.up(x) * scale  # type: ignore[no-any-return]
+
+
+def _read_under_autocast_first(block: Between, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        block.up(x)
+    return block.up(x)  # type: ignore[no-any-return]
+
+
+def _planned(between: Callable[[Between, Tensor], Tensor], sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 32, requires_grad=True)
+    parity_of((Changed(between), (x,), {}), sequence_parallel=sequence_parallel)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "between",
+    [
+        _zeroed_across_shards,  # the zeros were written into a gathered copy
+        _viewed_then_changed,  # the view of a gathered copy did not follow
+        _read_without_gradient_first,  # the sequence that was gathered without gradient was read again with one
+        _read_under_autocast_first,  # likewise one in bf16
+    ],
+    ids=lambda between: between.__name__,
+)
+def test_planned_equals_one_process(
+    workers: WorkerPools, between: Callable[[Between, Tensor], Tensor], sequence_parallel: bool
+) -> None:
+    workers(2).run(_planned, between, sequence_parallel)

@@ -7,6 +7,7 @@ anything is communicated is the axis's affair.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import repeat
@@ -66,7 +67,8 @@ class Interpreter(TorchFunctionMode):
         self.statistics = RunningStatistics(axis)
         """To be entered with this mode."""
         self._entered: _ByTensor[Tensor] = _ByTensor()
-        self._gathered: _ByTensor[GatheredSequence] = _ByTensor()
+        self._gathered: defaultdict[object, _ByTensor[GatheredSequence]] = defaultdict(_ByTensor)
+        """By whether autograd records, and what autocast casts to."""
 
     def __torch_function__(
         self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -194,7 +196,10 @@ class Interpreter(TorchFunctionMode):
         return tensor.placement == Shard(SEQUENCE_DIM) and is_along(tensor, self._sequence)
 
     def _sequence_of(self, tensor: ShardedTensor) -> GatheredSequence:
-        return self._gathered.get(tensor.local, lambda: self.gather_sequence(tensor))
+        kind = tensor.device.type
+        casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        gathered = self._gathered[torch.is_grad_enabled(), casts_to]
+        return gathered.get(tensor.local, lambda: self.gather_sequence(tensor))
 
     def gather_sequence(self, tensor: ShardedTensor) -> GatheredSequence:
         """The sequence whose slice a tensor is, for column weights."""

@@ -22,6 +22,7 @@ from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Partial, Parts, Placement, Shard
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_values
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
+from lightning_3d.tensor.plan.copies import GatheredCopies
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.planned_axis import Caused, PlannedAxis
 from lightning_3d.tensor.plan.weights import Weights, sources_of
@@ -32,7 +33,15 @@ from lightning_3d.tensor.rules.channelwise import as_channel_call
 from lightning_3d.tensor.rules.contraction import as_contraction
 from lightning_3d.tensor.rules.convolution import as_convolution
 from lightning_3d.tensor.rules.experts_matmul import without_data
-from lightning_3d.tensor.rules.function import METADATA, Function, function_name, map_tensors, simplified, tensors_in
+from lightning_3d.tensor.rules.function import (
+    METADATA,
+    Function,
+    destination,
+    function_name,
+    map_tensors,
+    simplified,
+    tensors_in,
+)
 from lightning_3d.tensor.rules.multihead import is_multi_head_attention, multi_head_attention
 from lightning_3d.tensor.rules.projection import as_projection
 from lightning_3d.tensor.rules.sequence import sequence_input
@@ -192,6 +201,7 @@ class _Simulation(Interpreter):
         self.view_cuts: list[Cut] = []
         self.uneven_heads: set[str] = set()
         self._weights = weights
+        self._gathered_copies = GatheredCopies()
 
     def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs, name = dict(kwargs or {}), function_name(func)
@@ -213,7 +223,10 @@ class _Simulation(Interpreter):
             return made
         args, kwargs = map_tensors(self._weights.sharded, (args, kwargs))
         self._note_cuts(func, name, args, kwargs)
+        if (spoiled := self._gathered_copies.spoiled_by(destination(func, args, kwargs))) is not None:
+            raise ChangedInPlace(name, sources_of(spoiled))
         output = super().__torch_function__(func, types, args, kwargs)
+        self._gathered_copies.end_call(output)
         self._weights.settle(name, tensors, output)
         return output
 
@@ -290,7 +303,9 @@ class _Simulation(Interpreter):
     def whole(self, tensor: Tensor) -> Tensor:
         """Also note the cause."""
         with self.axis.caused_by(sources=sources_of(tensor)) if isinstance(tensor, ShardedTensor) else nullcontext():
-            return super().whole(tensor)
+            whole = super().whole(tensor)
+        self._gathered_copies.add(tensor, whole)
+        return whole
 
     def _note_cuts(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> None:
         """Note where a call separates the features of column weights."""
