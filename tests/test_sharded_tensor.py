@@ -126,6 +126,35 @@ class Doubling(nn.Module):
         return self.down(hidden) * doubled if self.summed else self.down(doubled)
 
 
+class Averaged(torch.autograd.Function):
+    """Divides by a number of features, in the forward or in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backwards: bool) -> Tensor:
+        ctx.num_features = x.shape[-1] if backwards else 1
+        return x.clone() if backwards else x / x.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.num_features, None
+
+
+class Averaging(nn.Module):
+    def __init__(self, backwards: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.backwards = nn.Linear(32, 64), nn.Linear(64, 32), backwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(Averaged.apply(self.up(x), self.backwards))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_custom_functions_of_the_number_of_features_get_whole_tensors(backwards: bool) -> None:
+    plan = plan_block(Averaging(backwards), (torch.randn(2, 8, 32),), {}, size=2)
+    assert not plan.is_sharded
+    assert "Averaged" in str(plan.weight("up.weight").reason)
+
+
 class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

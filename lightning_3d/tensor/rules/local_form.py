@@ -2,7 +2,8 @@
 
 A call has a local form if DTensor's rules (`dtensor_rules`) run each aten op of it without communication and give
 evenly sharded results, or sums whose parts lie on the ranks: then what the ranks compute makes up what one process
-computes. Custom autograd functions are looked up forward and backward, as their backward is code of its own.
+computes. Custom autograd functions are looked up forward and backward, as their backward is code of its own, and must
+not compute with numbers that depend on sizes, which are other ones on shards.
 
 Operands that are replicated are either whole on every rank or cut as the sharded ones are.
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.rules.function import Function, tensors_in
-from lightning_3d.tensor.rules.watched_ops import WatchedOps
+from lightning_3d.tensor.rules.watched_ops import NotedNumbers, WatchedOps
 from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from lightning_3d.torch_internals.modes import no_dispatch_modes
@@ -147,9 +148,10 @@ def _decide(
     has_parts = any(operand.sizes is not None for operand in operands)
     watch = WatchedOps(rules, [(f, o.dim) for f, o in zip(fakes, operands, strict=True)], size, has_parts=has_parts)
     full_args, full_kwargs = _arguments((args, kwargs), iter(fakes))
+    numbers = NotedNumbers()
     if differentiates:
         fakes = [fake.requires_grad_(fake.is_floating_point()) for fake in fakes]
-    with watch:
+    with watch, numbers:
         output = function(*full_args, **full_kwargs)
     outputs = [leaf for leaf in tree_leaves(output) if leaf is not None]
     if not outputs and function is not Tensor.__setitem__:
@@ -157,44 +159,68 @@ def _decide(
     dims = tuple(watch.dim(leaf) for leaf in outputs)
     own_shapes = [_own_shape(leaf.shape, dim, size) for leaf, dim in zip(outputs, dims, strict=True)]
     if differentiates:
-        _differentiate(watch, fakes, outputs)
+        _differentiate(watch, numbers, fakes, outputs)
     cuts = tuple(watch.cut(fake) for fake in fakes)
     local_shape = own_shapes[0] if function in _WITH_SHAPE and not _is_bit_cast(args) else None
     form = LocalForm(cuts=cuts, local_shape=local_shape, dims=dims, is_mean=watch.is_mean(outputs))
-    if _shapes_on_shards(function, args, kwargs, operands, form, size) != own_shapes:
+    shards = [
+        shard.requires_grad_(differentiates and shard.is_floating_point()) for shard in _shards(operands, form, size)
+    ]
+    with NotedNumbers() as own_numbers:
+        results = _call_on_shards(function, args, kwargs, shards, form)
+        if differentiates:
+            differentiable = [result for result in results if result.requires_grad]
+            _gradients(differentiable, _ones(differentiable), shards)
+    if [tuple(tensor.shape) for tensor in results] != own_shapes:
         raise NoRule("its result on shards is not the shard of its result")
+    if differentiates and own_numbers.found != numbers.found:
+        raise NoRule("it computes with numbers that depend on sizes")
     return form
 
 
-def _differentiate(watch: WatchedOps, operands: Sequence[Tensor], outputs: Sequence[Any]) -> None:
+def _differentiate(
+    watch: WatchedOps, numbers: NotedNumbers, operands: Sequence[Tensor], outputs: Sequence[Any]
+) -> None:
     """Raise `NoRule` unless the backward gives every operand the gradient that its placement asks for."""
     results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-    differentiable = [operand for operand in operands if operand.requires_grad]
-    if not results or not differentiable:
-        return
-    ones = [torch.ones_like(result) for result in results]
+    ones = _ones(results)
     for gradient, result in zip(ones, results, strict=True):
         watch.place_alike(gradient, result)
-    with watch:
-        gradients = torch.autograd.grad(results, differentiable, ones, allow_unused=True)
-    for operand, found in zip(differentiable, gradients, strict=True):
+    with watch, numbers:
+        gradients = _gradients(results, ones, operands)
+    for operand, found in zip(operands, gradients, strict=True):
         if found is not None:
             watch.check_gradient(operand, found)
 
 
-def _shapes_on_shards(
-    function: Function, args: Any, kwargs: Any, operands: Sequence[Operand], form: LocalForm, size: int
-) -> list[tuple[int, ...]]:
-    shards = []
-    for operand, cut in zip(operands, form.cuts, strict=True):
-        dim = cut if operand.dim is None else operand.dim
-        shards.append(_fake(operand.shape if dim is None else _own_shape(operand.shape, dim, size), operand))
+def _ones(results: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.ones(result.shape, dtype=result.dtype, device=result.device) for result in results]
+
+
+def _gradients(
+    results: Sequence[Tensor], ones: Sequence[Tensor], operands: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """The gradient of every operand, from those of the results."""
+    asked = [operand for operand in operands if operand.requires_grad]
+    if not results or not asked:
+        return [None] * len(operands)
+    found = iter(torch.autograd.grad(results, asked, ones, allow_unused=True))
+    return [next(found) if operand.requires_grad else None for operand in operands]
+
+
+def _shards(operands: Sequence[Operand], form: LocalForm, size: int) -> list[Tensor]:
+    dims = [cut if operand.dim is None else operand.dim for operand, cut in zip(operands, form.cuts, strict=True)]
+    pairs = zip(operands, dims, strict=True)
+    return [_fake(_own_shape(operand.shape, dim, size), operand) for operand, dim in pairs]
+
+
+def _call_on_shards(
+    function: Function, args: Any, kwargs: Any, shards: Sequence[Tensor], form: LocalForm
+) -> list[Tensor]:
     local_args, local_kwargs = _arguments((args, kwargs), iter(shards))
     if form.local_shape is None:
-        output = function(*local_args, **local_kwargs)
-    else:
-        output = call_locally(function, form.local_shape, local_args[0])
-    return [tuple(tensor.shape) for tensor in tensors_in(output)]
+        return list(tensors_in(function(*local_args, **local_kwargs)))
+    return list(tensors_in(call_locally(function, form.local_shape, local_args[0])))
 
 
 def _is_bit_cast(args: Any) -> bool:

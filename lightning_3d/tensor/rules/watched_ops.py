@@ -47,6 +47,25 @@ _KEEP_APART = frozenset(
 _VIEWS = frozenset({_aten.view, UNSAFE_VIEW.overloadpacket, _aten.reshape, RESHAPE_ALIAS.overloadpacket})
 
 
+class NotedNumbers(TorchDispatchMode):
+    """Notes the numbers that elementwise ops compute with: a custom function may take them from the shape it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        self.found: list[tuple[OpOverload, tuple[int | float, ...]]] = []
+
+    def __enter__(self) -> NotedNumbers:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
+        return self
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.pointwise in func.tags:
+            self.found.append((func, tuple(arg for arg in args if isinstance(arg, int | float))))
+        return func(*args, **(kwargs or {}))
+
+
 class WatchedOps(TorchDispatchMode):
     """Follows placements through the aten ops of a call; raises `NoRule` at the first that is not local.
 
