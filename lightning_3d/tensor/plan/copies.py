@@ -19,7 +19,7 @@ from lightning_3d.torch_internals.tensors import storage_id
 
 @dataclass(slots=True)
 class GatheredCopies:
-    """Of one run of a block on fake tensors."""
+    """The gathered copies of one run of a block on fake tensors, and the views of them."""
 
     _copies: list[tuple[ShardedTensor, Tensor]] = field(default_factory=list)
     """Made in the call that is under way."""
