@@ -28,7 +28,7 @@ from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.study import Study
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
-from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
 
@@ -142,7 +142,7 @@ class PipelineEngine:
         output = self._rank_module(partial(self._run_stage, step, place), *received)
         if not place.is_last:
             return output
-        step.outputs[index] = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+        step.outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
         return check_loss(output).reshape(()) * step.parts[index].weight if step.backward else ()
 
     def _run_stage(self, step: _Step, place: Place, *received: Tensor) -> Any:

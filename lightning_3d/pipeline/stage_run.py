@@ -31,7 +31,7 @@ from lightning_3d.trace.side_outputs import (
     pack_outputs,
     unpack_outputs,
 )
-from lightning_3d.trace.trace import TracedCall
+from lightning_3d.trace.trace import Result, TracedCall
 
 
 class StageExit(BaseException):
@@ -173,18 +173,14 @@ class StageRun(StepMode):
         return answer
 
     def _skip(self, call: TracedCall, leaves: list[Any]) -> Any:
-        answer = []
-        for result in call.results:
-            if result.argument is not None:
-                answer.append(leaves[result.argument])
-            elif result.result is not None:
-                answer.append(answer[result.result])
-            elif result.tensor is not None:
-                ghost = Ghost(self._flow.trace.tensors[result.tensor])
-                self._ids[ghost] = result.tensor
-                answer.append(ghost)
-            else:
-                answer.append(result.constant)
+        def make(position: int, result: Result) -> Any:
+            if result.tensor is None:
+                return result.constant
+            ghost = Ghost(self._flow.trace.tensors[result.tensor])
+            self._ids[ghost] = result.tensor
+            return ghost
+
+        answer = call.answer(leaves, make)
         for position, i in call.mutated.items():
             self._ids[leaves[position]] = i
         self._retag(call.aliased)
@@ -200,20 +196,17 @@ class StageRun(StepMode):
             outputs, spec = tree_flatten(run(values))
         if len(outputs) != len(call.results) or spec != call.spec:
             raise self._changed(f"{call.name} returned another structure")
-        answer = []
-        for output, result in zip(outputs, call.results, strict=True):
-            if result.argument is not None:
-                answer.append(leaves[result.argument])
-                continue
-            if result.result is not None:
-                answer.append(answer[result.result])
-                continue
+
+        def make(position: int, result: Result) -> Any:
+            output = outputs[position]
             if result.tensor is not None:
                 output = output.view_as(output) if output in self._ids else output
                 if call.is_block and result.tensor in self._changed_views and base_of(output) is not None:
                     output = output.clone()  # an in-place change of a view drops the hook that FSDP2 put on it
                 self._keep(output, result.tensor, output)
-            answer.append(output)
+            return output
+
+        answer = call.answer(leaves, make)
         for position, i in call.mutated.items():
             self._keep(leaves[position], i, values[position])
         self._retag(call.aliased)

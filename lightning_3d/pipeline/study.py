@@ -24,12 +24,12 @@ from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import batch_size, leaves_of, samples_of, signature
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import cut
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_unflatten
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.random_states import random_states_kept
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
-from lightning_3d.trace.trace import Trace, TracedCall
+from lightning_3d.trace.trace import Result, Trace, TracedCall
 
 _NUM_DRAWS = 3  # of random outputs, for each part of a batch
 _MAX_STUDIES = 8  # of a step
@@ -94,7 +94,7 @@ class Study:
         with self._effects.microbatch(place):
             output, found = tree_map(from_data.made_random, run.run(step))
             self._effects.keep(place, found)
-        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+        return tree_map_only(Tensor, Tensor.detach, output)
 
 
 @contextmanager
@@ -104,11 +104,14 @@ def _collectives_refused(module: LightningModule) -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise StepError("a step that communicates can't be studied")
 
-    vars(module)["all_gather"] = refuse
+    attributes = vars(module)
+    own = {name: attributes[name] for name in ("all_gather",) if name in attributes}
+    attributes["all_gather"] = refuse
     try:
         yield
     finally:
-        del vars(module)["all_gather"]
+        del attributes["all_gather"]
+        attributes.update(own)
 
 
 class _BlocksAtRandom(StageRun):
@@ -131,16 +134,10 @@ class _BlocksAtRandom(StageRun):
         return super()._execute(call, leaves, lambda values: self._outputs(call, values))
 
     def _outputs(self, call: TracedCall, values: list[Any]) -> Any:
-        outputs: list[Any] = []
-        for result in call.results:
-            if result.argument is not None:
-                outputs.append(values[result.argument])
-            elif result.result is not None:
-                outputs.append(outputs[result.result])
-            elif result.tensor is not None:
-                outputs.append(_random(self._tensors[result.tensor]))
-            else:
-                outputs.append(result.constant)
+        def make(position: int, result: Result) -> Any:
+            return result.constant if result.tensor is None else _random(self._tensors[result.tensor])
+
+        outputs = call.answer(values, make)
         self._from_data.note(outputs)
         return tree_unflatten(outputs, call.spec)
 

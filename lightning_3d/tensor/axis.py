@@ -43,8 +43,8 @@ class Axis(Protocol):
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's shard along `dim` of the sum over the ranks."""
 
-    def expect_backward(self, result: Tensor, *collectives: tuple[Kind, Tensor]) -> None:
-        """Note that the backward of `result` communicates these full tensors."""
+    def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
+        """Note that the backward of `result` communicates the gradient of a full `tensor`."""
 
 
 class MeshAxis:
@@ -89,7 +89,7 @@ class MeshAxis:
         dist.reduce_scatter_single(own, full, group=self._group)
         return own
 
-    def expect_backward(self, result: Tensor, *collectives: tuple[Kind, Tensor]) -> None:
+    def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
         """Nothing: what the backward communicates is seen when it runs."""
 
 

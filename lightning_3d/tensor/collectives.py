@@ -105,7 +105,7 @@ def enter(tensor: Tensor, axis: Axis) -> Tensor:
     if not tensor.requires_grad:
         return tensor
     entered = _apply(_Enter, tensor, axis)
-    axis.expect_backward(entered, ("all-reduce", tensor))
+    axis.expect_backward(entered, "all-reduce", tensor)
     return entered
 
 
@@ -120,7 +120,7 @@ def cut(tensor: Tensor, axis: Axis, placement: Sharded) -> Tensor:
         return placement.own(tensor, axis.size, axis.rank)
     grouped = placement.grouped(tensor) if isinstance(placement, Parts) else tensor
     own = _apply(_Cut, grouped, axis, placement.dim)
-    axis.expect_backward(own, ("all-gather", tensor))
+    axis.expect_backward(own, "all-gather", tensor)
     return own
 
 
@@ -134,7 +134,7 @@ def gather_sequence(local: Tensor, axis: Axis, dim: int) -> Tensor:
     """The whole sequence as what every rank reads, from its slices; call it once per activation."""
     whole = _apply(_GatherSequence, local, axis, dim)
     if local.requires_grad:
-        axis.expect_backward(whole, ("reduce-scatter", whole))
+        axis.expect_backward(whole, "reduce-scatter", whole)
     return whole
 
 
@@ -142,5 +142,5 @@ def scatter(partial: Tensor, axis: Axis, dim: int) -> Tensor:
     """This rank's slice along `dim` of the sum over the ranks."""
     own = _apply(_Scatter, partial, axis, dim)
     if partial.requires_grad:
-        axis.expect_backward(own, ("all-gather", partial))
+        axis.expect_backward(own, "all-gather", partial)
     return own

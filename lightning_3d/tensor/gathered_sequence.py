@@ -43,7 +43,7 @@ class GatheredSequence:
         self._num_saved += 1
         if not self._is_expected and self.whole.requires_grad:
             self._is_expected = True
-            self._axis.expect_backward(self.whole, ("all-gather", self.whole))
+            self._axis.expect_backward(self.whole, "all-gather", self.whole)
         return saved.shape
 
     def _unpack(self, packed: Any) -> Tensor:

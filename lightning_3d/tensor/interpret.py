@@ -24,7 +24,7 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.gathered_sequence import GatheredSequence
 from lightning_3d.tensor.own_shard import own_shard
-from lightning_3d.tensor.placement import Partial, Placement, Shard, Sharded, Whole
+from lightning_3d.tensor.placement import Partial, Placement, Shard, Whole
 from lightning_3d.tensor.randomness import seeded_for_rank
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import (
@@ -47,6 +47,8 @@ from lightning_3d.torch_internals.modes import DisableTorchFunction
 from lightning_3d.torch_internals.tensors import version_of
 
 T = TypeVar("T")
+
+_SHARDED = (ShardedTensor, DTensor)
 
 _OF_AUTOGRAD = frozenset({"backward", "register_hook", "retain_grad", "__set__"})
 """Calls that change a tensor's place in the graph."""
@@ -199,11 +201,7 @@ class Interpreter(TorchFunctionMode):
         kind = tensor.device.type
         casts_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         gathered = self._gathered[torch.is_grad_enabled(), casts_to]
-        return gathered.get(tensor.local, lambda: self.gather_sequence(tensor))
-
-    def gather_sequence(self, tensor: ShardedTensor) -> GatheredSequence:
-        """The sequence whose slice a tensor is, for column weights."""
-        return GatheredSequence(tensor.own(), self.axis)
+        return gathered.get(tensor.local, lambda: GatheredSequence(tensor.own(), self.axis))
 
     def whole(self, tensor: Tensor) -> Tensor:
         """A tensor that is sharded in any way as a plain one in its original order; a plain one as it is."""
@@ -231,12 +229,9 @@ class Interpreter(TorchFunctionMode):
             sharded.is_fresh = is_deferred
             return sharded
         if local.weight is not None and is_along(partial, self._sequence):
-            return self.sharded(collectives.scatter(partial, self.axis, SEQUENCE_DIM), Shard(SEQUENCE_DIM))
+            own = collectives.scatter(partial, self.axis, SEQUENCE_DIM)
+            return ShardedTensor(own, self.axis, Shard(SEQUENCE_DIM))
         return collectives.reduce(partial, self.axis)
-
-    def sharded(self, local: Tensor, placement: Sharded) -> ShardedTensor:
-        """A part as a tensor of the block's code."""
-        return ShardedTensor(local, self.axis, placement)
 
     def _summed(self, tensor: Tensor) -> Tensor:
         """A deferred sum; made once, with its history even if the first reader needs none. Any other as it is."""
@@ -263,7 +258,7 @@ class Interpreter(TorchFunctionMode):
         placement, own = tensor.placements[0], own_shard(tensor)
         if placement.is_replicate():
             return own
-        sharded = self.sharded(own, Shard(placement.dim))  # type: ignore[attr-defined]  # no partial parameters
+        sharded = ShardedTensor(own, self.axis, Shard(placement.dim))  # type: ignore[attr-defined]  # no partial parameters
         sharded.is_weight = True
         return sharded
 
@@ -278,9 +273,9 @@ def _run(local: LocalCall, operands: Sequence[Tensor], contexts: Sequence[Abstra
 def _holds(values: Any) -> bool:
     """Whether arguments hold a sharded tensor, at most one list deep as torch functions take them."""
     for value in values:
-        if isinstance(value, ShardedTensor | DTensor):
+        if isinstance(value, _SHARDED):
             return True
-        if isinstance(value, list | tuple) and any(isinstance(item, ShardedTensor | DTensor) for item in value):
+        if isinstance(value, (list, tuple)) and any(isinstance(item, _SHARDED) for item in value):
             return True
     return False
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,23 @@ class TracedCall:
         """Ids of the tensors that it makes."""
         new = tuple(result.tensor for result in self.results if result.tensor is not None)
         return (*new, *self.mutated.values(), *self.aliased.values())
+
+    def answer(self, arguments: Sequence[Any], make: Callable[[int, Result], Any]) -> list[Any]:
+        """The flat results of the call.
+
+        Args:
+            arguments: Its flat arguments, some of which may be results.
+            make: Makes a new tensor or a constant, given its position.
+        """
+        leaves: list[Any] = []
+        for position, result in enumerate(self.results):
+            if result.argument is not None:
+                leaves.append(arguments[result.argument])
+            elif result.result is not None:
+                leaves.append(leaves[result.result])
+            else:
+                leaves.append(make(position, result))
+        return leaves
 
 
 @dataclass(frozen=True, kw_only=True)

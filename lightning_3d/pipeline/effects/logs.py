@@ -18,7 +18,7 @@ from lightning_3d.pipeline.effects.call_notes import CallNotes
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import Joiner, weighted_mean
 from lightning_3d.pipeline.effects.metrics import ForwardValue, MetricReference, Metrics
-from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.interception import Router
 
 _SIGNATURE = inspect.signature(LightningModule.log)
@@ -109,7 +109,7 @@ class Logs(Effect):
 
     @override
     def keep(self, place: Place, found: Sequence[Any]) -> None:
-        values = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, list(found))
+        values = tree_map_only(Tensor, Tensor.detach, list(found))
         calls = self._notes.at(place)
         self._notes.set(place, [replace(call, value=value) for call, value in zip(calls, values, strict=True)])
 

@@ -29,7 +29,7 @@ from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.metric_changes import MetricChanges, apply_changes
 from lightning_3d.torch_internals.metric_state import start_anew
-from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 
 _METHODS = ("update", "forward", "reset", "compute")
@@ -147,7 +147,7 @@ class Metrics(Effect):
 
     @override
     def keep(self, place: Place, found: Sequence[Any]) -> None:
-        arguments = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, list(found))
+        arguments = tree_map_only(Tensor, Tensor.detach, list(found))
         calls = self._notes.at(place)
         self._notes.set(place, [replace(call, arguments=own) for call, own in zip(calls, arguments, strict=True)])
 

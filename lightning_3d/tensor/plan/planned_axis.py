@@ -77,11 +77,9 @@ class PlannedAxis:
         self.forward.append(self._caused("reduce-scatter", tensor))
         return tensor.chunk(self.size, dim)[0].clone()
 
-    def expect_backward(self, result: Tensor, *collectives: tuple[Kind, Tensor]) -> None:
+    def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
         """See `Axis`."""
-        self._expected.extend(
-            (result.grad_fn, self._caused(kind, tensor, is_backward=True)) for kind, tensor in collectives
-        )
+        self._expected.append((result.grad_fn, self._caused(kind, tensor, is_backward=True)))
 
     def backward_of(self, outputs: Iterable[Tensor]) -> list[Caused]:
         """The collectives of the backward of these outputs."""

@@ -23,6 +23,7 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.errors import PlanError
+from lightning_3d.tensor.axis import sent_bytes
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Role, replicated_plan
 from lightning_3d.tensor.plan.planned_axis import Caused
 from lightning_3d.tensor.plan.simulate import ChangedInPlace, Cut, Simulated, simulate_block
@@ -239,8 +240,7 @@ def _alike(doubts: Sequence[Caused], simulated: Simulated) -> Sequence[Caused]:
     """The first of some collectives, and those like it: of the same call and size, and for as large outputs."""
 
     def kind(caused: Caused) -> object:
-        outputs = sum(simulated.output_bytes.get(fqn, 0) for fqn in caused.cause.sources)
-        return caused.collective, outputs, caused.cause.row is None
+        return caused.collective, simulated.bytes_behind(caused), caused.cause.row is None
 
     return [doubt for doubt in doubts if kind(doubt) == kind(doubts[0])]
 
@@ -254,23 +254,15 @@ def _reasons(caused: Caused, by_hand: Mapping[str, Role]) -> dict[str, str]:
 
 def _doubtful(simulated: Simulated, size: int) -> Iterator[Caused]:
     """The collectives that may cost more than the sharding is worth; those that give up least come first."""
-
-    def outputs_of(caused: Caused) -> int:
-        return sum(simulated.output_bytes.get(fqn, 0) for fqn in caused.cause.sources)
-
-    for caused in sorted(simulated.forward, key=outputs_of):
-        outputs, num_bytes, cause = outputs_of(caused), caused.collective.num_bytes, caused.cause
+    for caused in sorted(simulated.forward, key=simulated.bytes_behind):
+        outputs, num_bytes, cause = simulated.bytes_behind(caused), caused.collective.num_bytes, caused.cause
         if not cause.sources or not cause.sources.isdisjoint(simulated.stacked):
             continue
         if cause.row is None:
-            if 2 * num_bytes >= _gather_bytes(outputs, size):
+            if 2 * num_bytes >= sent_bytes("all-gather", outputs, size):
                 yield caused
-        elif num_bytes > _gather_bytes(outputs + simulated.output_bytes[cause.row], size):
+        elif num_bytes > sent_bytes("all-gather", outputs + simulated.output_bytes[cause.row], size):
             yield caused
-
-
-def _gather_bytes(num_bytes: int, size: int) -> int:
-    return num_bytes * (size - 1) // size
 
 
 def _plan(simulated: Simulated, size: int) -> BlockTensorPlan:

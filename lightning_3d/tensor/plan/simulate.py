@@ -19,7 +19,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.own_code import is_own
 from lightning_3d.tensor.boundary import gathered, slice_of_sequence
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.placement import Partial, Parts, Placement, Shard
+from lightning_3d.tensor.placement import Partial, Placement, Sharded
 from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_values
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.plan.copies import GatheredCopies
@@ -119,6 +119,10 @@ class Simulated:
     def communicated_bytes(self) -> int:
         """Bytes that each rank sends in one forward and backward."""
         return sum(caused.collective.num_bytes for caused in (*self.forward, *self.backward))
+
+    def bytes_behind(self, caused: Caused) -> int:
+        """Bytes of the full outputs of the column weights that a collective comes from."""
+        return sum(self.output_bytes.get(fqn, 0) for fqn in caused.cause.sources)
 
     @property
     def num_sharded_elements(self) -> int:
@@ -346,7 +350,7 @@ def _start_of(own: Sequence[ShardedTensor], made: ShardedTensor, *, is_piece: bo
     if not own or own[0].origin is None:
         return 0
     at, of_made = own[0].placement, made.placement
-    assert isinstance(at, Shard | Parts)
-    assert isinstance(of_made, Shard | Parts)
+    assert isinstance(at, Sharded)
+    assert isinstance(of_made, Sharded)
     is_same = own[0].shape[at.dim] == made.shape[of_made.dim]
     return own[0].origin.start if is_piece or is_same else 0

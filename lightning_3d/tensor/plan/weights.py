@@ -292,7 +292,7 @@ class Weights:
             return
         for bias, features in (args, (args[1], args[0])):
             weight, at = self._undecided(bias), placement_of(features)
-            if weight is None or not isinstance(at, Shard | Parts) or not sources_of(features):
+            if weight is None or not isinstance(at, Sharded) or not sources_of(features):
                 continue
             length, dim = features.shape[at.dim], at.dim - features.dim() + bias.dim()
             fits = isinstance(at, Shard) or bias.dim() == features.dim()
@@ -325,7 +325,7 @@ class Weights:
 
 def sources_of(tensor: Tensor) -> frozenset[str]:
     """FQNs of the column weights that a sharded tensor comes from; none for any other."""
-    if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.placement, Shard | Parts):
+    if not isinstance(tensor, ShardedTensor) or not isinstance(tensor.placement, Sharded):
         return frozenset()
     return frozenset() if tensor.origin is None else tensor.origin.sources
 

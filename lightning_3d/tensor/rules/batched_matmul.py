@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
+from lightning_3d.tensor.placement import EACH, Placement, Sharded
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.function import is_batched_matmul
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -16,7 +16,7 @@ def multiply_stacks(call: Call, axis: Axis) -> LocalCall | None:
     left, right = call.args
     placements = {placement for operand in call.args if (placement := placement_of(operand)) is not None}
     at = placements.pop()
-    if placements or not isinstance(at, Shard | Parts) or left.dim() != right.dim() or at.dim >= left.dim() - 2:
+    if placements or not isinstance(at, Sharded) or left.dim() != right.dim() or at.dim >= left.dim() - 2:
         return None
     length = max(left.shape[at.dim], right.shape[at.dim])
     if any(operand.shape[at.dim] not in (1, length) for operand in call.args):

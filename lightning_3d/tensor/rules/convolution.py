@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, WHOLE, Parts, Placement, Shard
+from lightning_3d.tensor.placement import EACH, WHOLE, Parts, Placement, Sharded
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -128,7 +128,7 @@ def convolve(call: Call, axis: Axis) -> LocalCall | None:
     if convolution is None:
         return None
     at = placement_of(convolution.weight)
-    sharded = at if isinstance(at, Shard | Parts) else None
+    sharded = at if isinstance(at, Sharded) else None
     dim = None if sharded is None else sharded.dim
     form = convolution.form(dim, has_parts=isinstance(at, Parts), size=axis.size)
     if form == "whole" or sharded is None:
@@ -152,10 +152,9 @@ def convolve(call: Call, axis: Axis) -> LocalCall | None:
 def _call(
     call: Convolution, input: Placement, weight: Placement, *, bias: Placement, result: Placement, groups: int
 ) -> LocalCall:
-    has_bias = call.bias is not None
     return LocalCall(
-        tensors=(call.input, call.weight, call.bias) if call.bias is not None else (call.input, call.weight),
-        needs=(input, weight, bias) if has_bias else (input, weight),
+        tensors=(call.input, call.weight) if call.bias is None else (call.input, call.weight, call.bias),
+        needs=(input, weight) if call.bias is None else (input, weight, bias),
         run=lambda input, weight, bias=None: call.run(input, weight, bias, groups),
         result=result,
         weight=None if weight == WHOLE else call.weight,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Parts, Shard
+from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.randomness import dropout_shard
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -36,7 +36,7 @@ def drop(call: Call, axis: Axis) -> LocalCall | None:
     read = _functional_dropout if call.function is F.dropout else _torch_dropout
     dropout = read(*call.args, **call.kwargs)
     at = placement_of(dropout.input)
-    if not isinstance(at, Shard | Parts):
+    if not isinstance(at, Sharded):
         return None
 
     def run(input: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard
+from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, Sharded
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -30,7 +30,7 @@ def generic(call: Call, axis: Axis, *, differentiates: bool = False) -> LocalCal
     needs: list[Placement] = []
     for tensor, cut in zip(tensors, form.cuts, strict=True):
         placement = placement_of(tensor)
-        if isinstance(placement, Shard | Parts):
+        if isinstance(placement, Sharded):
             needs.append(placement)
         else:
             needs.append(EACH if cut is None else _at(cut, sizes, axis.size))

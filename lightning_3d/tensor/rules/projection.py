@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Shard
+from lightning_3d.tensor.placement import EACH, Parts, Shard, Sharded
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -79,7 +79,7 @@ def project(call: Call, axis: Axis) -> LocalCall | None:
     """A product with a sharded weight: column gives a sharded result, row a partial one."""
     projection = as_projection(call.function, call.args, call.kwargs)
     at = None if projection is None else placement_of(projection.weight)
-    if projection is None or not isinstance(at, Shard | Parts):
+    if projection is None or not isinstance(at, Sharded):
         return None
     if at.dim == projection.features_dim:
         return _column(projection, at)
