@@ -42,7 +42,7 @@ from lightning_3d.model.deferred import defer_init
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
-from lightning_3d.torch_internals import lightning_strategy
+from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.report import RankReport, gather_reports
@@ -174,7 +174,7 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
         # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
-        self._launcher = lightning_strategy.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = lightning_helpers.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:
@@ -182,12 +182,10 @@ class ThreeDStrategy(ParallelStrategy):
         shape = resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)
         reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or lightning_strategy.default_backend(
-            self.root_device
-        )
+        self._process_group_backend = self._process_group_backend or lightning_helpers.default_backend(self.root_device)
         assert self.cluster_environment is not None
         device_id = None if self.root_device.type == "cpu" else self.root_device
-        lightning_strategy.connect(
+        lightning_helpers.connect(
             self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
         )
         warn_of_slow_groups(shape, self.num_processes)
@@ -232,7 +230,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._patches.enter_context(dataclasses_registered(self._dataclasses))
         self._patches.enter_context(metrics_joined(self._module, self.mesh.group("dp")))
         if self._parallel is None:
-            refuse_unsupported(self._module, self.mesh, sync_batchnorm=lightning_strategy.is_syncing_batchnorm(self))
+            refuse_unsupported(self._module, self.mesh, sync_batchnorm=lightning_helpers.is_syncing_batchnorm(self))
             self._parallel = make_parallel(
                 trainer=trainer,
                 module=self._module,
@@ -243,7 +241,7 @@ class ThreeDStrategy(ParallelStrategy):
             )
         self._patches.enter_context(self._parallel.router.installed())
         if trainer.state.fn == TrainerFn.FITTING:
-            lightning_strategy.reset_optimizers(self)
+            lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._module, self.mesh)
         self.setup_precision_plugin()
@@ -366,12 +364,12 @@ class ThreeDStrategy(ParallelStrategy):
         """Reduce over the dp axis unless a group is given: the other axes hold copies."""
         if not isinstance(tensor, Tensor) or not dist.is_initialized():
             return tensor
-        return lightning_strategy.reduce_tensor(tensor, group or self.mesh.group("dp"), reduce_op=reduce_op)
+        return lightning_helpers.reduce_tensor(tensor, group or self.mesh.group("dp"), reduce_op=reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather over the dp axis unless a group is given: the other axes hold copies."""
-        return lightning_strategy.gather_tensor(tensor, group=group or self.mesh.group("dp"), sync_grads=sync_grads)
+        return lightning_helpers.gather_tensor(tensor, group=group or self.mesh.group("dp"), sync_grads=sync_grads)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

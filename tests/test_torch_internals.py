@@ -37,24 +37,15 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import torch_internals
 from lightning_3d.torch_internals import (
-    autograd_functions,
-    autograd_graph,
+    autograd,
     capture,
-    dtensor_parts,
-    dtensor_rules,
+    dispatch,
+    dtensor,
     fake_tensors,
-    fsdp,
-    functional_collectives,
-    lightning_loops,
-    lightning_strategy,
-    metric_state,
-    modes,
+    lightning_helpers,
     modules,
-    operators,
     pipelining,
     pytree,
-    random_states,
-    recompute,
     tensors,
 )
 from tests.workers import WorkerPools
@@ -128,11 +119,11 @@ def test_views() -> None:
     assert not tensors.is_view(tensor)
 
 
-@canary(autograd_graph, "reachable_nodes")
+@canary(autograd, "reachable_nodes")
 def test_nodes_behind_an_output() -> None:
     first, second = torch.ones(2, requires_grad=True).exp(), torch.ones(2, requires_grad=True).exp()
     output = (first * 2).sum()
-    nodes = autograd_graph.reachable_nodes([output])
+    nodes = autograd.reachable_nodes([output])
     assert first.grad_fn in nodes
     assert second.grad_fn not in nodes
 
@@ -272,7 +263,7 @@ def test_hooks_of_modules() -> None:
     assert present == {*kinds, "_forward_hooks_always_called"}, "forward_hook_registries knows them all"
 
 
-# ---------------------------------------------------------------------------------------------------- modes, operators
+# ------------------------------------------------------------------------------------------------------------ dispatch
 
 
 class _Counting(TorchFunctionMode):
@@ -285,22 +276,22 @@ class _Counting(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@canary(modes, "pop_function_mode", "push_function_mode", "DisableTorchFunction", "DisableTorchFunctionSubclass")
+@canary(dispatch, "pop_function_mode", "push_function_mode", "DisableTorchFunction", "DisableTorchFunctionSubclass")
 def test_the_stack_of_function_modes() -> None:
     tensor, mode = torch.zeros(2), _Counting()
     with mode:
-        assert modes.pop_function_mode() is mode
+        assert dispatch.pop_function_mode() is mode
         tensor.neg()
-        modes.push_function_mode(mode)
-        with modes.DisableTorchFunction():
+        dispatch.push_function_mode(mode)
+        with dispatch.DisableTorchFunction():
             tensor.neg()
         assert mode.calls == []
-        with modes.DisableTorchFunctionSubclass():
+        with dispatch.DisableTorchFunctionSubclass():
             tensor.neg()
     assert mode.calls == [Tensor.neg], "the last one keeps modes on"
 
 
-class _Operators(modes.TorchDispatchMode):
+class _Operators(dispatch.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Any] = []
@@ -310,10 +301,10 @@ class _Operators(modes.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@canary(modes, "TorchDispatchMode", "no_dispatch_modes")
+@canary(dispatch, "TorchDispatchMode", "no_dispatch_modes")
 def test_dispatch_modes() -> None:
     with _Operators() as mode, fake_tensors.FakeTensorMode():
-        with modes.no_dispatch_modes():
+        with dispatch.no_dispatch_modes():
             real = torch.zeros(2)
         assert mode.calls == []
     assert type(real) is Tensor
@@ -322,53 +313,53 @@ def test_dispatch_modes() -> None:
     assert mode.calls == [torch.ops.aten.zeros.default, torch.ops.aten.neg.default]
 
 
-@canary(operators, "OpOverload", "schema_of", "written_arguments")
+@canary(dispatch, "OpOverload", "schema_of", "written_arguments")
 def test_schemas() -> None:
     op = torch.ops.aten.native_batch_norm.default
-    assert isinstance(op, operators.OpOverload)
-    names = [argument.name for argument in operators.schema_of(op).arguments]
+    assert isinstance(op, dispatch.OpOverload)
+    names = [argument.name for argument in dispatch.schema_of(op).arguments]
     assert names[3:5] == ["running_mean", "running_var"]
     tensor, out = torch.zeros(2), torch.zeros(2)
-    assert operators.written_arguments(torch.ops.aten.add_.Tensor, (tensor, out), {}) == [tensor]
-    written = operators.written_arguments(torch.ops.aten.add.out, (tensor, tensor), {"out": out})
+    assert dispatch.written_arguments(torch.ops.aten.add_.Tensor, (tensor, out), {}) == [tensor]
+    written = dispatch.written_arguments(torch.ops.aten.add.out, (tensor, tensor), {"out": out})
     assert len(written) == 1
     assert written[0] is out
-    assert operators.written_arguments(torch.ops.aten.add.Tensor, (tensor, out), {}) == []
+    assert dispatch.written_arguments(torch.ops.aten.add.Tensor, (tensor, out), {}) == []
 
 
-@canary(operators, *("INDEX_PUT_IMPL", "LOCAL_SCALAR_DENSE", "RESHAPE_ALIAS", "TO_COPY", "UNIQUE2", "UNSAFE_VIEW"))
+@canary(dispatch, *("INDEX_PUT_IMPL", "LOCAL_SCALAR_DENSE", "RESHAPE_ALIAS", "TO_COPY", "UNIQUE2", "UNSAFE_VIEW"))
 def test_operators_without_public_names() -> None:
     tensor = torch.arange(3.0)
-    assert operators.LOCAL_SCALAR_DENSE(tensor[1]) == 1.0
-    assert operators.TO_COPY(tensor, dtype=torch.int64).dtype == torch.int64
-    assert operators.UNSAFE_VIEW(tensor, [3, 1]).shape == (3, 1)
-    assert operators.RESHAPE_ALIAS(tensor, [3, 1], [1, 1]).shape == (3, 1)
-    assert len(operators.UNIQUE2(tensor)) == 3, "values, inverse, counts"
-    operators.INDEX_PUT_IMPL(tensor, [torch.tensor([0])], torch.tensor([5.0]))
+    assert dispatch.LOCAL_SCALAR_DENSE(tensor[1]) == 1.0
+    assert dispatch.TO_COPY(tensor, dtype=torch.int64).dtype == torch.int64
+    assert dispatch.UNSAFE_VIEW(tensor, [3, 1]).shape == (3, 1)
+    assert dispatch.RESHAPE_ALIAS(tensor, [3, 1], [1, 1]).shape == (3, 1)
+    assert len(dispatch.UNIQUE2(tensor)) == 3, "values, inverse, counts"
+    dispatch.INDEX_PUT_IMPL(tensor, [torch.tensor([0])], torch.tensor([5.0]))
     assert tensor.tolist() == [5.0, 1.0, 2.0]
     with _Operators() as mode:
         tensor.unique()
         tensor[0].item()
         tensor.to(torch.int64)
-    assert {operators.UNIQUE2, operators.LOCAL_SCALAR_DENSE, operators.TO_COPY} <= set(mode.calls)
+    assert {dispatch.UNIQUE2, dispatch.LOCAL_SCALAR_DENSE, dispatch.TO_COPY} <= set(mode.calls)
 
 
-@canary(operators, "FUSED_RMS_NORM", "LOG_SOFTMAX", "SOFTMAX")
+@canary(dispatch, "FUSED_RMS_NORM", "LOG_SOFTMAX", "SOFTMAX")
 def test_operators_behind_norms_and_softmax() -> None:
     tensor = torch.arange(3.0)
-    assert torch.equal(operators.SOFTMAX(tensor, 0, False), tensor.softmax(0))
-    assert torch.equal(operators.LOG_SOFTMAX(tensor, 0, False), tensor.log_softmax(0))
-    output, _ = operators.FUSED_RMS_NORM(tensor, [3], None, 1e-5)
+    assert torch.equal(dispatch.SOFTMAX(tensor, 0, False), tensor.softmax(0))
+    assert torch.equal(dispatch.LOG_SOFTMAX(tensor, 0, False), tensor.log_softmax(0))
+    output, _ = dispatch.FUSED_RMS_NORM(tensor, [3], None, 1e-5)
     torch.testing.assert_close(output, F.rms_norm(tensor, [3], eps=1e-5))
     with _Operators() as mode:
         tensor.softmax(0)
         tensor.log_softmax(0)
-    assert mode.calls == [operators.SOFTMAX, operators.LOG_SOFTMAX]
+    assert mode.calls == [dispatch.SOFTMAX, dispatch.LOG_SOFTMAX]
 
 
-@canary(operators, "foreach_norm")
+@canary(dispatch, "foreach_norm")
 def test_norms_of_a_list() -> None:
-    norms = operators.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([-2.0])], 2.0)
+    norms = dispatch.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([-2.0])], 2.0)
     assert [norm.item() for norm in norms] == [5.0, 2.0]
 
 
@@ -460,7 +451,7 @@ class _Doubled(torch.autograd.Function):
 _apply_doubled = _Doubled.apply  # as user code may keep it
 
 
-@canary(autograd_functions, "custom_functions_seen")
+@canary(autograd, "custom_functions_seen")
 def test_custom_functions_are_seen() -> None:
     def answer(cls: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         seen.append(cls)
@@ -468,7 +459,7 @@ def test_custom_functions_are_seen() -> None:
 
     seen: list[Any] = []
     tensor = torch.ones(2, requires_grad=True)
-    with autograd_functions.custom_functions_seen(answer):
+    with autograd.custom_functions_seen(answer):
         _Doubled.apply(tensor)
         _apply_doubled(tensor).sum().backward()
     _Doubled.apply(tensor)
@@ -477,7 +468,7 @@ def test_custom_functions_are_seen() -> None:
     assert tensor.grad.tolist() == [2.0, 2.0]
 
 
-@canary(recompute, "checkpoints_replaced", "recomputed_by", "is_reentrant", "StopRecomputation")
+@canary(autograd, "checkpoints_replaced", "recomputed_by", "is_reentrant", "StopRecomputation")
 def test_checkpoints() -> None:
     calls: list[str] = []
 
@@ -485,7 +476,7 @@ def test_checkpoints() -> None:
         calls.append("function")
         try:
             return tensor.exp().neg()
-        except recompute.StopRecomputation:
+        except autograd.StopRecomputation:
             calls.append("stopped")
             raise
 
@@ -497,7 +488,7 @@ def test_checkpoints() -> None:
         return called
 
     tensor = torch.ones(2, requires_grad=True)
-    with recompute.recomputed_by(again):
+    with autograd.recomputed_by(again):
         output = checkpoint(function, tensor, use_reentrant=False)
     assert calls == ["function"]
     output.sum().backward()
@@ -506,10 +497,10 @@ def test_checkpoints() -> None:
     seen: list[Any] = []
 
     def answer(cls: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        seen.append((recompute.is_reentrant(cls), args[0]))
+        seen.append((autograd.is_reentrant(cls), args[0]))
         return apply(*args, **kwargs)
 
-    with autograd_functions.custom_functions_seen(answer):
+    with autograd.custom_functions_seen(answer):
         checkpoint(function, tensor, use_reentrant=True)
     assert seen == [(True, function)]
 
@@ -517,18 +508,18 @@ def test_checkpoints() -> None:
 # ------------------------------------------------------------------------------------------------ DTensor, collectives
 
 
-@canary(dtensor_rules, "ShardingRules", "Propagation", "Move", "NoRule")
+@canary(dtensor, "ShardingRules", "Propagation", "Move", "NoRule")
 def test_rules_of_dtensor_without_process_groups() -> None:
-    rules = dtensor_rules.ShardingRules(2)
+    rules = dtensor.ShardingRules(2)
     x, weight = torch.empty(3, 4, device="meta"), torch.empty(4, 8, device="meta")
     placements = {id(x): Replicate(), id(weight): Shard(1)}
     found = rules.propagate(torch.ops.aten.mm.default, (x, weight), {}, lambda tensor: placements[id(tensor)])
-    assert found == dtensor_rules.Propagation(outputs=(Shard(1),), moves=())
+    assert found == dtensor.Propagation(outputs=(Shard(1),), moves=())
     placements[id(x)] = Shard(0)
     found = rules.propagate(torch.ops.aten.mm.default, (x, weight), {}, lambda tensor: placements[id(tensor)])
     assert len(found.moves) == 1
-    assert isinstance(found.moves[0], dtensor_rules.Move)
-    with pytest.raises(dtensor_rules.NoRule):
+    assert isinstance(found.moves[0], dtensor.Move)
+    with pytest.raises(dtensor.NoRule):
         rules.propagate(torch.ops.aten.bernoulli.default, (x,), {}, lambda tensor: Shard(0))
 
 
@@ -536,25 +527,25 @@ def _parts_of_dtensors() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     full = torch.arange(8.0)
     tensor = DTensor.from_local(full[: full.shape[0] // 4], mesh, [Replicate(), Shard(0)], run_check=False)
-    assert dtensor_parts.local_tensor(tensor).shape == (2,)
-    assert type(dtensor_parts.local_tensor(tensor)) is Tensor
-    again = DTensor(dtensor_parts.local_tensor(tensor), dtensor_parts.spec_of(tensor), requires_grad=False)
+    assert dtensor.local_tensor(tensor).shape == (2,)
+    assert type(dtensor.local_tensor(tensor)) is Tensor
+    again = DTensor(dtensor.local_tensor(tensor), dtensor.spec_of(tensor), requires_grad=False)
     assert (again.placements, again.device_mesh, again.shape) == (tensor.placements, mesh, tensor.shape)
-    inner_first = (dtensor_parts.StridedShard(0, split_factor=2), Shard(0))
+    inner_first = (dtensor.StridedShard(0, split_factor=2), Shard(0))
     assert inner_first[0].split_factor == 2
-    shape, offset = dtensor_parts.local_shape_and_offset(torch.Size([8]), mesh, inner_first)
+    shape, offset = dtensor.local_shape_and_offset(torch.Size([8]), mesh, inner_first)
     dp, tp = mesh.get_coordinate() or (0, 0)
     assert (tuple(shape), tuple(offset)) == ((2,), (4 * tp + 2 * dp,))
     group = mesh.get_group("tp")
     ones = torch.ones(2)
-    assert functional_collectives.all_reduce(ones, "sum", group).tolist() == [2.0, 2.0]
-    assert functional_collectives.all_gather_single(ones, 0, group).tolist() == [1.0] * 4
-    assert functional_collectives.reduce_scatter_single(torch.ones(4), "sum", 0, group).tolist() == [2.0, 2.0]
+    assert dtensor.all_reduce(ones, "sum", group).tolist() == [2.0, 2.0]
+    assert dtensor.all_gather_single(ones, 0, group).tolist() == [1.0] * 4
+    assert dtensor.reduce_scatter_single(torch.ones(4), "sum", 0, group).tolist() == [2.0, 2.0]
     assert ones.tolist() == [1.0, 1.0]
 
 
-@canary(dtensor_parts, *dtensor_parts.__all__)
-@canary(functional_collectives, *functional_collectives.__all__)
+@canary(dtensor, "StridedShard", "local_shape_and_offset", "local_tensor", "spec_of")
+@canary(dtensor, "all_gather_single", "all_reduce", "reduce_scatter_single")
 def test_parts_of_dtensors(workers: WorkerPools) -> None:
     workers(4).run(_parts_of_dtensors)
 
@@ -574,13 +565,13 @@ def _finished_backward() -> list[float]:
         model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
     root.set_requires_gradient_sync(True)
     root.set_is_last_backward(True)
-    fsdp.finish_backward(root)
+    pipelining.finish_backward(root)
     gradient = model[0].weight.grad
     assert isinstance(gradient, DTensor)
     return gradient.full_tensor().flatten().tolist()
 
 
-@canary(fsdp, "finish_backward")
+@canary(pipelining, "finish_backward")
 def test_a_backward_that_fsdp_did_not_see_end(workers: WorkerPools) -> None:
     # Two backwards, each the mean over inputs 1 and 2, times the two rows of the second layer.
     assert workers(2).run(_finished_backward) == [[6.0] * 4, [6.0] * 4]
@@ -663,17 +654,17 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-@canary(lightning_strategy, "ScriptLauncher", "connect", "default_backend", "reduce_tensor", "gather_tensor")
+@canary(lightning_helpers, "ScriptLauncher", "connect", "default_backend", "reduce_tensor", "gather_tensor")
 def test_helpers_of_strategies() -> None:
-    assert list(inspect.signature(lightning_strategy.ScriptLauncher).parameters) == [
+    assert list(inspect.signature(lightning_helpers.ScriptLauncher).parameters) == [
         "cluster_environment",
         "num_processes",
         "num_nodes",
     ]
-    assert {"cluster_environment", "torch_distributed_backend", "kwargs"} <= _parameters(lightning_strategy.connect)
-    assert lightning_strategy.default_backend(torch.device("cpu")) == "gloo"
-    assert {"group", "reduce_op"} <= _parameters(lightning_strategy.reduce_tensor)
-    assert {"group", "sync_grads"} <= _parameters(lightning_strategy.gather_tensor)
+    assert {"cluster_environment", "torch_distributed_backend", "kwargs"} <= _parameters(lightning_helpers.connect)
+    assert lightning_helpers.default_backend(torch.device("cpu")) == "gloo"
+    assert {"group", "reduce_op"} <= _parameters(lightning_helpers.reduce_tensor)
+    assert {"group", "sync_grads"} <= _parameters(lightning_helpers.gather_tensor)
 
 
 class _Strategy(ParallelStrategy):
@@ -681,21 +672,21 @@ class _Strategy(ParallelStrategy):
     optimizer_state = barrier = broadcast = reduce = all_gather = model_to_device = None  # type: ignore[assignment]
 
 
-@canary(lightning_strategy, "reset_optimizers", "is_syncing_batchnorm")
+@canary(lightning_helpers, "reset_optimizers", "is_syncing_batchnorm")
 def test_what_strategies_hold() -> None:
     strategy = _Strategy()
     strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
-    lightning_strategy.reset_optimizers(strategy)
+    lightning_helpers.reset_optimizers(strategy)
     assert strategy.optimizers == []
-    assert not lightning_strategy.is_syncing_batchnorm(strategy)
+    assert not lightning_helpers.is_syncing_batchnorm(strategy)
     for name in ("_configure_launcher", "_launcher", "_precision_plugin"):  # ThreeDStrategy overrides or sets them
         assert hasattr(strategy, name), f"ParallelStrategy.{name}"
 
 
-@canary(lightning_strategy, "set_device")
+@canary(lightning_helpers, "set_device")
 def test_modules_know_their_device() -> None:
     module = L.LightningModule()
-    lightning_strategy.set_device(module, device=torch.device("meta"))
+    lightning_helpers.set_device(module, device=torch.device("meta"))
     assert module.device == torch.device("meta")
 
 
@@ -709,7 +700,7 @@ class _Loaded(L.LightningModule):
         return {"a": DataLoader(range(4)), "b": DataLoader(range(4, 8))}
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        loaders = lightning_loops.active_loaders(self.trainer)
+        loaders = lightning_helpers.active_loaders(self.trainer)
         assert loaders is not None
         self.seen.append((len(loaders.flat), loaders.is_sequential, loaders.structured([1, 2])))
 
@@ -718,7 +709,7 @@ class _Loaded(L.LightningModule):
 
 
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers", "ignore:.*training_step. returned")
-@canary(lightning_loops, "active_loaders", "Loaders", "before_transfer")
+@canary(lightning_helpers, "active_loaders", "Loaders", "before_transfer")
 def test_dataloaders_of_a_loop(tmp_path: Path) -> None:
     trainer = L.Trainer(
         default_root_dir=tmp_path, max_steps=1, limit_train_batches=1, logger=False, enable_checkpointing=False
@@ -726,23 +717,23 @@ def test_dataloaders_of_a_loop(tmp_path: Path) -> None:
     module = _Loaded()
     trainer.fit(module)
     assert module.seen == [(2, False, {"a": 1, "b": 2})]
-    assert lightning_loops.before_transfer(module, 1) == (1, 0)
-    assert lightning_loops.Loaders(flat=[], is_sequential=True, _spec=None).is_sequential
+    assert lightning_helpers.before_transfer(module, 1) == (1, 0)
+    assert lightning_helpers.Loaders(flat=[], is_sequential=True, _spec=None).is_sequential
 
 
-@canary(metric_state, "start_anew", "FIXED_NAMES")
+@canary(lightning_helpers, "start_anew", "FIXED_NAMES")
 def test_states_of_metrics() -> None:
     metric = torchmetrics.MeanMetric()
     metric.update(torch.tensor(4.0))
     metric.compute()
-    assert set(vars(metric)) >= metric_state.FIXED_NAMES
-    metric_state.start_anew(metric)
+    assert set(vars(metric)) >= lightning_helpers.FIXED_NAMES
+    lightning_helpers.start_anew(metric)
     assert not metric.update_called
     metric.update(torch.tensor(2.0))
     assert metric.compute() == 2.0
 
 
-@canary(random_states, "random_states_kept")
+@canary(lightning_helpers, "random_states_kept")
 def test_random_states() -> None:
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), random.random(), float(np.random.rand())
@@ -752,6 +743,6 @@ def test_random_states() -> None:
         raise KeyError
 
     drawn: list[tuple[float, float, float]] = []
-    with pytest.raises(KeyError), random_states.random_states_kept():
+    with pytest.raises(KeyError), lightning_helpers.random_states_kept():
         fail()
     assert draw() == drawn[0]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_3d.errors import CheckpointError
-from lightning_3d.torch_internals.dtensor_parts import StridedShard, local_shape_and_offset
+from lightning_3d.torch_internals.dtensor import StridedShard, local_shape_and_offset
 
 
 @dataclass(frozen=True, kw_only=True)

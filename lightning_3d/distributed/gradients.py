@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.torch_internals.operators import foreach_norm
+from lightning_3d.torch_internals.dispatch import foreach_norm
 
 
 class Gradients:

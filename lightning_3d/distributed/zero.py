@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.torch_internals.fsdp import finish_backward
 from lightning_3d.torch_internals.modules import parameters_of
+from lightning_3d.torch_internals.pipelining import finish_backward
 
 
 class RankModule(nn.Module):

@@ -24,8 +24,8 @@ from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.microbatches import batch_size, leaves_of, samples_of, signature
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import cut
+from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten
-from lightning_3d.torch_internals.random_states import random_states_kept
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing

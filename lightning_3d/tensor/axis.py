@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.torch_internals import functional_collectives as functional
+from lightning_3d.torch_internals import dtensor
 from lightning_3d.torch_internals.fake_tensors import FunctionalTensor
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
@@ -64,7 +64,7 @@ class MeshAxis:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """See `Axis`."""
         if _is_captured(tensor):
-            summed: Tensor = functional.all_reduce(tensor, "sum", self._group)
+            summed: Tensor = dtensor.all_reduce(tensor, "sum", self._group)
             return summed
         dist.all_reduce(tensor, group=self._group)
         return tensor
@@ -73,7 +73,7 @@ class MeshAxis:
         """See `Axis`."""
         local = local.contiguous()
         if _is_captured(local):
-            every: Tensor = functional.all_gather_single(local, 0, self._group)
+            every: Tensor = dtensor.all_gather_single(local, 0, self._group)
         else:
             every = local.new_empty(self.size * local.shape[0], *local.shape[1:])
             dist.all_gather_single(every, local, group=self._group)
@@ -83,7 +83,7 @@ class MeshAxis:
         """See `Axis`."""
         full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
         if _is_captured(full):
-            summed: Tensor = functional.reduce_scatter_single(full, "sum", 0, self._group)
+            summed: Tensor = dtensor.reduce_scatter_single(full, "sum", 0, self._group)
             return summed
         own = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
         dist.reduce_scatter_single(own, full, group=self._group)

@@ -43,7 +43,7 @@ from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, is_along
 from lightning_3d.tensor.rules.table import RULES, rewritten
 from lightning_3d.tensor.running_statistics import RunningStatistics
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
-from lightning_3d.torch_internals.modes import DisableTorchFunction
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.tensors import version_of
 
 T = TypeVar("T")

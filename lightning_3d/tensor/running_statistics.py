@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.torch_internals.recompute import StopRecomputation
+from lightning_3d.torch_internals.autograd import StopRecomputation
 
 
 class RunningStatistics:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 
+from lightning_3d.torch_internals.dispatch import OpOverload, TorchDispatchMode
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode
-from lightning_3d.torch_internals.modes import TorchDispatchMode
-from lightning_3d.torch_internals.operators import OpOverload
 
 Computation = Callable[..., Sequence[Tensor]]
 """A function of tensors alone."""

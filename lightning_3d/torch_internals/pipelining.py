@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: stages whose microbatches differ in shape, and a schedule for any number of them.
+"""torch.distributed.pipelining: stages whose microbatches differ in shape, schedules for any number of them, their end.
 
 Its internals move from release to release; this was written for and tested with torch 2.13.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import TensorMeta, _derive_grad_metas, extract_tensor_metas
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
@@ -89,7 +90,7 @@ class ShapedStage(PipelineStage):
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         received = {}
         for index in range(num_microbatches):
-            self._stage_meta.output_grads = _gradients(self._outputs[index])
+            self._stage_meta.output_grads = _derive_grad_metas(self._outputs[index])
             super()._setup_backward_recv_info(1)
             received[index] = self.grad_recv_info[0]
         self.chunks = num_microbatches
@@ -114,6 +115,15 @@ def _metas(examples: tuple[Tensor, ...]) -> tuple[TensorMeta, ...]:
     return metas
 
 
-def _gradients(metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta | None, ...]:
-    gradients: tuple[TensorMeta | None, ...] = _derive_grad_metas(metas)
-    return gradients
+def finish_backward(root: FSDPModule) -> None:
+    """Reduce every unit's gradients and wait for them.
+
+    FSDP2 does this from autograd hooks in the last backward; a schedule's last backward of a stage is not always the
+    last of every unit. torch 2.13's own pipeline stages call the same private functions for that reason
+    (``_PipelineStageBase.perform_reduce_grad``).
+    """
+    state = fully_shard.state(root)  # type: ignore[attr-defined]
+    for unit in state._state_ctx.all_states:
+        for group in unit._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
-from lightning_3d.torch_internals.recompute import checkpoints_replaced, is_reentrant
+from lightning_3d.torch_internals.autograd import checkpoints_replaced, custom_functions_seen, is_reentrant
 
 Call = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.model.block_runner import BlockRunner, Call, running
-from lightning_3d.torch_internals.modes import pop_function_mode, push_function_mode
+from lightning_3d.torch_internals.dispatch import pop_function_mode, push_function_mode
 from lightning_3d.trace.guards import AttributeGuards
 from lightning_3d.trace.hidden_calls import hidden_calls_seen
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_3d.torch_internals.modes import TorchDispatchMode
-from lightning_3d.torch_internals.operators import schema_of
+from lightning_3d.torch_internals.dispatch import TorchDispatchMode, schema_of
 
 
 class RandomnessSeen(TorchDispatchMode):

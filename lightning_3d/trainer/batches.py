@@ -16,8 +16,7 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import BatchError
 from lightning_3d.pipeline.microbatches import leaves_of
-from lightning_3d.torch_internals.lightning_loops import active_loaders
-from lightning_3d.torch_internals.random_states import random_states_kept
+from lightning_3d.torch_internals.lightning_helpers import active_loaders, random_states_kept
 
 _START_STEPS = 4  # steps that check="start" compares
 

@@ -28,7 +28,7 @@ from lightning_3d.planning.observation import Observer
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import decide
 from lightning_3d.tensor import BlockCompiler
-from lightning_3d.torch_internals.lightning_strategy import set_device
+from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.example_step import example_step

@@ -23,9 +23,14 @@ from torch.utils import swap_tensors
 
 from lightning_3d.model.deferred.replay import Blank, Contents, Operand, Operation, RandomState, View, compute, effort
 from lightning_3d.model.deferred.tensor import DeferredTensor, LazyStorage
-from lightning_3d.torch_internals.modes import DisableTorchFunction, TorchDispatchMode, no_dispatch_modes
+from lightning_3d.torch_internals.dispatch import (
+    DisableTorchFunction,
+    OpOverload,
+    TorchDispatchMode,
+    no_dispatch_modes,
+    written_arguments,
+)
 from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS
-from lightning_3d.torch_internals.operators import OpOverload, written_arguments
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves
 from lightning_3d.torch_internals.tensors import typed_storage
 

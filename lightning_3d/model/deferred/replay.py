@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_3d.torch_internals.modes import DisableTorchFunction, no_dispatch_modes
-from lightning_3d.torch_internals.operators import OpOverload
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction, OpOverload, no_dispatch_modes
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_leaves, tree_unflatten
 
 _UNINITIALISED = frozenset(

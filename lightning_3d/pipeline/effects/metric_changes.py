@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.torch_internals.metric_state import FIXED_NAMES
+from lightning_3d.torch_internals.lightning_helpers import FIXED_NAMES
 from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
 from lightning_3d.torch_internals.pytree import tree_map
 

@@ -28,7 +28,7 @@ from lightning_3d.pipeline.effects.call_notes import CallNotes
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.metric_changes import MetricChanges, apply_changes
-from lightning_3d.torch_internals.metric_state import start_anew
+from lightning_3d.torch_internals.lightning_helpers import start_anew
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 

@@ -17,7 +17,7 @@ from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.logs import Logs
 from lightning_3d.pipeline.effects.metrics import Metrics
 from lightning_3d.pipeline.loss import check_loss
-from lightning_3d.torch_internals.random_states import random_states_kept
+from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.trace.interception import Router
 
 _TRACE = Place(stage=0, microbatch=0, is_last=True, is_trace=True)

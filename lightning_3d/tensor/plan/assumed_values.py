@@ -19,9 +19,14 @@ from torch import Tensor
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.rules.function import Function
+from lightning_3d.torch_internals.dispatch import (
+    INDEX_PUT_IMPL,
+    LOCAL_SCALAR_DENSE,
+    UNIQUE2,
+    OpOverload,
+    TorchDispatchMode,
+)
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
-from lightning_3d.torch_internals.modes import TorchDispatchMode
-from lightning_3d.torch_internals.operators import INDEX_PUT_IMPL, LOCAL_SCALAR_DENSE, UNIQUE2, OpOverload
 
 _aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Kind, sent_bytes
 from lightning_3d.tensor.plan.block_plan import Collective
-from lightning_3d.torch_internals.autograd_graph import reachable_nodes
+from lightning_3d.torch_internals.autograd import reachable_nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

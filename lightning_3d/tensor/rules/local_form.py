@@ -20,9 +20,9 @@ from torch import Tensor
 
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.rules.watched_ops import NotedNumbers, WatchedOps
-from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
+from lightning_3d.torch_internals.dispatch import no_dispatch_modes
+from lightning_3d.torch_internals.dtensor import NoRule, ShardingRules
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
-from lightning_3d.torch_internals.modes import no_dispatch_modes
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 _MAX_SIGNATURES = 8192

@@ -16,10 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor import Placement as DTensorPlacement
 from torch.distributed.tensor import Shard as DTensorShard
 
-from lightning_3d.torch_internals.dtensor_parts import StridedShard
-from lightning_3d.torch_internals.dtensor_rules import NoRule, ShardingRules
-from lightning_3d.torch_internals.modes import TorchDispatchMode
-from lightning_3d.torch_internals.operators import (
+from lightning_3d.torch_internals.dispatch import (
     FUSED_RMS_NORM,
     LOG_SOFTMAX,
     RESHAPE_ALIAS,
@@ -27,7 +24,9 @@ from lightning_3d.torch_internals.operators import (
     TO_COPY,
     UNSAFE_VIEW,
     OpOverload,
+    TorchDispatchMode,
 )
+from lightning_3d.torch_internals.dtensor import NoRule, ShardingRules, StridedShard
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 _aten = torch.ops.aten

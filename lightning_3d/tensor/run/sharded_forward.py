@@ -23,10 +23,9 @@ from lightning_3d.tensor.run.retained import RetainedActivations
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.tensor.vocabulary.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
-from lightning_3d.torch_internals.autograd_functions import custom_functions_seen
+from lightning_3d.torch_internals.autograd import custom_functions_seen, is_reentrant, recomputed_by
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_map
-from lightning_3d.torch_internals.recompute import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
 Slot = tuple[nn.Module, str, Sharded | None]

@@ -33,8 +33,14 @@ from lightning_3d.tensor.second_order import refuse_second_order
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Saved, as_cross_entropy, shard_bounds
-from lightning_3d.torch_internals.modes import DisableTorchFunctionSubclass
-from lightning_3d.torch_internals.operators import RESHAPE_ALIAS, TO_COPY, UNSAFE_VIEW, OpOverload, written_arguments
+from lightning_3d.torch_internals.dispatch import (
+    RESHAPE_ALIAS,
+    TO_COPY,
+    UNSAFE_VIEW,
+    DisableTorchFunctionSubclass,
+    OpOverload,
+    written_arguments,
+)
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import make_wrapper
 

@@ -1,25 +1,45 @@
-"""DTensor's own sharding rules, asked without any process group: the one file that touches its propagator.
+"""DTensor: its parts, its sharding rules asked without any process group, and the collectives that it is made of.
 
 torch 2.13 has no public way to ask "given these input placements, which output placements does this op have, and what
 must be redistributed before it?"; `DTensor._op_dispatcher.sharding_propagator` is what DTensor itself asks, so a plan
 made with it is what DTensor then does. Public alternatives need real DTensors and hence process groups.
+
+Functional collectives return new tensors, which tracing needs; those of ``torch.distributed`` write in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_single, all_reduce, reduce_scatter_single
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from lightning_3d.torch_internals.operators import OpOverload
+from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map
+
+__all__ = ["all_gather_single", "all_reduce", "reduce_scatter_single"]
+
+StridedShard = _StridedShard
+"""A dim that an inner axis of the mesh shards first, or that is sharded piece by piece."""
+
+local_shape_and_offset = compute_local_shape_and_global_offset
+"""This rank's box of a full tensor: its sizes and where it begins, per dim."""
+
+local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+"""This rank's part, outside of autograd; ``to_local`` is an autograd function."""
+
+spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
+"""Mesh, placements, shape and strides, from which ``DTensor(local, spec)`` is made."""
 
 
 class NoRule(Exception):

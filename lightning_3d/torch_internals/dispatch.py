@@ -1,4 +1,4 @@
-"""Operators of aten: their type, what they write to, and those that have no public name."""
+"""The calls of torch: the operators of aten, what they write to, and the modes that see them and functions."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch._C import FunctionSchema
+from torch._C import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    FunctionSchema,
+    _pop_torch_function_stack,
+    _push_on_torch_function_stack,
+)
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "FUSED_RMS_NORM",
-    "INDEX_PUT_IMPL",
-    "LOCAL_SCALAR_DENSE",
-    "LOG_SOFTMAX",
-    "OpOverload",
-    "RESHAPE_ALIAS",
-    "SOFTMAX",
-    "TO_COPY",
-    "UNIQUE2",
-    "UNSAFE_VIEW",
-    "foreach_norm",
-    "schema_of",
-    "written_arguments",
-]
+__all__ = ["DisableTorchFunction", "DisableTorchFunctionSubclass", "OpOverload", "TorchDispatchMode"]
+
+no_dispatch_modes = _disable_current_modes
+"""A context in which no dispatch mode is active, fake tensors' included."""
+
+pop_function_mode = _pop_torch_function_stack
+"""Take the innermost function mode off the stack; ``TorchFunctionMode`` itself can only leave in order."""
+
+push_function_mode = _push_on_torch_function_stack
+"""Put a function mode on top of the stack."""
+
 
 FUSED_RMS_NORM = torch.ops.aten._fused_rms_norm.default
 INDEX_PUT_IMPL = torch.ops.aten._index_put_impl_.default

@@ -1,0 +1,95 @@
+"""What autograd does out of sight of torch's function modes: custom functions, checkpoints, the recorded graph.
+
+Owns two workarounds for torch 2.13. ``autograd.Function.apply`` bypasses function modes: for a while the base class of
+``Function`` gets an ``apply`` that asks first. ``Function.apply`` itself calls the base class's, so that references to
+``MyFunction.apply`` kept by user code are seen, too. And the generator behind non-reentrant activation checkpoints is
+the one place to step in there; reentrant ones are an autograd function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.autograd import function as autograd_function
+from torch.utils.checkpoint import _StopRecomputationError
+
+Answer = Callable[[type[torch.autograd.Function], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Answers the application of a custom function: its class, what applies it, its arguments and keyword arguments."""
+
+
+@contextmanager
+def custom_functions_seen(answer: Answer) -> Iterator[None]:
+    """Show the autograd functions applied inside to ``answer``; to the innermost one where two are active."""
+    base = autograd_function._SingleLevelFunction
+    present = vars(base).get("apply")
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        return answer(cls, super(base, cls).apply, args, kwargs)  # type: ignore[misc]  # torch._C does not declare it
+
+    base.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if present is None:
+            del base.apply  # type: ignore[attr-defined]
+        else:
+            base.apply = present  # type: ignore[attr-defined]
+
+
+Function = Callable[..., Any]
+Generator = Callable[..., Iterator[None]]
+"""Called with the function and its arguments; the function runs in the forward where it yields."""
+
+StopRecomputation = _StopRecomputationError
+"""Leaves a forward that runs again, on all ranks alike, once it has what the backward needs."""
+
+
+@contextmanager
+def checkpoints_replaced(replace: Callable[[Generator], Generator]) -> Iterator[None]:
+    """Make non-reentrant checkpoints inside by ``replace(the present generator)``."""
+    checkpoints = torch.utils.checkpoint
+    present = checkpoints._checkpoint_without_reentrant_generator
+    checkpoints._checkpoint_without_reentrant_generator = replace(present)
+    try:
+        yield
+    finally:
+        checkpoints._checkpoint_without_reentrant_generator = present
+
+
+@contextmanager
+def recomputed_by(again: Callable[[Function], Function]) -> Iterator[None]:
+    """Let checkpoints that are made inside recompute ``again(function)`` in place of a function.
+
+    In their backward the modes of the block's forward have long ended; ``again`` starts them anew.
+    """
+
+    def replace(present: Generator) -> Generator:
+        def generator(function: Function, *args: Any, **kwargs: Any) -> Iterator[None]:
+            yield from present(again(function), *args, **kwargs)
+
+        return generator
+
+    with checkpoints_replaced(replace):
+        yield
+
+
+def is_reentrant(cls: type[torch.autograd.Function]) -> bool:
+    """Whether an autograd function is a checkpoint; its first argument is the function."""
+    return cls is torch.utils.checkpoint.CheckpointFunction
+
+
+def reachable_nodes(outputs: Iterable[Tensor]) -> set[object]:
+    """The nodes that the backward of these outputs runs."""
+    waiting: list[object] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    nodes: set[object] = set(waiting)
+    while waiting:
+        for node, _ in waiting.pop().next_functions:  # type: ignore[attr-defined]
+            if node is not None and node not in nodes:
+                nodes.add(node)
+                waiting.append(node)
+    return nodes

@@ -1,0 +1,109 @@
+"""Helpers that Lightning and torchmetrics keep private: of strategies, dataloaders, random states and metrics.
+
+``ThreeDStrategy`` also overrides ``_configure_launcher`` and sets ``_launcher`` and ``_precision_plugin``, as every
+strategy does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp,
+)
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_3d.torch_internals.pytree import tree_unflatten
+
+ScriptLauncher = _SubprocessScriptLauncher
+"""Starts the other processes of a node by running the script again."""
+
+connect = _init_dist_connection
+"""Make the default process group, and let it be destroyed at exit."""
+
+default_backend = _get_default_process_group_backend_for_device
+"""NCCL, gloo or another backend, for a device."""
+
+reduce_tensor = _sync_ddp
+"""Sum or average a tensor over a process group."""
+
+gather_tensor = _all_gather_ddp_if_available
+"""Stack the tensors of a process group, with or without gradients."""
+
+set_device = _update_properties
+"""Tell a LightningModule, its children and its metrics the device and dtype that they report."""
+
+
+def reset_optimizers(strategy: ParallelStrategy) -> None:
+    """Forget the optimizers and schedulers of an earlier fit."""
+    strategy._reset_optimizers_and_schedulers()
+
+
+def is_syncing_batchnorm(strategy: ParallelStrategy) -> bool:
+    """Whether the Trainer was asked to convert BatchNorm."""
+    return strategy._layer_sync is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaders:
+    """The dataloaders of a loop."""
+
+    flat: Sequence[Any]
+    is_sequential: bool
+    """Whether the loop takes batches of one after the other; else each batch has one of each."""
+    _spec: Any
+
+    def structured(self, batches: Sequence[Any]) -> Any:
+        """Batches of the loaders in the containers that the loaders came in."""
+        return tree_unflatten(list(batches), self._spec)
+
+
+def active_loaders(trainer: Trainer) -> Loaders | None:
+    """The dataloaders of the loop that is about to run; None where it has none."""
+    loop = trainer._active_loop
+    assert loop is not None
+    loop.setup_data()
+    combined = loop._combined_loader
+    if combined is None or not combined.flattened:
+        return None
+    return Loaders(flat=combined.flattened, is_sequential=combined._mode == "sequential", _spec=combined._spec)
+
+
+def before_transfer(module: LightningModule, batch: Any) -> Any:
+    """A batch as the user's ``on_before_batch_transfer`` leaves it."""
+    return module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Go on from the same states afterwards, also after an exception, where Lightning's ``isolate_rng`` does not."""
+    states = _collect_rng_states()
+    try:
+        yield
+    finally:
+        _set_rng_states(states)
+
+
+FIXED_NAMES = frozenset({"_defaults", "_persistent", "_reductions", "process_group"})
+"""Attributes of a metric that updates do not change."""
+
+
+def start_anew(metric: Metric) -> None:
+    """Give a metric states of their own, as before its first update; those that it has stay as they are."""
+    fresh: dict[str, Any] = {
+        name: default.detach().clone() if isinstance(default, Tensor) else []
+        for name, default in metric._defaults.items()
+    }
+    vars(metric).update(fresh, _update_count=0, _computed=None)
