@@ -1,17 +1,26 @@
-"""One step of the user's module on a pipeline: split the batch, trace, schedule, and tell all stages the outcome."""
+"""Telling all stages what the last one found: only it runs the step to its end.
+
+So callbacks, the progress bar and ``ModelCheckpoint(monitor=...)`` see the same on every rank.
+
+----
+
+One step of the user's module on a pipeline: split the batch, trace, schedule, and tell all stages the outcome.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+import torch
+import torch.distributed as dist
+from lightning_3d.errors import StepError
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.distributed.zero import RankModule
@@ -21,7 +30,6 @@ from lightning_3d.pipeline.effects.randomness import RandomNumbers
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
-from lightning_3d.pipeline.reports import StageReport, share
 from lightning_3d.pipeline.schedule import Schedule, StageCall
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.stage_run import StageRun
@@ -30,7 +38,57 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.interception import Router
-from lightning_3d.trace.step_tracing import StepTracing
+from lightning_3d.trace.tracer import StepTracing
+
+@dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """The outcome of a step on the whole batch, as far as a stage knows it."""
+
+    stage: int
+    output: Any
+    """The step's return value, joined over microbatches; None except from the last stage."""
+    effects: Sequence[Any]
+    """By effect, in order: what it did, joined over microbatches."""
+
+
+def share(
+    make: Callable[[], list[StageReport]],
+    group: dist.ProcessGroup,
+    *,
+    source: int,
+    device: torch.device,
+    from_all: bool,
+) -> list[StageReport]:
+    """Send reports to all stages.
+
+    Args:
+        make: Gives those of this rank's stages.
+        group: The pp axis.
+        source: Global rank of the last stage.
+        from_all: Whether all stages report, not only the last.
+
+    Raises:
+        StepError: on all ranks, if ``make`` raised on one that reports.
+    """
+    reports: list[StageReport] | StepError
+    try:
+        reports = make()
+    except StepError as error:
+        reports = error
+    except Exception as error:  # the other stages wait for a report: they get this one and raise too
+        reports = StepError(f"{type(error).__name__} while joining the microbatches of a batch: {error}")
+        reports.__cause__ = error
+    gathered: list[Any] = [reports]
+    if from_all:
+        gathered = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, reports, group=group)
+    else:
+        dist.broadcast_object_list(gathered, src=source, group=group, device=device)
+    for answer in gathered:
+        if isinstance(answer, StepError):
+            raise answer
+    return sorted((report for answer in gathered for report in answer), key=lambda report: report.stage)
+
 
 _MAX_CACHED = 64  # batch signatures whose flow and schedule are kept
 

@@ -1,16 +1,89 @@
-"""Deciding: a pure function of what was observed, the config and the mesh shape. It neither communicates nor changes
+"""Observing a model for its plan: its blocks, and the trace of an example step. The model is left as it was.
+
+----
+
+Deciding: a pure function of what was observed, the config and the mesh shape. It neither communicates nor changes
 the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
 import torch
-
+from lightning.pytorch import LightningModule
+from torch import nn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.planning.observation import Observation
+from lightning_3d.model.blocks import find_blocks
+from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, split_blocks
+from lightning_3d.trace.interception import Router, routed
+from lightning_3d.trace.tracer import StepTracing, TracedEffects
+from lightning_3d.trace.trace import Trace
 from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.tensor_blocks import plan_blocks
+
+EffectsOf = Callable[[LightningModule, Mapping[str, nn.Module], Router], TracedEffects]
+"""Makes what follows the effects of a module's step while it is traced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleStep:
+    """A step of the kind that is about to run."""
+
+    name: str
+    """``"training_step"``, ``"validation_step"``, ..."""
+    microbatch: Any
+    modes: Callable[[], AbstractContextManager[None]]
+    """The autograd and autocast modes of its forward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """A model, its blocks, and what a step does with them."""
+
+    module: LightningModule
+    blocks: Mapping[str, nn.Module]
+    """FQN -> block."""
+    step: ExampleStep
+    trace: Trace | None
+    """None on a mesh whose plan does not depend on it."""
+
+
+class Observer:
+    """Looks at a model that is not parallel yet. Nothing here communicates.
+
+    Args:
+        step: About to run.
+        device: Where it will run.
+        effects_of: For the traces.
+    """
+
+    def __init__(self, module: LightningModule, step: ExampleStep, device: torch.device, effects_of: EffectsOf) -> None:
+        self._module, self._step, self._device, self._effects_of = module, step, device, effects_of
+
+    def observe(self, config: ThreeDConfig, shape: MeshShape) -> Observation:
+        """Find the coarsest blocks that balance the stages, and trace the step."""
+        pipeline = config.pipeline
+        blocks = find_blocks(self._module, pipeline.partition)
+        if shape.pp * shape.tp == 1:
+            return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
+        num_stages, imbalance = len(pipeline.stage_ranks(shape.pp)), greatest_imbalance(pipeline.partition)
+        if num_stages > 1 and imbalance is not None and not is_balanced(blocks, num_stages, imbalance):
+            blocks = split_blocks(self._module, blocks, num_stages, imbalance, self._trace)
+        return self.of_blocks(blocks)
+
+    def of_blocks(self, blocks: Mapping[str, nn.Module]) -> Observation:
+        """Trace the step with the given blocks."""
+        return Observation(module=self._module, blocks=blocks, step=self._step, trace=self._trace(blocks))
+
+    def _trace(self, blocks: Mapping[str, nn.Module]) -> Trace:
+        with self._step.modes(), routed(blocks) as router:
+            effects = self._effects_of(self._module, blocks, router)
+            tracing = StepTracing(self._module, blocks, router, effects, self._device)
+            return tracing(self._step.name, self._step.microbatch, (0,))
 
 
 def decide(observed: Observation, config: ThreeDConfig, shape: MeshShape, device: torch.device) -> Plan:

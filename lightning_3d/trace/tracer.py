@@ -6,17 +6,19 @@ runs for real, and will on every stage. A glue call on parameters alone also run
 ghost without an id, since parameters may be sharded or absent.
 
 Nothing here communicates, and the model's weights are neither read nor changed.
+
+----
+
+Tracing a step method of the user's module, with all that it does beside its loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.named_state import named_state
@@ -29,7 +31,7 @@ from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.trace.fake_blocks import FakeBlocks, Fakes
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Router, StepMode
-from lightning_3d.trace.randomness import RandomnessSeen
+from lightning_3d.trace.fake_blocks import RandomnessSeen
 from lightning_3d.trace.refusals import check_arguments, check_constant, explained, user_frame
 from lightning_3d.trace.side_outputs import (
     HookCall,
@@ -39,7 +41,11 @@ from lightning_3d.trace.side_outputs import (
     unpack_outputs,
 )
 from lightning_3d.trace.trace import Result, Trace, TracedCall
-
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+from torch import nn
+from lightning_3d.trace.interception import Router
+from lightning_3d.trace.trace import Trace
 
 def trace_step(
     step: Callable[[], Any],
@@ -325,3 +331,43 @@ def _positions(leaves: Sequence[Any]) -> dict[int, int]:
         if isinstance(leaf, Tensor):
             positions.setdefault(id(leaf), i)
     return positions
+
+
+class TracedEffects(Protocol):
+    """Follows what a traced step does beside its loss."""
+
+    def undone(self) -> AbstractContextManager[None]:
+        """Trace inside; what the step changes in its module is put back."""
+
+    def returned(self, name: str, step: Callable[[], Any]) -> Any:
+        """Run the step method ``name``; returns its output and what it logs or keeps, which count as outputs too."""
+
+
+class StepTracing:
+    """Traces the steps of a module.
+
+    Args:
+        module: The user's module.
+        blocks: FQN -> block, routed by ``router``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        router: Router,
+        effects: TracedEffects,
+        device: torch.device,
+    ) -> None:
+        self._module, self._blocks, self._router = module, blocks, router
+        self._effects, self._device = effects, device
+
+    def __call__(self, name: str, microbatch: Any, rest: Sequence[Any]) -> Trace:
+        """Trace ``module.<name>(microbatch, *rest)``."""
+
+        def step() -> Any:
+            return self._effects.returned(name, lambda: getattr(self._module, name)(microbatch, *rest))
+
+        with self._effects.undone():
+            calls_all = name == "training_step"
+            return trace_step(step, self._module, self._blocks, self._router, self._device, calls_all=calls_all)

@@ -2,68 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Generic, TypeVar
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
-from lightning_3d.pipeline.effects.effect import Place
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_3d.errors import StepError
+from lightning_3d.pipeline.effects.effect import Effect, Place
+from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 
-C = TypeVar("C")
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call that a step made; subclasses say of what."""
+
+    name: str
+    """The same in every microbatch."""
+    given: Any
+    """A pytree of what it was called with."""
 
 
-class CallNotes(Generic[C]):
-    """Calls by stage and microbatch.
+C = TypeVar("C", bound=Call)
+
+
+class NotedCalls(Effect, Generic[C]):
+    """Calls of one kind, noted by stage and microbatch and joined over microbatches.
 
     A call made in a block is noted by the stage that runs the block; one made in glue, which runs on several stages, by
     the last. Calls outside of a microbatch, in recomputed forwards, are dropped.
 
     Args:
         router: Tells glue from blocks.
+        joiner: Joins values over microbatches.
     """
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._calls: dict[tuple[int, int], list[C]] = {}
+    kind: ClassVar[str]
+    """Name of the thing that is called, for errors."""
+
+    def __init__(self, router: Router, joiner: Joiner) -> None:
+        self._router, self._joiner = router, joiner
+        self._calls: dict[tuple[int, int], list[C]] = {}  # stage, microbatch -> its calls
         self._place: Place | None = None
-        self.in_blocks = False
-        """Whether a block made one in a trace."""
+        self._in_blocks = False
 
-    def clear(self) -> None:
-        """Forget the calls of the last step."""
-        self._calls = {}
+    @abstractmethod
+    def _join(self, calls: Sequence[C], sizes: Sequence[int]) -> C:
+        """Join one call of every microbatch."""
 
+    @property
+    @override
+    def acts_in_blocks(self) -> bool:
+        return self._in_blocks
+
+    @override
     @contextmanager
     def microbatch(self, place: Place) -> Iterator[None]:
-        """Note the calls made inside as those of this microbatch on this stage."""
         self._place = place
-        self.set(place, [])
+        self._calls[place.stage, place.microbatch] = []
         try:
             yield
         finally:
             self._place = None
 
-    def add(self, call: C) -> int:
+    def _note(self, call: C) -> int:
         """Note a call if it counts; returns how many calls of the microbatch came before."""
         place = self._place
         if place is None:
             return 0
         is_in_block = self._router.step is None
-        self.in_blocks |= is_in_block and place.is_trace
-        calls = self.at(place)
+        self._in_blocks |= is_in_block and place.is_trace
+        calls = self._calls[place.stage, place.microbatch]
         if is_in_block or place.is_last:
             calls.append(call)
             return len(calls) - 1
         return len(calls)
 
-    def at(self, place: Place) -> list[C]:
-        """The calls of a microbatch on a stage."""
-        return self._calls[place.stage, place.microbatch]
+    @override
+    def collect(self, place: Place) -> list[Any]:
+        return [call.given for call in self._calls[place.stage, place.microbatch]]
 
-    def set(self, place: Place, calls: list[C]) -> None:
-        """Replace the calls of a microbatch on a stage."""
-        self._calls[place.stage, place.microbatch] = calls
+    @override
+    def keep(self, place: Place, found: Sequence[Any]) -> None:
+        calls = self._calls[place.stage, place.microbatch]
+        detached = tree_map_only(Tensor, Tensor.detach, list(found))
+        calls[:] = [replace(call, given=given) for call, given in zip(calls, detached, strict=True)]
 
-    def of_stage(self, stage: int, num_microbatches: int) -> list[list[C]]:
-        """The calls of every microbatch."""
-        return [self._calls[stage, index] for index in range(num_microbatches)]
+    @override
+    def study(self, stage: int, sizes: Sequence[int]) -> None:
+        with suppress(StepError):
+            self._joined(stage, sizes)
+
+    def _joined(self, stage: int, sizes: Sequence[int]) -> list[C]:
+        """The calls that one step on the whole batch would have made."""
+        per_microbatch = [self._calls.pop((stage, index)) for index in range(len(sizes))]
+        names = [[call.name for call in calls] for calls in per_microbatch]
+        if any(other != names[0] for other in names):
+            raise StepError(
+                f"The microbatches of one batch made different calls of {self.kind}: {names}. Make the same calls in"
+                " every step."
+            )
+        return [self._join(calls, sizes) for calls in zip(*per_microbatch, strict=True)]

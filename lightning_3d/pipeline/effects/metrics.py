@@ -5,13 +5,14 @@
     after both     self.accuracy(cat(logits), cat(y))
 
 So a metric that counts its updates (MeanMetric of a loss, SumMetric of a number) gets those of one process, and so does
-the value that ``self.accuracy(...)`` returns for the batch if it is logged.
+the value that ``self.accuracy(...)`` returns for the batch if it is logged. Ranks that did not update a metric are sent
+what it changed in itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,24 +25,29 @@ from typing_extensions import override
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
-from lightning_3d.pipeline.effects.call_notes import CallNotes
-from lightning_3d.pipeline.effects.effect import Effect, Place
+from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
+from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
-from lightning_3d.pipeline.effects.metric_changes import MetricChanges, apply_changes
-from lightning_3d.torch_internals.lightning_helpers import start_anew
+from lightning_3d.torch_internals.lightning_helpers import FIXED_NAMES, start_anew
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 
 _METHODS = ("update", "forward", "reset", "compute")
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricCall:
-    """A call of ``update``, ``forward`` or ``reset``."""
+class MetricCall(Call):
+    """A call of ``update``, ``forward`` or ``reset``, given (args, kwargs); its name is ``"<FQN>.<method>"``."""
 
-    fqn: str
-    method: str
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    @property
+    def fqn(self) -> str:
+        """Name of the metric."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+        return self.name.rpartition(".")[2]
 
 
 def metrics_of(module: nn.Module) -> dict[str, nn.Module]:
@@ -66,7 +72,7 @@ class ForwardValue:
     """Which value, if it was a collection."""
 
 
-class Metrics(Effect):
+class Metrics(NotedCalls[MetricCall]):
     """The updates of metrics.
 
     Args:
@@ -75,23 +81,19 @@ class Metrics(Effect):
         joiner: Joins values over microbatches.
     """
 
+    kind = "metrics"
+
     def __init__(self, module: LightningModule, router: Router, joiner: Joiner) -> None:
-        self._module, self._metrics, self._joiner = module, metrics_of(module), joiner
+        super().__init__(router, joiner)
+        self._module, self._metrics = module, metrics_of(module)
         self._fqns = {id(metric): fqn for fqn, metric in self._metrics.items()}
-        self._notes: CallNotes[MetricCall] = CallNotes(router)
         self._is_inside = False  # of a metric's own code, which may call other metrics
         self._values: dict[int, tuple[Tensor, ForwardValue]] = {}  # id of what a metric returned -> it, its reference
         self._answers: list[Any] = []  # to the calls for the whole batch, of the stage joined last
 
-    @property
-    @override
-    def acts_in_blocks(self) -> bool:
-        return self._notes.in_blocks
-
     @override
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
-        self._notes.clear()
         before = [
             (metric, {name: vars(metric)[name] for name in _METHODS if name in vars(metric)})
             for metric in self._metrics.values()
@@ -110,7 +112,7 @@ class Metrics(Effect):
     @override
     @contextmanager
     def microbatch(self, place: Place) -> Iterator[None]:
-        with self._notes.microbatch(place):
+        with super().microbatch(place):
             try:
                 yield
             finally:
@@ -127,7 +129,7 @@ class Metrics(Effect):
                 f" of a batch have run. Log the metric itself (self.log(name, self.{fqn})), or call compute() in"
                 " on_train_epoch_end, on_validation_epoch_end or another hook."
             )
-        number = self._notes.add(MetricCall(fqn=fqn, method=name, arguments=(args, kwargs)))
+        number = self._note(MetricCall(name=f"{fqn}.{name}", given=(args, kwargs)))
         if name != "forward":
             return None
         self._is_inside = True
@@ -142,33 +144,44 @@ class Metrics(Effect):
         return value
 
     @override
-    def collect(self, place: Place) -> list[Any]:
-        return [call.arguments for call in self._notes.at(place)]
-
-    @override
-    def keep(self, place: Place, found: Sequence[Any]) -> None:
-        arguments = tree_map_only(Tensor, Tensor.detach, list(found))
-        calls = self._notes.at(place)
-        self._notes.set(place, [replace(call, arguments=own) for call, own in zip(calls, arguments, strict=True)])
-
-    @override
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> dict[str, dict[str, Any]]:
         """FQN of a metric that was updated, as it was on this rank -> its changes."""
-        calls = join_calls(self._notes.of_stage(stage, len(sizes)), sizes, self._joiner)
-        changes = MetricChanges(self._metrics if calls else {})
-        self._answers = make_calls(calls, self._metrics)
-        return changes.found([call.fqn for call in calls], was_reset=any(call.method == "reset" for call in calls))
+        calls = self._joined(stage, sizes)
+        touched = {id(inner) for call in calls for inner in self._metrics[call.fqn].modules()}
+        updated = {fqn: metric for fqn, metric in self._metrics.items() if id(metric) in touched}
+        before = {fqn: _state(metric) for fqn, metric in updated.items()}
+        self._answers = [self._made(call) for call in calls]
+        was_reset = any(call.method == "reset" for call in calls)
+        return {fqn: _changes(before[fqn], _state(metric), was_reset) for fqn, metric in updated.items()}
+
+    def _made(self, call: MetricCall) -> Any:
+        """Make a call for the whole batch; returns what it returned."""
+        args, kwargs = call.given
+        metric = self._metrics[call.fqn]
+        method = metric if call.method == "forward" else getattr(metric, call.method)
+        return method(*args, **kwargs)
 
     @override
-    def study(self, stage: int, sizes: Sequence[int]) -> None:
-        with suppress(StepError):
-            join_calls(self._notes.of_stage(stage, len(sizes)), sizes, self._joiner)
+    def _join(self, calls: Sequence[MetricCall], sizes: Sequence[int]) -> MetricCall:
+        def join(values: Sequence[Any], name: str) -> Any:
+            if all(isinstance(value, Tensor) and value.ndim > 0 for value in values):
+                return torch.cat(list(values))  # rows, be it of samples, tokens or pixels
+            return self._joiner.join(values, sizes, f"an argument of {calls[0].name}, {name}")
+
+        columns = enumerate(zip(*(call.given[0] for call in calls), strict=True))
+        args = tuple(join(values, f"number {i}") for i, values in columns)
+        kwargs = {name: join([call.given[1][name] for call in calls], name) for name in calls[0].given[1]}
+        return replace(calls[0], given=(args, kwargs))
 
     @override
     def apply(self, joined: Mapping[str, Mapping[str, Any]], *, is_own: bool) -> None:
         device = self._module.device
-        if not is_own:
-            apply_changes(joined, self._metrics, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+        for fqn, attributes in () if is_own else joined.items():
+            own = vars(self._metrics[fqn])
+            for name, value in attributes.items():
+                is_appended = isinstance(value, _Appended)
+                moved = tree_map_only(Tensor, lambda leaf: leaf.to(device), value.entries if is_appended else value)
+                own[name] = [*own[name], *moved] if is_appended else moved
 
     # ---- for logs
 
@@ -203,43 +216,30 @@ def _scratch_state(metric: nn.Module) -> Iterator[None]:
         snapshot.restore()
 
 
-def join_calls(
-    per_microbatch: Sequence[Sequence[MetricCall]], sizes: Sequence[int], joiner: Joiner
-) -> list[MetricCall]:
-    """The calls that one step on the whole batch would have made.
+@dataclass(frozen=True, kw_only=True)
+class _Appended:
+    """New entries of a list state."""
 
-    Raises:
-        StepError: the microbatches made different calls, or their arguments can't be joined.
-    """
-    names = [[f"{call.fqn}.{call.method}" for call in calls] for calls in per_microbatch]
-    if any(other != names[0] for other in names):
-        raise StepError(
-            f"The microbatches of one batch made different calls of metrics: {names}. Make the same"
-            " calls in every step."
-        )
-    return [_joined_call(calls, sizes, joiner) for calls in zip(*per_microbatch, strict=True)]
+    entries: list[Any]
 
 
-def _joined_call(calls: Sequence[MetricCall], sizes: Sequence[int], joiner: Joiner) -> MetricCall:
-    first, where = calls[0], f"an argument of {calls[0].fqn}.{calls[0].method}"
-
-    def join(values: Sequence[Any], name: str) -> Any:
-        if all(isinstance(value, Tensor) and value.ndim > 0 for value in values):
-            return torch.cat(list(values))  # rows, be it of samples, tokens or pixels
-        return joiner.join(values, sizes, name)
-
-    columns = enumerate(zip(*(call.arguments[0] for call in calls), strict=True))
-    args = tuple(join(values, f"{where}, number {i}") for i, values in columns)
-    kwargs = {n: join([call.arguments[1][n] for call in calls], f"{where}, {n}") for n in first.arguments[1]}
-    return replace(first, arguments=(args, kwargs))
+def _state(metric: nn.Module) -> dict[str, Any]:
+    """Attributes that updates may change, containers copied."""
+    fixed = TORCH_ATTRIBUTES | FIXED_NAMES
+    return {
+        name: value.copy() if type(value) in (list, dict, set) else value
+        for name, value in vars(metric).items()
+        if name not in fixed and not callable(value)
+    }
 
 
-def make_calls(calls: Sequence[MetricCall], metrics: Mapping[str, nn.Module]) -> list[Any]:
-    """Make the calls and return what they returned."""
-    answers = []
-    for call in calls:
-        args, kwargs = call.arguments
-        metric = metrics[call.fqn]
-        method = metric if call.method == "forward" else getattr(metric, call.method)
-        answers.append(method(*args, **kwargs))
-    return answers
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any], was_reset: bool) -> dict[str, Any]:
+    """The attributes of a metric that may have changed; of lists that only grew, the new entries."""
+    changed: dict[str, Any] = {}
+    for name, value in after.items():
+        old = before.get(name)
+        if type(old) is list and type(value) is list and len(value) >= len(old) and not was_reset:
+            changed[name] = _Appended(entries=value[len(old) :])
+        elif isinstance(value, (Tensor, list, dict)) or name not in before or old is not value:
+            changed[name] = value
+    return changed

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import nn
+from typing_extensions import override
 
+from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.attributes import Attributes
 from lightning_3d.pipeline.effects.effect import Effect, Place
@@ -19,6 +21,30 @@ from lightning_3d.pipeline.effects.metrics import Metrics
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.trace.interception import Router
+
+
+class RandomNumbers(Effect):
+    """The default generators.
+
+    Args:
+        randomness: Seeds.
+    """
+
+    def __init__(self, randomness: StepRandomness) -> None:
+        self._randomness = randomness
+        self._number = 0
+
+    @override
+    def begin(self, number: int) -> AbstractContextManager[None]:
+        self._number = number
+        return self._randomness.step()
+
+    @override
+    @contextmanager
+    def microbatch(self, place: Place) -> Iterator[None]:
+        self._randomness.seed_glue(self._number, place.microbatch)
+        yield
+
 
 _TRACE = Place(stage=0, microbatch=0, is_last=True, is_trace=True)
 

@@ -1,6 +1,10 @@
 """Noting the plain attributes that a block's code reads: blocks that differ in one may compute different things.
 
 A number that is the block's own place among its siblings, as ``layer_idx``, counts as equal for all of them.
+
+----
+
+Attributes of absent blocks that glue may not read, because the block's forward changes them on another stage.
 """
 
 from __future__ import annotations
@@ -11,12 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
-
 import torch
 from torch import Tensor, nn
-
 from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
 from lightning_3d.trace.ghost import TensorMeta
+from collections.abc import Callable, Iterable
+from torch import nn
+from lightning_3d.errors import TraceError
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
@@ -98,3 +103,60 @@ def _key(value: Any) -> Hashable:
         return type(value), tuple((str(key), _key(entry)) for key, entry in value.items())
     content = getattr(value, "__dict__", {})  # a config
     return type(value), tuple((name, entry) for name, entry in content.items() if isinstance(entry, _BY_VALUE))
+
+
+class AttributeGuards:
+    """Guards attributes of modules by giving each module a subclass of its class until ``remove``.
+
+    Args:
+        is_glue: Whether the present code is glue of a running step.
+    """
+
+    def __init__(self, is_glue: Callable[[], bool]) -> None:
+        self._is_glue = is_glue
+        self._own: dict[nn.Module, type[nn.Module]] = {}
+        self._guards: dict[nn.Module, dict[str, _Guard]] = {}
+
+    def add(self, fqn: str, block: nn.Module, names: Iterable[str]) -> None:
+        """Guard attributes of a block, by their names in it."""
+        for name in sorted(names):
+            path, _, attribute = name.rpartition(".")
+            module = block.get_submodule(path)
+            cls = self._own.setdefault(module, type(module))
+            guards = self._guards.setdefault(module, {})
+            if attribute not in guards:
+                guards[attribute] = _Guard(fqn, attribute, self._is_glue)
+                members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **guards}
+                module.__class__ = type(cls)(cls.__name__, (cls,), members)  # type: ignore[misc]  # the metaclass
+
+    def remove(self) -> None:
+        """Give every module its own class back."""
+        for module, cls in self._own.items():
+            module.__class__ = cls
+        self._own, self._guards = {}, {}
+
+
+class _Guard:
+    """A descriptor in place of an attribute."""
+
+    def __init__(self, fqn: str, name: str, is_glue: Callable[[], bool]) -> None:
+        self._fqn, self._name, self._is_glue = fqn, name, is_glue
+
+    def __get__(self, module: nn.Module | None, cls: type[nn.Module]) -> Any:
+        if module is None:
+            return self
+        if self._is_glue():
+            raise TraceError(
+                f"{cls.__name__}.{self._name} was read outside of the block {self._fqn}, whose forward changes it, but"
+                " the block lives on another pipeline stage. Return the value from the block's forward. (Tensors that"
+                " forward sets as attributes do reach later stages; numbers and changes of lists and dicts don't.)"
+            )
+        if self._name in vars(module):
+            return vars(module)[self._name]
+        return getattr(super(type(module), module), self._name)  # an attribute of the class
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)[self._name]
