@@ -22,8 +22,8 @@ from benchmarks.models import GPT, Block, random_tokens
 from lightning_3d import ThreeDConfig
 from lightning_3d.distributed.mesh import build_mesh, resolve_mesh_shape
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.planning.observation import ExampleStep, Observer
 from lightning_3d.planning.plan import make_plan
+from lightning_3d.planning.planner import ExampleStep, Observer
 from lightning_3d.planning.tensor_blocks import plan_blocks
 from lightning_3d.tensor import plan_block
 from lightning_3d.trainer.tensor_parallel import prove_blocks

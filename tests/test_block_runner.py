@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.model.block_runner import own_forward, runner_of, running
-from lightning_3d.trace.guards import AttributeGuards
+from lightning_3d.trace.attributes import AttributeGuards
 from lightning_3d.trace.interception import routed
 from tests.models import TinyMLP, features, loader
 from tests.parity import Layout

@@ -26,10 +26,8 @@ from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.assignment import boundary_bytes
 from lightning_3d.planning.measure import measure_activations, measure_time
-from lightning_3d.planning.observation import ExampleStep, Observer
-from lightning_3d.planning.plan import Plan, make_plan
-from lightning_3d.planning.plan_text import folded
-from lightning_3d.planning.planner import decide
+from lightning_3d.planning.plan import Plan, folded, make_plan
+from lightning_3d.planning.planner import ExampleStep, Observer, decide
 from lightning_3d.planning.split_blocks import is_balanced, split_blocks
 from lightning_3d.planning.stage_flow import cut
 from lightning_3d.trace.ghost import TensorMeta

@@ -221,7 +221,17 @@ def test_attributes_of_every_module() -> None:
     assert vars(module).keys() - modules.TORCH_ATTRIBUTES == {"in_features", "out_features"}
 
 
-@canary(modules, "PARAMETERS", "BUFFERS", "CHILDREN", "parameters_of", "buffers_of", "children_of", "BatchNormBase")
+@canary(
+    modules,
+    "PARAMETERS",
+    "BUFFERS",
+    "CHILDREN",
+    "parameters_of",
+    "buffers_of",
+    "children_of",
+    "BatchNormBase",
+    "named_state",
+)
 def test_registries_of_modules() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     norm = module[0]
@@ -231,6 +241,9 @@ def test_registries_of_modules() -> None:
     assert modules.buffers_of(norm) is vars(norm)[modules.BUFFERS]
     modules.parameters_of(norm)["weight"] = other = nn.Parameter(torch.ones(2))
     assert norm.weight is other
+    found = {name: (tensor, owner) for name, tensor, owner in modules.named_state(module)}
+    assert found.keys() == dict([*module.named_parameters(), *module.named_buffers()]).keys()
+    assert found["0.weight"] == (other, norm)
     assert isinstance(norm, modules.BatchNormBase)
     assert not isinstance(nn.LayerNorm(2), modules.BatchNormBase)
 

@@ -23,7 +23,7 @@ from lightning_3d.tensor import plan_block, replicated_plan
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
 from lightning_3d.tensor.vocabulary.sharded_output import ShardedOutput, as_logits, plain
 from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
-from lightning_3d.trace.sharded_logits import ShardedLogits
+from lightning_3d.trace.output_uses import ShardedLogits
 from tests import architectures
 from tests.collectives import Collectives
 from tests.hugging_face import hf_job

@@ -186,3 +186,8 @@ def _noting_containers(
     output = forward(*args, **kwargs)
     changed.update({i: containers[i] for i in changed_containers(containers, before)})
     return output
+
+
+def is_own(module: object) -> bool:
+    """Whether a ``__module__`` is of torch or of this package, which run the model, rather than of the model's code."""
+    return str(module).partition(".")[0] in ("torch", "lightning_3d")

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
 from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint
-from lightning_3d.model.named_state import named_state
-from lightning_3d.torch_internals.modules import buffers_of, parameters_of
+from lightning_3d.torch_internals.modules import buffers_of, named_state, parameters_of
 
 
 def check_same_model(module: nn.Module, device: torch.device) -> None:

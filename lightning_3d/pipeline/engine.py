@@ -1,33 +1,29 @@
-"""Telling all stages what the last one found: only it runs the step to its end.
+"""One step of the user's module on a pipeline: split the batch, trace, schedule, and tell all stages the outcome.
 
-So callbacks, the progress bar and ``ModelCheckpoint(monitor=...)`` see the same on every rank.
-
-----
-
-One step of the user's module on a pipeline: split the batch, trace, schedule, and tell all stages the outcome.
+Only the last stage runs the step to its end. Callbacks, the progress bar and ``ModelCheckpoint(monitor=...)`` see the
+same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
-import torch
-import torch.distributed as dist
-from lightning_3d.errors import StepError
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.distributed.zero import RankModule
+from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
-from lightning_3d.pipeline.effects.randomness import RandomNumbers
-from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
 from lightning_3d.pipeline.schedule import Schedule, StageCall
@@ -39,6 +35,7 @@ from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.tracer import StepTracing
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:

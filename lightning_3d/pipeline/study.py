@@ -28,8 +28,8 @@ from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
-from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Result, Trace, TracedCall
+from lightning_3d.trace.tracer import StepTracing
 
 _NUM_DRAWS = 3  # of random outputs, for each part of a batch
 _MAX_STUDIES = 8  # of a step

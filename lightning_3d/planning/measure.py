@@ -19,7 +19,7 @@ from lightning_3d.model.block_runner import own_forward
 from lightning_3d.model.deferred import DeferredTensor
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
-from lightning_3d.trace.fake_run import random_like
+from lightning_3d.trace.fake_blocks import random_like
 from lightning_3d.trace.ghost import TensorMeta
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

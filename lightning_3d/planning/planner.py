@@ -1,9 +1,6 @@
-"""Observing a model for its plan: its blocks, and the trace of an example step. The model is left as it was.
+"""Observing a model (its blocks, and the trace of an example step) and deciding its plan from that.
 
-----
-
-Deciding: a pure function of what was observed, the config and the mesh shape. It neither communicates nor changes
-the model.
+The model is left as it was, and nothing here communicates.
 """
 
 from __future__ import annotations
@@ -12,18 +9,20 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
+
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.model.blocks import find_blocks
-from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, split_blocks
-from lightning_3d.trace.interception import Router, routed
-from lightning_3d.trace.tracer import StepTracing, TracedEffects
-from lightning_3d.trace.trace import Trace
 from lightning_3d.planning.plan import Plan, make_plan
+from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, split_blocks
 from lightning_3d.planning.tensor_blocks import plan_blocks
+from lightning_3d.trace.interception import Router, routed
+from lightning_3d.trace.trace import Trace
+from lightning_3d.trace.tracer import StepTracing, TracedEffects
 
 EffectsOf = Callable[[LightningModule, Mapping[str, nn.Module], Router], TracedEffects]
 """Makes what follows the effects of a module's step while it is traced."""

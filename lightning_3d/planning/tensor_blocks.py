@@ -12,17 +12,16 @@ from torch import nn
 
 from lightning_3d.config.settings import TensorConfig
 from lightning_3d.model.blocks import kind_of
-from lightning_3d.model.named_state import named_state
 from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan
 from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replicated_plan, roles_by_hand
 from lightning_3d.tensor.plan.block_plan import Role
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyRoles, WeightRoles, find_vocabulary, with_vocabulary
+from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.trace.sharded_logits import find_sharded_logits
+from lightning_3d.trace.output_uses import find_sharded_logits, unread_outputs
 from lightning_3d.trace.trace import Trace
-from lightning_3d.trace.unread_outputs import unread_outputs
 
 
 def plan_blocks(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.errors import PlanError
-from lightning_3d.model.own_code import is_own
+from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.gathered_sequence import GatheredSequence

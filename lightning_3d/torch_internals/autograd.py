@@ -1,4 +1,4 @@
-"""What autograd does out of sight of torch's function modes: custom functions, checkpoints, the recorded graph.
+"""Autograd behind the back of torch's function modes: custom functions, checkpoints, the recorded graph.
 
 Owns two workarounds for torch 2.13. ``autograd.Function.apply`` bypasses function modes: for a while the base class of
 ``Function`` gets an ``apply`` that asks first. ``Function.apply`` itself calls the base class's, so that references to

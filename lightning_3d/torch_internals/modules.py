@@ -35,6 +35,15 @@ forward_hooks: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks")
 forward_hooks_with_kwargs: Callable[[nn.Module], Hooks] = attrgetter("_forward_hooks_with_kwargs")
 
 
+def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
+    """Every parameter and buffer under every name that it has, with the module that owns it under that name."""
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for members in (parameters_of(owner), buffers_of(owner)):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    yield f"{prefix}.{name}" if prefix else name, tensor, owner
+
+
 def call_of(module: nn.Module) -> Callable[..., Any]:
     """The call of ``module(...)`` otherwise: hooks and forward. A compiler can follow it, unlike an ``attrgetter``."""
     return module._call_impl

@@ -1,27 +1,24 @@
-"""Noting the plain attributes that a block's code reads: blocks that differ in one may compute different things.
+"""Attributes of a block's modules that are watched for a while: those its code reads, and those that glue may not read.
 
-A number that is the block's own place among its siblings, as ``layer_idx``, counts as equal for all of them.
-
-----
-
-Attributes of absent blocks that glue may not read, because the block's forward changes them on another stage.
+Blocks that differ in an attribute that their code reads may compute different things. A number that is the block's own
+place among its siblings, as ``layer_idx``, counts as equal for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from lightning_3d.errors import TraceError
 from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
 from lightning_3d.trace.ghost import TensorMeta
-from collections.abc import Callable, Iterable
-from torch import nn
-from lightning_3d.errors import TraceError
 
 _BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _BY_IDENTITY = (type, FunctionType, BuiltinFunctionType)
@@ -78,13 +75,19 @@ class AttributeReads:
                     self._note(f"{self._names.get(id(module), '')}.{name}", value)
                 return value
 
-            members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__getattribute__": read}
-            self._watched[cls] = type(cls)(cls.__name__, (cls,), members)  # type: ignore[misc]  # the metaclass
+            self._watched[cls] = _subclass(cls, {"__getattribute__": read})
         return self._watched[cls]
 
     def _note(self, name: str, value: Any) -> None:
         if name not in self._found:
             self._found[name] = Read(_key(value), is_place=type(value) is int and value in self._places)
+
+
+def _subclass(cls: type[nn.Module], members: Mapping[str, Any]) -> type[nn.Module]:
+    """A class that looks like ``cls`` from outside."""
+    looks = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    found: type[nn.Module] = type(cls)(cls.__name__, (cls,), {**looks, **members})  # type: ignore[misc]  # the metaclass
+    return found
 
 
 def _key(value: Any) -> Hashable:
@@ -126,8 +129,7 @@ class AttributeGuards:
             guards = self._guards.setdefault(module, {})
             if attribute not in guards:
                 guards[attribute] = _Guard(fqn, attribute, self._is_glue)
-                members: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **guards}
-                module.__class__ = type(cls)(cls.__name__, (cls,), members)  # type: ignore[misc]  # the metaclass
+                module.__class__ = _subclass(cls, guards)
 
     def remove(self) -> None:
         """Give every module its own class back."""

@@ -1,41 +1,36 @@
-"""Running a block without data: its forward on fake tensors, or on random ones where that fails.
+"""Running the blocks of a model without data: what they return, and what their forwards change besides.
 
-Some operators have no rule for fake tensors (``torch._grouped_mm`` in fp32), and some blocks look into their data
-(experts that index by a mask). Such a block runs for real, on random tensors of the shapes of its inputs and of its
-state: every rank can do that on its own, wherever the block lies, at the price of one block's memory. What the batch
-alone determines (masks, positions) keeps its data.
-
-----
-
-Whether a call draws random numbers.
-
-----
-
-Running the blocks of a model on fake tensors: what they return, and what their forwards change besides.
+Their forwards run on fake tensors. Some operators have no rule for these (``torch._grouped_mm`` in fp32), and some
+blocks look into their data (experts that index by a mask). Such a block runs for real, on random tensors of the shapes
+of its inputs and of its state: every rank can do that on its own, wherever the block lies, at the price of one block's
+memory. What the batch alone determines (masks, positions) keeps its data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
+
 import torch
 from torch import Tensor, nn
-from lightning_3d.model.block_runner import own_forward
-from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, failures_unlogged, unset_fake_temporarily
-from lightning_3d.torch_internals.modules import BatchNormBase
-from lightning_3d.torch_internals.pytree import tree_map_only
-from lightning_3d.torch_internals.tensors import version_of
-from lightning_3d.torch_internals.dispatch import TorchDispatchMode, schema_of
-from collections.abc import Mapping
-from functools import partial
 from torch.utils.weak import WeakTensorKeyDictionary
+
 from lightning_3d.errors import TraceError
-from lightning_3d.model.named_state import named_state
+from lightning_3d.model.block_runner import own_forward
 from lightning_3d.model.pytrees import copied, is_opaque
-from lightning_3d.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
-from lightning_3d.trace.attribute_reads import AttributeReads, Read
+from lightning_3d.torch_internals.dispatch import TorchDispatchMode, schema_of
+from lightning_3d.torch_internals.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    failures_unlogged,
+    unset_fake_temporarily,
+)
+from lightning_3d.torch_internals.modules import BatchNormBase, named_state
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
+from lightning_3d.torch_internals.tensors import version_of
+from lightning_3d.trace.attributes import AttributeReads, Read
 from lightning_3d.trace.side_outputs import (
     HookCall,
     SideOutputs,
@@ -44,6 +39,7 @@ from lightning_3d.trace.side_outputs import (
     run_and_pack,
     set_attribute,
 )
+
 
 def run_with_state(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the block's own forward with ``state`` in place of its parameters and buffers, past hooks and wrappers.

@@ -1,79 +1,28 @@
-"""Calls in glue that torch's function modes do not see: custom autograd functions and activation checkpoints.
-
-While a step runs, the generator behind non-reentrant checkpoints is replaced by one that only says that it is on. A
-checkpoint around glue can't recompute glue, whose tensors may be on another stage; instead each block called inside of
-it is checkpointed.
-
-----
-
-Seeing the calls that a step makes: torch functions in glue, and blocks.
+"""Seeing the calls that a step makes: torch functions in glue, and blocks.
 
 A block's own code is not seen: while it runs, the mode is off torch's stack of function modes.
+
+Function modes see neither custom autograd functions nor activation checkpoints. While a step runs, the generator behind
+non-reentrant checkpoints is replaced by one that only says that it is on. A checkpoint around glue can't recompute
+glue, whose tensors may be on another stage; instead each block called inside of it is checkpointed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
-import torch
-from torch import Tensor
-from lightning_3d.torch_internals.autograd import checkpoints_replaced, custom_functions_seen, is_reentrant
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
 from lightning_3d.model.block_runner import BlockRunner, Call, running
+from lightning_3d.torch_internals.autograd import checkpoints_replaced, custom_functions_seen, is_reentrant
 from lightning_3d.torch_internals.dispatch import pop_function_mode, push_function_mode
-from lightning_3d.trace.guards import AttributeGuards
-
-Call = Callable[..., Any]
-
-
-class HiddenCalls(Protocol):
-    """A running step that answers calls which function modes do not see."""
-
-    def is_in_glue(self) -> bool:
-        """Whether the present code is glue, seen by the step."""
-
-    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a custom autograd function."""
-
-    def checkpointed(self) -> AbstractContextManager[None]:
-        """Run glue with checkpointed blocks."""
-
-
-@contextmanager
-def hidden_calls_seen(step: HiddenCalls) -> Iterator[None]:
-    """Show custom autograd functions and checkpoints in glue to ``step``."""
-
-    def answer(cls: type[torch.autograd.Function], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not step.is_in_glue():
-            return call(*args, **kwargs)
-        if is_reentrant(cls):
-            function, _, *arguments = args
-            # As it does itself: without a tensor argument that requires grad there is no backward.
-            requires_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments)
-            with step.checkpointed(), torch.set_grad_enabled(torch.is_grad_enabled() and requires_grad):
-                return function(*arguments)
-        return step.on_hidden_function(cls.__name__, call, args, kwargs)
-
-    def replace(present: Call) -> Call:
-        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-            if not step.is_in_glue():
-                yield from present(*args, **kwargs)
-            else:
-                with step.checkpointed():
-                    yield
-
-        return generator
-
-    with checkpoints_replaced(replace), custom_functions_seen(answer):
-        yield
-
+from lightning_3d.trace.attributes import AttributeGuards
 
 _TENSOR_GETTERS = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
@@ -166,7 +115,7 @@ class StepMode(TorchFunctionMode):
     def __enter__(self) -> StepMode:
         assert self._router.step is None, "steps don't nest"
         self._router.step = self
-        self._hidden.enter_context(hidden_calls_seen(self))
+        self._hidden.enter_context(_hidden_calls_seen(self))
         super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
         return self
 
@@ -192,6 +141,35 @@ class StepMode(TorchFunctionMode):
             push_function_mode(self)
             for mode in reversed(above):
                 push_function_mode(mode)
+
+
+@contextmanager
+def _hidden_calls_seen(step: StepMode) -> Iterator[None]:
+    """Show custom autograd functions and checkpoints in glue to ``step``."""
+
+    def answer(cls: type[torch.autograd.Function], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not step.is_in_glue():
+            return call(*args, **kwargs)
+        if is_reentrant(cls):
+            function, _, *arguments = args
+            # As it does itself: without a tensor argument that requires grad there is no backward.
+            requires_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments)
+            with step.checkpointed(), torch.set_grad_enabled(torch.is_grad_enabled() and requires_grad):
+                return function(*arguments)
+        return step.on_hidden_function(cls.__name__, call, args, kwargs)
+
+    def replace(present: Call) -> Call:
+        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+            if not step.is_in_glue():
+                yield from present(*args, **kwargs)
+            else:
+                with step.checkpointed():
+                    yield
+
+        return generator
+
+    with checkpoints_replaced(replace), custom_functions_seen(answer):
+        yield
 
 
 class _Named:

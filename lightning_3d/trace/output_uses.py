@@ -1,16 +1,12 @@
-"""Finding outputs of blocks that a step does not read, in its trace: they need not be gathered.
-
-----
-
-Finding blocks whose output a step only hands to its loss, as logits, in its trace: those may stay sharded.
-"""
+"""Outputs of blocks by the use that a step makes of them: those that nothing reads, and logits for a loss alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from lightning_3d.trace.trace import Trace
 from dataclasses import dataclass
+
 from lightning_3d.trace.trace import Trace, TracedCall
+
 
 def unread_outputs(trace: Trace) -> Mapping[str, frozenset[int]]:
     """Find outputs such as attention weights that a block returns and nothing uses.

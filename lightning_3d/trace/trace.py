@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_3d.torch_internals.pytree import TreeSpec
-from lightning_3d.trace.attribute_reads import Read
+from lightning_3d.trace.attributes import Read
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs
 

@@ -6,32 +6,30 @@ runs for real, and will on every stage. A glue call on parameters alone also run
 ghost without an id, since parameters may be sharded or absent.
 
 Nothing here communicates, and the model's weights are neither read nor changed.
-
-----
-
-Tracing a step method of the user's module, with all that it does beside its loss.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import BlockRunner, Call
-from lightning_3d.model.named_state import named_state
 from lightning_3d.model.pytrees import as_called, register_dataclasses
 from lightning_3d.torch_internals.fake_tensors import (
     FakeTensor,
 )
+from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
-from lightning_3d.trace.fake_blocks import FakeBlocks, Fakes
+from lightning_3d.trace.fake_blocks import FakeBlocks, Fakes, RandomnessSeen
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Router, StepMode
-from lightning_3d.trace.fake_blocks import RandomnessSeen
 from lightning_3d.trace.refusals import check_arguments, check_constant, explained, user_frame
 from lightning_3d.trace.side_outputs import (
     HookCall,
@@ -41,11 +39,7 @@ from lightning_3d.trace.side_outputs import (
     unpack_outputs,
 )
 from lightning_3d.trace.trace import Result, Trace, TracedCall
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
-from torch import nn
-from lightning_3d.trace.interception import Router
-from lightning_3d.trace.trace import Trace
+
 
 def trace_step(
     step: Callable[[], Any],

@@ -24,9 +24,8 @@ from lightning_3d.distributed.zero import Zero
 from lightning_3d.model.initial_weights import check_same_model, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
-from lightning_3d.planning.observation import Observer
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import decide
+from lightning_3d.planning.planner import Observer, decide
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router

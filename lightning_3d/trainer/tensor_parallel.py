@@ -10,9 +10,8 @@ from torch import nn
 
 from lightning_3d.config.settings import TensorConfig
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.model.named_state import named_state
-from lightning_3d.planning.observation import Observation
 from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
 from lightning_3d.tensor import (
     BlockCompiler,
@@ -22,6 +21,7 @@ from lightning_3d.tensor import (
     replicated_plan,
     verify_block,
 )
+from lightning_3d.torch_internals.modules import named_state
 
 
 def prove_blocks(

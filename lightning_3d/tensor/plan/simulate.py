@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
-from lightning_3d.model.own_code import is_own
+from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor.boundary import gathered, slice_of_sequence
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Partial, Placement, Sharded

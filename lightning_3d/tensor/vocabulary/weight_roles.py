@@ -32,7 +32,7 @@ from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.trace.sharded_logits import ShardedLogits
+from lightning_3d.trace.output_uses import ShardedLogits
 
 Slot = tuple[nn.Module, str]
 """Where a parameter hangs: the module that owns it, and its name there."""
