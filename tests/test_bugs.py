@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, WeightPlan, apply_block
+from lightning_3d.tensor.placement import Shard
 from tests.test_tensor_apply import _mesh, _run, parity_of
 from tests.workers import WorkerPools
 
@@ -28,7 +29,7 @@ class Between(nn.Module):
         return output
 
 
-_SHARDED = {"up.weight": ("column", 0), "up.bias": ("column", 0), "down.weight": ("row", 1)}
+_SHARDED = {"up.weight": ("column", Shard(0)), "up.bias": ("column", Shard(0)), "down.weight": ("row", Shard(1))}
 
 
 def _sharded_by_force(between: Callable[[Between, Tensor], Tensor]) -> None:
@@ -36,8 +37,8 @@ def _sharded_by_force(between: Callable[[Between, Tensor], Tensor]) -> None:
     block, x = Between(between), torch.randn(2, 8, 32)
     dense, weights = copy.deepcopy(block), []
     for fqn, parameter in block.named_parameters():
-        role, dim = _SHARDED.get(fqn, ("replicated", None))
-        weights.append(WeightPlan(fqn=fqn, shape=tuple(parameter.shape), role=role, shard_dim=dim))  # type: ignore[arg-type]
+        role, at = _SHARDED.get(fqn, ("replicated", None))
+        weights.append(WeightPlan(fqn=fqn, shape=tuple(parameter.shape), role=role, sharding=at))  # type: ignore[arg-type]
     size = dist.get_world_size()
     apply_block(block, BlockTensorPlan(size=size, weights=tuple(weights)), _mesh(size))
     expected_loss, expected, _, _ = _run(dense, (dense, (x,), {}))

@@ -41,7 +41,7 @@ from lightning_3d.tensor import (
     replicated_plan,
     verify_block,
 )
-from lightning_3d.tensor.placement import marked
+from lightning_3d.tensor.placement import Shard, marked
 from tests.collectives import Collectives, planned
 from tests.models import ADAM_EPS, Block
 from tests.test_tensor_plan import (
@@ -464,8 +464,8 @@ class Dropping(nn.Module):
 DROPPING_PLAN = BlockTensorPlan(
     size=2,
     weights=(
-        WeightPlan(fqn="up.weight", shape=(64, 32), role="column", shard_dim=0),
-        WeightPlan(fqn="down.weight", shape=(32, 64), role="row", shard_dim=1),
+        WeightPlan(fqn="up.weight", shape=(64, 32), role="column", sharding=Shard(0)),
+        WeightPlan(fqn="down.weight", shape=(32, 64), role="row", sharding=Shard(1)),
     ),
 )
 

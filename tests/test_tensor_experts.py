@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
 from lightning_3d.tensor.placement import Parts
-from lightning_3d.tensor.rules.aliases import alias_dims
-from lightning_3d.tensor.rules.partial_sums import keeps_partial
+from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims
+from lightning_3d.tensor.rules.call import Call
+from lightning_3d.tensor.rules.function import function_name
+from lightning_3d.tensor.rules.partial_sums import is_linear_in
 from tests.test_tensor_apply import parity_of
 from tests.test_tensor_plan import Example, tokens
 from tests.workers import WorkerPools
@@ -323,7 +325,7 @@ def test_calls_that_make_aliases(call: Callable[[Tensor], Tensor], dims: tuple[i
     weight = torch.arange(3 * 4 * 5.0).view(3, 4, 5)
     with _CallsWith(weight) as mode:
         alias = call(weight)
-    assert alias_dims(*mode.seen[0]) == dims
+    assert alias_dims(mode.seen[0]) == dims
     if dims is not None:
         assert [length for length, dim in zip(alias.shape, dims, strict=True) if dim is not None] == [
             weight.shape[dim] for dim in dims if dim is not None
@@ -331,10 +333,13 @@ def test_calls_that_make_aliases(call: Callable[[Tensor], Tensor], dims: tuple[i
 
 
 def test_slices_of_two_dimensional_weights_are_no_aliases() -> None:
-    assert alias_dims(Tensor.__getitem__, (torch.empty(4, 2), slice(2)), {}) is None
-    assert alias_dims(torch.chunk, (torch.empty(4, 2), 2), {}) is None
-    assert alias_dims(Tensor.__getitem__, (torch.empty(4, 2), 1), {}) == (1,)
-    assert alias_dims(Tensor.__getitem__, (torch.empty(4), 1), {}) is None
+    def dims(name: str, *args: object) -> AliasDims | None:
+        return alias_dims(Call(getattr(Tensor, name), name, args, {}))
+
+    assert dims("__getitem__", torch.empty(4, 2), slice(2)) is None
+    assert dims("chunk", torch.empty(4, 2), 2) is None
+    assert dims("__getitem__", torch.empty(4, 2), 1) == (1,)
+    assert dims("__getitem__", torch.empty(4), 1) is None
 
 
 def counts(plan: BlockTensorPlan) -> tuple[int, int, int]:
@@ -483,18 +488,17 @@ def test_calls_that_sums_wait_for(call: Callable[[Tensor, Tensor], Tensor], keep
     y, w = torch.randn(4, 3), torch.randn(4, 3)
     with _CallsWith(y) as mode:
         call(y, w)
-    function, args, kwargs = mode.seen[0]
-    assert keeps_partial(function, args, kwargs, lambda tensor: tensor is y, lambda tensor: tensor is not y) is keeps
+    assert is_linear_in(y, mode.seen[0]) is keeps
 
 
 class _CallsWith(TorchFunctionMode):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
-        self.tensor, self.seen = tensor, list[Any]()
+        self.tensor, self.seen = tensor, list[Call]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(arg is self.tensor for arg in args):
-            self.seen.append((func, args, kwargs or {}))
+            self.seen.append(Call(func, function_name(func), args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

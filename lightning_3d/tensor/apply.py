@@ -19,7 +19,7 @@ from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.placement import mark
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
-from lightning_3d.tensor.run.sharded_forward import ShardedForward, Slot, without_shards
+from lightning_3d.tensor.sharded_forward import ShardedForward, Slot, without_shards
 
 
 def apply_block(

@@ -19,9 +19,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Parts, Sharded
-from lightning_3d.tensor.second_order import refuse_second_order
+
+
+def refuse_second_order(what: str) -> None:
+    """In a backward that has no gradients of gradients.
+
+    Raises:
+        PlanError: its own gradient may be asked for.
+    """
+    if torch.is_grad_enabled():
+        raise PlanError(
+            f"create_graph=True: gradients of gradients through {what} are not built for tensor parallel. Let"
+            " tensor.plan replicate the block's weights, or use tensor_parallel_size=1."
+        )
 
 
 class _Enter(torch.autograd.Function):

@@ -22,16 +22,13 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.gathered_sequence import GatheredSequence
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Partial, Placement, Shard, Whole
-from lightning_3d.tensor.randomness import seeded_for_rank
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import (
     METADATA,
     SET_DATA,
     Function,
-    destination,
     function_name,
     map_tensors,
     runs_whole,
@@ -39,11 +36,14 @@ from lightning_3d.tensor.rules.function import (
 )
 from lightning_3d.tensor.rules.generic import custom, generic
 from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
-from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM, is_along
-from lightning_3d.tensor.rules.table import RULES, rewritten
+from lightning_3d.tensor.rules.randomness import seeded_for_rank
+from lightning_3d.tensor.rules.rewritten import rewritten
+from lightning_3d.tensor.rules.table import RULES
 from lightning_3d.tensor.running_statistics import RunningStatistics
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.tensor.sequence import SEQUENCE_DIM, GatheredSequence, is_along
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of
 
 T = TypeVar("T")
@@ -92,14 +92,14 @@ class Interpreter(TorchFunctionMode):
         """The result of a call, some of whose tensors are sharded."""
         tensors = call.tensors
         if any(isinstance(tensor, DTensor) for tensor in tensors):
-            call = self._mapped(call, self._of_parameter)
+            call = call.mapped(self._of_parameter)
         if any(is_sum(tensor) for tensor in tensors):
-            if is_sum(destination(call.function, call.args, call.kwargs)):
+            if is_sum(call.destination):
                 raise PlanError(f"{call.name} changes a sum in place that may not have been made yet")
-            call = self._mapped(call, _total)
+            call = call.mapped(_total)
             if (on_parts := on_parts_of_sum(call)) is not None:
                 return self.execute(call, on_parts)
-            call = self._mapped(call, self._summed)
+            call = call.mapped(self._summed)
         if not any(isinstance(tensor, ShardedTensor) for tensor in call.tensors):
             return call.function(*call.args, **call.kwargs)
         for rule in RULES.get(call.name, ()):
@@ -114,12 +114,12 @@ class Interpreter(TorchFunctionMode):
         if is_own(cls.__module__) or not (_holds(args) or _holds(kwargs.values())):
             return function(*args, **kwargs)
         with DisableTorchFunction():  # this mode included
-            call = self._mapped(Call(function, cls.__name__, args, kwargs), self._summed)
+            call = Call(function, cls.__name__, args, kwargs).mapped(self._summed)
             return self.execute(call, custom(call, self.axis) or on_whole(call))
 
     def _other(self, call: Call) -> LocalCall:
         """A call that no rule answers."""
-        changed = destination(call.function, call.args, call.kwargs)
+        changed = call.destination
         is_refused = runs_whole(call.name) or (changed is not None and not isinstance(changed, ShardedTensor))
         local = None if is_refused else generic(call, self.axis)
         if local is not None:
@@ -211,15 +211,24 @@ class Interpreter(TorchFunctionMode):
             return self._summed(tensor)
         return collectives.gather(tensor.own(), self.axis, tensor.placement)
 
+    def gathered(self, output: Any, unread: frozenset[int]) -> Any:
+        """A block's output as plain tensors, but for evenly sharded leaves, by position, that nothing reads."""
+        leaves, spec = tree_flatten(output)
+        whole: dict[int, Tensor] = {}  # a leaf that stands in several places is gathered once
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and not (i in unread and shard_dim(leaf) is not None):
+                if id(leaf) not in whole:
+                    whole[id(leaf)] = self.whole(leaf)
+                leaves[i] = whole[id(leaf)]
+        return tree_unflatten(leaves, spec)
+
     def wrap(self, result: Tensor, placement: Placement, call: Call, local: LocalCall, start: int) -> Tensor:
         """The form in which the block's code gets a result of this rank; `start`: where it begins, if it is a piece."""
         if isinstance(placement, Partial):
             return self.sum(result, call, local)
         if isinstance(placement, Whole):
             return result
-        sharded = ShardedTensor(result, self.axis, placement)
-        sharded.is_weight = local.makes_weight
-        return sharded
+        return ShardedTensor(result, self.axis, placement, is_weight=local.makes_weight)
 
     def sum(self, partial: Tensor, call: Call, local: LocalCall) -> Tensor:
         """The sum of what the ranks computed: made now, cut along the sequence, or left for later."""
@@ -247,10 +256,6 @@ class Interpreter(TorchFunctionMode):
         """The sum of the parts of a deferred sum."""
         return collectives.reduce(partial, self.axis)
 
-    def _mapped(self, call: Call, change: Callable[[Tensor], Tensor]) -> Call:
-        args, kwargs = map_tensors(change, (call.args, dict(call.kwargs)))
-        return Call(call.function, call.name, args, kwargs)
-
     def _of_parameter(self, tensor: Tensor) -> Tensor:
         """Parameters that reach a call past their module, as those of recurrent layers do."""
         if not isinstance(tensor, DTensor):
@@ -258,9 +263,8 @@ class Interpreter(TorchFunctionMode):
         placement, own = tensor.placements[0], own_shard(tensor)
         if placement.is_replicate():
             return own
-        sharded = ShardedTensor(own, self.axis, Shard(placement.dim))  # type: ignore[attr-defined]  # no partial parameters
-        sharded.is_weight = True
-        return sharded
+        at = Shard(placement.dim)  # type: ignore[attr-defined]  # no partial parameters
+        return ShardedTensor(own, self.axis, at, is_weight=True)
 
 
 def _run(local: LocalCall, operands: Sequence[Tensor], contexts: Sequence[AbstractContextManager[Any]]) -> Any:

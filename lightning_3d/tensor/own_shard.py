@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor.second_order import refuse_second_order
+from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.torch_internals.dtensor import local_tensor, spec_of
 from lightning_3d.torch_internals.tensors import count_as_parameter, is_referred_to
 

@@ -43,6 +43,7 @@ class ShardedTensor(Tensor):
         local: This rank's part, with its autograd history.
         axis: The axis that it is sharded over.
         placement: A sharded dim, or `Partial`: the sum over the ranks is not made yet.
+        is_weight: Whether it is a parameter or was made of one, and is multiplied with as one.
 
     Raises:
         PlanError: torch itself, not `interpret`, computes with it or hands it a gradient.
@@ -52,8 +53,7 @@ class ShardedTensor(Tensor):
     axis: Axis
     placement: Sharded | Partial
 
-    is_weight: bool = False
-    """Whether it is a parameter or was made of one, and is multiplied with as one."""
+    is_weight: bool
 
     is_fresh: bool = False
     """Whether nobody else has the memory of `local`, a part of a sum."""
@@ -67,7 +67,9 @@ class ShardedTensor(Tensor):
     __torch_function__ = no_torch_function  # type: ignore[assignment]  # as DTensor has it
 
     @staticmethod
-    def __new__(cls, local: Tensor, axis: Axis, placement: Sharded | Partial) -> ShardedTensor:
+    def __new__(
+        cls, local: Tensor, axis: Axis, placement: Sharded | Partial, *, is_weight: bool = False
+    ) -> ShardedTensor:
         shape: Sequence[int] = local.shape
         if type(placement) is Shard:
             dim = placement.dim
@@ -75,7 +77,7 @@ class ShardedTensor(Tensor):
         elif type(placement) is Parts:
             shape = (*shape[: placement.dim], sum(placement.sizes), *shape[placement.dim + 1 :])
         sharded = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
-        sharded.local, sharded.axis, sharded.placement = local, axis, placement
+        sharded.local, sharded.axis, sharded.placement, sharded.is_weight = local, axis, placement, is_weight
         if local.requires_grad:
             sharded.register_hook(_refuse)  # type: ignore[no-untyped-call]  # torch 2.13
         return sharded

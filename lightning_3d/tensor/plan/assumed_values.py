@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.rules.function import EXPERTS_MATMULS, Function, function_name
 from lightning_3d.torch_internals.dispatch import (
     INDEX_PUT_IMPL,
     LOCAL_SCALAR_DENSE,
@@ -72,9 +72,21 @@ class AssumedValues(TorchDispatchMode):
         raise PlanError(f"{func} depends on data")
 
 
-def without_values(function: Function) -> Function:
-    """A function that reads values in a form that takes fake tensors; any other as it is."""
-    return tolist if function is Tensor.tolist else function
+def without_data(function: Function) -> Function:
+    """A function with the same shapes and history that takes fake tensors; any other function as it is.
+
+    torch 2.13 has no rule for fake tensors of ``grouped_mm`` in fp32.
+    """
+    if function is Tensor.tolist:
+        return tolist
+    return grouped_mm if function_name(function) in EXPERTS_MATMULS else function
+
+
+def grouped_mm(input: Tensor, weight: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """The product with the first expert: what ``F.grouped_mm`` gives, but for the numbers."""
+    if (input.dim(), weight.dim()) != (2, 3):
+        raise NotImplementedError(f"grouped_mm of {list(input.shape)} and {list(weight.shape)} on fake tensors")
+    return input @ weight[0]
 
 
 def tolist(tensor: Tensor) -> Any:

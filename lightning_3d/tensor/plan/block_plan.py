@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 
 from lightning_3d.tensor.axis import Kind
-from lightning_3d.tensor.placement import Parts, Shard, Sharded
+from lightning_3d.tensor.placement import Parts, Sharded
 
 Role = Literal["column", "row", "replicate", "vocabulary"]
 """column: the output features are sharded; row: the contracted features are; replicate: every rank holds all of it;
@@ -34,11 +34,8 @@ class WeightPlan:
 
     role: Role
 
-    shard_dim: int | None = None
-    """The dim that is cut into shards, equal ones but for ``vocabulary``; None for ``replicate``."""
-
-    parts: Parts | None = None
-    """The parts of `shard_dim`, where each rank holds a slice of every part; None if that is one slice."""
+    sharding: Sharded | None = None
+    """The dim that is cut into shards, equal ones but for ``vocabulary``, in parts or not; None for ``replicate``."""
 
     reason: str | None = None
     """Why the parameter stays replicated; None for a sharded one."""
@@ -49,9 +46,14 @@ class WeightPlan:
         return math.prod(self.shape)
 
     @property
-    def sharding(self) -> Sharded | None:
-        """The sharded dim, in parts or not; None for a replicated parameter."""
-        return self.parts or (None if self.shard_dim is None else Shard(self.shard_dim))
+    def shard_dim(self) -> int | None:
+        """The dim that is cut into shards; None for a replicated parameter."""
+        return None if self.sharding is None else self.sharding.dim
+
+    @property
+    def parts(self) -> Parts | None:
+        """The parts of that dim, where each rank holds a slice of every part; None if that is one slice."""
+        return self.sharding if isinstance(self.sharding, Parts) else None
 
     @property
     def placement(self) -> Placement:

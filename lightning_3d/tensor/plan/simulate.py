@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
-from lightning_3d.tensor.boundary import gathered, slice_of_sequence
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.placement import Partial, Placement, Sharded
-from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_values
+from lightning_3d.tensor.plan.assumed_values import AssumedValues, without_data
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.plan.copies import GatheredCopies
 from lightning_3d.tensor.plan.fakes import on_fakes
@@ -32,26 +31,14 @@ from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.channelwise import as_channel_call
 from lightning_3d.tensor.rules.contraction import as_contraction
 from lightning_3d.tensor.rules.convolution import as_convolution
-from lightning_3d.tensor.rules.experts_matmul import without_data
-from lightning_3d.tensor.rules.function import (
-    METADATA,
-    Function,
-    destination,
-    function_name,
-    map_tensors,
-    simplified,
-    tensors_in,
-)
-from lightning_3d.tensor.rules.multihead import is_multi_head_attention, multi_head_attention
+from lightning_3d.tensor.rules.function import METADATA, Function, function_name, simplified
 from lightning_3d.tensor.rules.projection import as_projection
-from lightning_3d.tensor.rules.sequence import sequence_input
+from lightning_3d.tensor.rules.rewritten import rewritten
 from lightning_3d.tensor.rules.views import cut_pieces, num_parts_of, viewed_shape
+from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, placement_of, shard_dim
 from lightning_3d.torch_internals.autograd import custom_functions_seen
 from lightning_3d.torch_internals.pytree import tree_leaves
-
-Args = tuple[Any, ...]
-Kwargs = Mapping[str, Any]
 
 
 class ChangedInPlace(PlanError):
@@ -164,16 +151,15 @@ def simulate_block(
     axis = PlannedAxis(size)
     with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
         weights = Weights(fakes.parameters, replicated, by_hand, part_sizes, axis)
-        sequence = sequence_input(fakes.args, size) if sequence_parallel else None
-        own_args = fakes.args if sequence is None else (slice_of_sequence(sequence, axis), *fakes.args[1:])
-        simulation = _Simulation(weights, axis, None if sequence is None else sequence.shape, defers_sums=defers_sums)
+        own_args, sequence = cut_sequence(fakes.args, axis) if sequence_parallel else (fakes.args, None)
+        simulation = _Simulation(weights, axis, sequence, defers_sums=defers_sums)
         seen = custom_functions_seen(simulation.on_custom_function)
         with AssumedValues(), axis.caused_by(call="running statistics"), simulation.statistics, simulation, seen:
             output = block.forward(*own_args, **fakes.kwargs)
         leaves = tree_leaves(output)
         unread &= {i for i, leaf in enumerate(leaves) if shard_dim(leaf) is not None}
         with axis.caused_by(call="the block's output"):
-            outputs = tree_leaves(gathered(output, simulation, unread))
+            outputs = tree_leaves(simulation.gathered(output, unread))
         backward = axis.backward_of(
             leaf for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in unread
         )
@@ -207,57 +193,55 @@ class _Simulation(Interpreter):
         self._weights = weights
         self._gathered_copies = GatheredCopies()
 
-    def __torch_function__(self, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        kwargs, name = dict(kwargs or {}), function_name(func)
+    def __torch_function__(
+        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, function_name(func)
         if name in METADATA:
             return func(*args, **kwargs)
-        if is_multi_head_attention(func, args, kwargs):
+        if (known := rewritten(func, args, kwargs)) is not None:
             with self:
-                return multi_head_attention(*args, **kwargs)
-        func, args = without_values(without_data(func)), simplified(func, args)
+                return known(*args, **kwargs)
         with self.axis.caused_by(call=name):
-            return self._simulate(func, name, types, args, kwargs)
+            return self._simulate(Call(without_data(func), name, simplified(func, args), kwargs), types)
 
-    def _simulate(self, func: Function, name: str, types: Any, args: Args, kwargs: dict[str, Any]) -> Any:
-        tensors = list(tensors_in((args, kwargs)))
-        self._weights.cut(func, args, kwargs)
-        self._weights.join_features(name, args, kwargs)
-        self._decide(func, name, args, kwargs)
-        if (made := self._weights.make_aliases(func, args, kwargs)) is not None:
+    def _simulate(self, call: Call, types: Any) -> Any:
+        self._weights.cut(call)
+        self._weights.join_features(call)
+        self._decide(call)
+        if (made := self._weights.make_aliases(call)) is not None:
             return made
-        args, kwargs = map_tensors(self._weights.sharded, (args, kwargs))
-        self._note_cuts(func, name, args, kwargs)
-        if (spoiled := self._gathered_copies.spoiled_by(destination(func, args, kwargs))) is not None:
-            raise ChangedInPlace(name, sources_of(spoiled))
-        output = super().__torch_function__(func, types, args, kwargs)
+        own = call.mapped(self._weights.sharded)
+        self._note_cuts(own)
+        if (spoiled := self._gathered_copies.spoiled_by(own.destination)) is not None:
+            raise ChangedInPlace(call.name, sources_of(spoiled))
+        output = super().__torch_function__(own.function, types, own.args, own.kwargs)
         self._gathered_copies.end_call(output)
-        self._weights.settle(name, tensors, output)
+        self._weights.settle(call.name, call.tensors, output)
         return output
 
-    def _decide(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> None:
+    def _decide(self, call: Call) -> None:
         """Decide the weights of a call if this is their first use."""
-        if (projection := as_projection(func, args, kwargs)) is not None:
+        if (projection := as_projection(call) or as_convolution(call)) is not None:
             self._weights.decide(projection)
-        elif (convolution := as_convolution(func, args, kwargs)) is not None:
-            self._weights.decide(convolution)
-        elif (contraction := as_contraction(func, args, kwargs, self._weights.is_weight)) is not None:
+        elif (contraction := as_contraction(call, self._weights.is_weight)) is not None:
             self._weights.decide_contraction(contraction)
-        elif name in channelwise.NAMES:
-            channels = as_channel_call(func, args, kwargs, shard_dim, self.axis.size)
+        elif call.name in channelwise.NAMES:
+            channels = as_channel_call(call, self.axis.size)
             for vector in () if channels is None or channels.dim is None else channels.vectors:
                 self._weights.shard_vector(vector, vector.numel())
 
     def on_custom_function(
-        self, cls: type[torch.autograd.Function], function: Function, args: Args, kwargs: dict[str, Any]
+        self, cls: type[torch.autograd.Function], function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run it as on shards, with the weights as decided so far."""
         if is_own(cls.__module__):
             return function(*args, **kwargs)
-        tensors = list(tensors_in((args, kwargs)))
-        args, kwargs = map_tensors(self._weights.sharded, (args, kwargs))
-        with self.axis.caused_by(call=cls.__name__):
-            output = super().on_custom_function(cls, function, args, kwargs)
-        self._weights.settle(cls.__name__, tensors, output)
+        call = Call(function, cls.__name__, args, kwargs)
+        own = call.mapped(self._weights.sharded)
+        with self.axis.caused_by(call=call.name):
+            output = super().on_custom_function(cls, function, own.args, own.kwargs)
+        self._weights.settle(call.name, call.tensors, output)
         return output
 
     def refuse_change(self, call: Call, tensor: Tensor) -> None:
@@ -268,7 +252,7 @@ class _Simulation(Interpreter):
 
     def execute(self, call: Call, local: LocalCall) -> Any:
         """Also note how much a weight's uses give, and which weights are stacks."""
-        if local.makes_weight and None in (alias_dims(call.function, call.args, call.kwargs) or ()):
+        if local.makes_weight and None in (alias_dims(call) or ()):
             self._weights.stacked.update(sources_of(local.tensors[0]))
         output = super().execute(call, local)
         if local.weight is not None:
@@ -311,21 +295,20 @@ class _Simulation(Interpreter):
         self._gathered_copies.add(tensor, whole)
         return whole
 
-    def _note_cuts(self, func: Function, name: str, args: Args, kwargs: Kwargs) -> None:
+    def _note_cuts(self, call: Call) -> None:
         """Note where a call separates the features of column weights."""
-        tensor = args[0] if args else None
-        dim = shard_dim(tensor)
+        tensor, dim = call.first, shard_dim(call.first)
         if not isinstance(tensor, ShardedTensor) or dim is None or tensor.origin is None:
             return
         origin, length = tensor.origin, tensor.shape[dim]
         is_whole = origin.start == 0 and self._weights.have_features(origin.sources, length)
         if dim != tensor.dim() - 1 and not is_whole:
             return
-        pieces = cut_pieces(func, args, kwargs, dim)
+        pieces = cut_pieces(call, dim)
         edges = {edge for piece in pieces for edge in piece} if pieces is not None else set()
         notes = self.cuts
-        if pieces is None and (shape := viewed_shape(func, args, kwargs)) is not None:
-            is_opened = len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and name != "unsqueeze"
+        if pieces is None and (shape := viewed_shape(call)) is not None:
+            is_opened = len(shape) > tensor.dim() and shape[:dim] == tensor.shape[:dim] and call.name != "unsqueeze"
             if is_opened and shape[dim] % self.axis.size:
                 self.uneven_heads |= origin.sources
             num_parts, notes = num_parts_of(tuple(tensor.shape), shape, dim), self.view_cuts

@@ -17,12 +17,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Parts, Shard, Sharded
+from lightning_3d.tensor.placement import Parts, Shard, Sharded, in_parts
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
-from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims, only_first_is_sharded
+from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims
+from lightning_3d.tensor.rules.call import Call
 from lightning_3d.tensor.rules.contraction import Contraction
 from lightning_3d.tensor.rules.convolution import Convolution
-from lightning_3d.tensor.rules.function import Function, tensors_in
+from lightning_3d.tensor.rules.function import tensors_in
 from lightning_3d.tensor.rules.projection import Projection
 from lightning_3d.tensor.rules.views import cut_pieces
 from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, parts_of, placement_of, shard_dim
@@ -40,16 +41,10 @@ class _Weight:
     role: Role | None = None
     """None until its first use."""
 
-    shard_dim: int | None = None
-
-    parts: Parts | None = None
+    sharding: Sharded | None = None
+    """None as long as it is undecided, and for a replicated weight."""
 
     reason: str | None = None
-
-    @property
-    def sharding(self) -> Sharded | None:
-        """The sharded dim, in parts or not; None as long as it is undecided, and for a replicated weight."""
-        return self.parts or (None if self.shard_dim is None else Shard(self.shard_dim))
 
     def replicate(self, reason: str) -> None:
         self.role, self.reason = "replicate", reason
@@ -106,17 +101,16 @@ class Weights:
 
     def plans(self) -> tuple[WeightPlan, ...]:
         """The decisions, by name."""
-        return tuple(self._plan(fqn, fake) for fqn, fake in self._fakes.items())
-
-    def _plan(self, fqn: str, fake: Tensor) -> WeightPlan:
-        weight = self._weights[id(fake)]
-        return WeightPlan(
-            fqn=fqn,
-            shape=tuple(fake.shape),
-            role=weight.role or "replicate",
-            shard_dim=weight.shard_dim,
-            parts=weight.parts,
-            reason="not used in this forward" if weight.role is None else weight.reason,
+        return tuple(
+            WeightPlan(
+                fqn=fqn,
+                shape=tuple(fake.shape),
+                role=weight.role or "replicate",
+                sharding=weight.sharding,
+                reason="not used in this forward" if weight.role is None else weight.reason,
+            )
+            for fqn, fake in self._fakes.items()
+            for weight in (self._weights[id(fake)],)
         )
 
     def fqn_of(self, tensor: Tensor) -> str:
@@ -134,25 +128,23 @@ class Weights:
             return tensor
         if id(tensor) not in self._sharded:
             placement = sharding.at(alias.dims.index(sharding.dim))
-            sharded = ShardedTensor(
-                placement.own(alias.tensor, self._axis.size, self._axis.rank), self._axis, placement
-            )
-            sharded.is_weight = True
+            own = placement.own(alias.tensor, self._axis.size, self._axis.rank)
+            sharded = ShardedTensor(own, self._axis, placement, is_weight=True)
             # A vector goes with the features of another weight, which are the origin of what is sharded.
             sharded.origin = Origin(frozenset({alias.weight.fqn} if alias.weight.fake.dim() > 1 else ()))
             self._sharded[id(tensor)] = sharded
         return self._sharded[id(tensor)]
 
-    def make_aliases(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def make_aliases(self, call: Call) -> Any:
         """The results of a call that makes aliases of a weight that may still be sharded; else None."""
-        source = self._aliases.get(id(args[0])) if args else None
+        source = self._aliases.get(id(call.first))
         if source is None or source.weight.role is not None:
             return None
-        made = alias_dims(function, args, kwargs)
-        if made is None or not only_first_is_sharded(args, kwargs, self._is_sharded):
+        made = alias_dims(call)
+        if made is None or any(self._is_sharded(tensor) for tensor in call.tensors[1:]):
             return None
         weight, dims = source.weight, tuple(None if dim is None else source.dims[dim] for dim in made)
-        output = function(*args, **kwargs)
+        output = call.function(*call.args, **call.kwargs)
         if None in dims:
             self.stacked.add(weight.fqn)
         for tensor in tensors_in(output):
@@ -165,37 +157,35 @@ class Weights:
     def have_features(self, fqns: Collection[str], length: int) -> bool:
         """Whether these sharded weights have so many output features, all of them."""
         named = [weight for weight in self._weights.values() if weight.fqn in fqns]
-        return all(weight.fake.shape[weight.shard_dim or 0] == length for weight in named)
+        return all(weight.fake.shape[weight.sharding.dim if weight.sharding else 0] == length for weight in named)
 
-    def cut(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def cut(self, call: Call) -> None:
         """Before a call that cuts an undecided weight: column, if its parts are known."""
-        weight = self._undecided(args[0]) if args and isinstance(args[0], Tensor) else None
-        if weight is None or args[0] is not weight.fake:
+        weight = self._undecided(call.first)
+        if weight is None or call.first is not weight.fake:
             return
-        if (pieces := cut_pieces(function, args, kwargs, 0)) is None:
+        if (pieces := cut_pieces(call, 0)) is None:
             return
         self.cuts.setdefault(weight.fqn, set()).update(edge for piece in pieces for edge in piece)
         if weight.fqn in self._part_sizes:
             self._shard(weight, "column", 0)
 
-    def decide(self, call: Projection | Convolution) -> bool:
-        """Decide the weight of a projection if this is its first use; returns whether it is sharded."""
+    def decide(self, call: Projection) -> None:
+        """Decide the weight of a projection if this is its first use."""
         weight = self._undecided(call.weight)
         if weight is not None and isinstance(call, Convolution) and call.groups > 1:
             self._choose_groups(weight, call)
         elif weight is not None:
             self._choose(weight, call)
-        is_sharded = self._is_sharded(call.weight)
-        if not is_sharded:
+        if not self._is_sharded(call.weight):
             self._replicate_bias(call, "its weight is replicated")
-        return is_sharded
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor is a parameter, or an alias of one, that is, or may still be, sharded."""
         if isinstance(tensor, ShardedTensor):
             return tensor.is_weight
         alias = self._aliases.get(id(tensor))
-        return alias is not None and (alias.weight.role is None or alias.weight.shard_dim is not None)
+        return alias is not None and (alias.weight.role is None or alias.weight.sharding is not None)
 
     def decide_contraction(self, call: Contraction) -> None:
         """Decide the weight of a contraction if this is its first use."""
@@ -232,11 +222,11 @@ class Weights:
             if (weight := self._undecided(tensor)) is not None:
                 weight.replicate(f"used by {name}")
 
-    def _undecided(self, tensor: Tensor) -> _Weight | None:
+    def _undecided(self, tensor: object) -> _Weight | None:
         alias = self._aliases.get(id(tensor))
         return None if alias is None or alias.weight.role is not None else alias.weight
 
-    def _choose(self, weight: _Weight, call: Projection | Convolution) -> None:
+    def _choose(self, weight: _Weight, call: Projection) -> None:
         size = self._axis.size
         dims, features_dim = self._aliases[id(call.weight)].dims, call.features_dim
         features, contracted = call.weight.shape[features_dim], call.weight.shape[1 - features_dim]
@@ -246,7 +236,7 @@ class Weights:
                 weight.replicate(f"{features} output features are not divisible by {size}")
                 return
             self._shard(weight, "column", dims[features_dim])
-            if call.bias is not None and weight.shard_dim is not None:
+            if call.bias is not None and weight.sharding is not None:
                 self.shard_vector(call.bias, features, like=weight)
         elif role == "row" and contracted % size:
             weight.replicate(f"{contracted} input features are not divisible by {size}")
@@ -269,7 +259,7 @@ class Weights:
             parts = parts_of(call.input)
             sizes = None if parts is None else parts.sizes
             self._shard(weight, "column", self._aliases[id(call.weight)].dims[0], sizes=sizes)
-            if call.bias is not None and weight.shard_dim is not None:
+            if call.bias is not None and weight.sharding is not None:
                 self.shard_vector(call.bias, call.bias.shape[0], like=weight, sizes=sizes)
 
     def _has_own_channels(self, call: Convolution) -> bool:
@@ -286,11 +276,11 @@ class Weights:
         if vector is not None and tensor.shape == (length,):
             self._shard(vector, "column", self._aliases[id(tensor)].dims[0], like, sizes)
 
-    def join_features(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def join_features(self, call: Call) -> None:
         """Before a call that adds an undecided weight, a bias, to features of column weights: it goes with them."""
-        if name not in _ADDITIONS or kwargs or len(args) != 2 or not all(isinstance(arg, Tensor) for arg in args):
+        if call.name not in _ADDITIONS or call.kwargs or not len(call.args) == len(call.tensors) == 2:
             return
-        for bias, features in (args, (args[1], args[0])):
+        for bias, features in (call.args, call.args[::-1]):
             weight, at = self._undecided(bias), placement_of(features)
             if weight is None or not isinstance(at, Sharded) or not sources_of(features):
                 continue
@@ -312,13 +302,11 @@ class Weights:
         if dim is None or any(dim not in alias.dims for alias in aliases):
             weight.replicate("its features are picked by index")
             return
-        weight.role, weight.shard_dim = role, dim
         if sizes is None and role == "column":
             sizes = self._part_sizes.get((like or weight).fqn)
-        if sizes is not None:
-            weight.parts = Parts(dim=dim, sizes=sizes, num_ranks=self._axis.size)
+        weight.role, weight.sharding = role, in_parts(dim, sizes or (), self._axis.size)
 
-    def _replicate_bias(self, call: Projection | Convolution, reason: str) -> None:
+    def _replicate_bias(self, call: Projection, reason: str) -> None:
         if call.bias is not None and (bias := self._undecided(call.bias)) is not None:
             bias.replicate(reason)
 

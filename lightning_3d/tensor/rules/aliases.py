@@ -8,7 +8,7 @@ Such an alias is the weight: every rank makes it of its own part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Partial
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.contraction import is_weight
-from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
+from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 
 AliasDims = tuple[int | None, ...]
@@ -30,22 +30,22 @@ _SLICED_FROM_DIM = 3
 """Weights of fewer dims have their features along dim 0: a slice of it cuts features, and picks nothing."""
 
 
-def alias_dims(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AliasDims | None:
+def alias_dims(call: Call) -> AliasDims | None:
     """For a call that makes aliases of its first argument the dims of each of them; None for any other call."""
-    read = _READERS.get(function_name(function))
-    if read is None or not args or not isinstance(args[0], Tensor) or args[0].dim() > len(_PRIMES):
+    read = _READERS.get(call.name)
+    if read is None or not isinstance(call.first, Tensor) or call.first.dim() > len(_PRIMES):
         return None
-    return read(function, args[0], *args[1:], **kwargs)
+    return read(call.function, *call.args, **call.kwargs)
 
 
 def alias(call: Call, axis: Axis) -> LocalCall | None:
     """A sharded weight in another form: every rank makes it of its own part."""
-    weight = call.args[0] if call.args else None
+    weight = call.first
     if not isinstance(weight, ShardedTensor) or not is_weight(weight) or isinstance(weight.placement, Partial):
         return None
-    dims, at = alias_dims(call.function, call.args, call.kwargs), weight.placement
-    if dims is None or at.dim not in dims or not only_first_is_sharded(call.args, call.kwargs, _is_sharded):
-        return None
+    dims, at = alias_dims(call), weight.placement
+    if dims is None or at.dim not in dims or any(isinstance(tensor, ShardedTensor) for tensor in call.tensors[1:]):
+        return None  # what picks from a weight, if it is a tensor, has to be whole on every rank
     return LocalCall(
         tensors=(weight,),
         needs=(at,),
@@ -53,15 +53,6 @@ def alias(call: Call, axis: Axis) -> LocalCall | None:
         result=at.at(dims.index(at.dim)),
         makes_weight=True,
     )
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, ShardedTensor)
-
-
-def only_first_is_sharded(args: Sequence[Any], kwargs: Mapping[str, Any], is_sharded: Callable[[Tensor], bool]) -> bool:
-    """Whether what picks from a weight, if it is a tensor, is whole on every rank."""
-    return not any(is_sharded(tensor) for tensor in tensors_in((tuple(args[1:]), dict(kwargs))))
 
 
 def _same(function: Function, tensor: Tensor, *args: object, **kwargs: object) -> AliasDims | None:
@@ -87,16 +78,12 @@ def _item(function: Function, tensor: Tensor, index: Any) -> AliasDims | None:
     return _picked(tensor, 0) if type(first) is int else None
 
 
-def _select(function: Function, tensor: Tensor, dim: int, index: int) -> AliasDims | None:
+def _select(function: Function, tensor: Tensor, dim: int = 0, index: int = 0) -> AliasDims | None:
     return _picked(tensor, 0) if dim % tensor.dim() == 0 else None
 
 
 def _index_select(function: Function, tensor: Tensor, dim: int, index: Tensor) -> AliasDims | None:
     return _picked(tensor, 1) if dim % tensor.dim() == 0 else None
-
-
-def _unbind(function: Function, tensor: Tensor, dim: int = 0) -> AliasDims | None:
-    return _picked(tensor, 0) if dim % tensor.dim() == 0 else None
 
 
 def _narrow(function: Function, tensor: Tensor, dim: int, start: int, length: int) -> AliasDims | None:
@@ -120,10 +107,9 @@ _READERS: Mapping[str, Callable[..., AliasDims | None]] = {
     **dict.fromkeys(("t", "T", "mT", "transpose", "swapaxes", "swapdims", "permute", "movedim"), _permuted),
     **dict.fromkeys(("to", "contiguous", "float", "half", "bfloat16", "type_as"), _same),
     **dict.fromkeys(("split", "chunk"), _split),
+    **dict.fromkeys(("select", "unbind"), _select),
     "__getitem__": _item,
-    "select": _select,
     "index_select": _index_select,
-    "unbind": _unbind,
     "narrow": _narrow,
 }
 """By the function's name."""

@@ -14,9 +14,9 @@ from lightning_3d.tensor.rules.call import Call, LocalCall, on_whole
 from lightning_3d.tensor.sharded_tensor import placement_of, shard_dim
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Attention:
-    """The arguments of ``F.scaled_dot_product_attention``; heads are at dim -3."""
+    """The arguments of ``F.scaled_dot_product_attention``, by the same names; heads are at dim -3."""
 
     query: Tensor
     """``[..., heads, queries, head_dim]``."""
@@ -27,101 +27,57 @@ class Attention:
     value: Tensor
     """``[..., kv_heads, keys, value_dim]``."""
 
-    mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    scale: float | None
-    enable_gqa: bool
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
+    def shared_dim(self, size: int) -> int | None:
+        """The dim (heads or batch) along which each of `size` ranks can attend on its own shards, or None.
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Attention:
-    return Attention(
-        query=query,
-        key=key,
-        value=value,
-        mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        enable_gqa=enable_gqa,
-    )
+        Replicated keys and values go with sharded query heads: every rank takes those that its query heads need.
+        """
+        query, key, value = operands = self.query, self.key, self.value
+        if any(placement_of(tensor) is not None and shard_dim(tensor) is None for tensor in operands):
+            return None
+        dim, key_dim, value_dim = map(shard_dim, operands)
+        if dim is None or dim >= query.dim() - 2 or not query.dim() == key.dim() == value.dim():
+            return None
+        if key_dim == value_dim == dim:
+            return dim if all(tensor.shape[dim] % size == 0 for tensor in operands) else None
+        heads = query.shape[dim]
+        if key_dim is not None or value_dim is not None or dim != query.dim() - 3 or heads % size:
+            return None
+        return dim if heads % key.shape[dim] == heads % value.shape[dim] == 0 else None
 
-
-def attention_dim(
-    attention: Attention, query_dim: int | None, key_dim: int | None, value_dim: int | None, *, size: int
-) -> int | None:
-    """The dim (heads or batch) along which every rank can attend on its own shards, or None.
-
-    Replicated keys and values go with sharded query heads: every rank takes those that its query heads need.
-
-    Args:
-        attention: The call.
-        query_dim: The dim that the query is sharded on; None if it is replicated.
-        key_dim: The same for the key.
-        value_dim: The same for the value.
-        size: Length of the axis.
-    """
-    query, key, value = attention.query, attention.key, attention.value
-    if query_dim is None or query_dim >= query.dim() - 2 or not query.dim() == key.dim() == value.dim():
-        return None
-    if query.shape[query_dim] % size:
-        return None
-    if key_dim == value_dim == query_dim:
-        return query_dim if key.shape[key_dim] % size == value.shape[key_dim] % size == 0 else None
-    heads_dim = query.dim() - 3
-    if key_dim is None and value_dim is None and query_dim == heads_dim:
-        heads = query.shape[heads_dim]
-        return query_dim if heads % key.shape[heads_dim] == heads % value.shape[heads_dim] == 0 else None
-    return None
-
-
-def mask_dim(attention: Attention, dim: int) -> int | None:
-    """The dim of the mask that goes with dim `dim` of the query; None if the mask is broadcast along it."""
-    if attention.mask is None:
-        return None
-    aligned = dim - attention.query.dim() + attention.mask.dim()
-    return aligned if aligned >= 0 and attention.mask.shape[aligned] != 1 else None
+    def mask_need(self, mask: Tensor, dim: int) -> Placement:
+        """How the mask must lie if the query is sharded on `dim`: alike, or whole if it is broadcast along it."""
+        along = dim - self.query.dim() + mask.dim()
+        # Every rank has a part of the gradient of the whole.
+        return Shard(along) if along >= 0 and mask.shape[along] != 1 else EACH
 
 
 def attend(call: Call, axis: Axis) -> LocalCall:
     """Attention on this rank's heads (or part of the batch); torch 2.13 has no rule for all of its kernels."""
-    attention = _attention(*call.args, **call.kwargs)
-    operands: tuple[Tensor, ...] = (attention.query, attention.key, attention.value)
-    is_clear = all(placement_of(tensor) is None or shard_dim(tensor) is not None for tensor in operands)
-    dim = attention_dim(attention, *map(shard_dim, operands), size=axis.size) if is_clear else None
+    attention = Attention(*call.args, **call.kwargs)
+    dim = attention.shared_dim(axis.size)
     if dim is None:
         return on_whole(call)
-    needs: list[Placement] = [Shard(dim) if shard_dim(tensor) is not None else EACH for tensor in operands]
-    if attention.mask is not None:
-        along = mask_dim(attention, dim)
-        needs.append(EACH if along is None else Shard(along))  # every rank has a part of the gradient of the whole
-        operands = (*operands, attention.mask)
+    operands: tuple[Tensor, ...] = (attention.query, attention.key, attention.value)
+    needs: list[Placement] = [EACH if placement_of(tensor) is None else Shard(dim) for tensor in operands]
+    if attention.attn_mask is not None:
+        needs.append(attention.mask_need(attention.attn_mask, dim))
+        operands = (*operands, attention.attn_mask)
     num_heads = attention.query.shape[dim]
+    options = {name: getattr(attention, name) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
 
     def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         key, value = (
             _needed_heads(tensor, dim, num_heads, axis) if need == EACH else tensor
             for tensor, need in zip((key, value), needs[1:3], strict=True)
         )
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=attention.dropout_p,
-            is_causal=attention.is_causal,
-            scale=attention.scale,
-            enable_gqa=attention.enable_gqa,
-        )
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
     is_random = attention.dropout_p > 0
     return LocalCall(tensors=operands, needs=tuple(needs), run=run, result=Shard(dim), is_random=is_random)

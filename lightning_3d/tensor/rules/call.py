@@ -15,7 +15,7 @@ the results are. `interpret` carries that out; planning and running differ only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,11 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import WHOLE, Partial, Placement
-from lightning_3d.tensor.rules.function import Function, map_tensors, tensors_in
+from lightning_3d.tensor.rules.function import SET_DATA, Function, map_tensors, tensors_in
+
+_INFIX = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+
+_IN_PLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _INFIX)})
 
 
 class Call:
@@ -38,15 +42,39 @@ class Call:
 
     __slots__ = ("args", "function", "kwargs", "name", "tensors")
 
-    def __init__(self, function: Function, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, function: Function, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.function, self.name, self.args, self.kwargs = function, name, args, kwargs
-        self.tensors: tuple[Tensor, ...] = tuple(tensors_in((args, dict(kwargs) if kwargs else ())))
+        self.tensors: tuple[Tensor, ...] = tuple(tensors_in((args, kwargs)))
         """All tensors among the arguments."""
+
+    @property
+    def first(self) -> Any:
+        """The first positional argument; None if there is none."""
+        return self.args[0] if self.args else None
+
+    @property
+    def starts_with_its_tensor(self) -> bool:
+        """Whether its first argument is its only tensor."""
+        return len(self.tensors) == 1 and self.first is self.tensors[0]
+
+    @property
+    def destination(self) -> Tensor | None:
+        """The tensor that the call changes in place, or None."""
+        if isinstance(self.kwargs.get("out"), Tensor):
+            return self.kwargs["out"]  # type: ignore[no-any-return]  # just checked
+        changes = self.function == SET_DATA or self.name in _IN_PLACE_OPERATORS
+        changes = changes or (self.name.endswith("_") and not self.name.endswith("__"))
+        return self.first if changes and isinstance(self.first, Tensor) else None
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:
+        """The same call with each of its tensors changed."""
+        args, kwargs = map_tensors(change, (self.args, self.kwargs))
+        return Call(self.function, self.name, args, kwargs)
 
     def run(self, *tensors: Tensor) -> Any:
         """The same call with others in the place of its tensors."""
         others = iter(tensors)
-        args, kwargs = map_tensors(lambda _: next(others), (self.args, dict(self.kwargs)))
+        args, kwargs = map_tensors(lambda _: next(others), (self.args, self.kwargs))
         return self.function(*args, **kwargs)
 
 

@@ -7,7 +7,7 @@ them; here is one table for all.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_3d.tensor.sharded_tensor import shard_dim
 
 def on_channels(call: Call, axis: Axis) -> LocalCall | None:
     """A call on this rank's channels, or on full tensors if it has to be."""
-    channels = as_channel_call(call.function, call.args, call.kwargs, shard_dim, axis.size)
+    channels = as_channel_call(call, axis.size)
     if channels is None:
         return None
     if channels.dim is None:
@@ -46,10 +46,6 @@ def on_channels(call: Call, axis: Axis) -> LocalCall | None:
     )
 
 
-DimOf = Callable[[Tensor], int | None]
-"""The dim that a tensor is evenly sharded on, or None."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelCall:
     """How a rank makes one call on its own channels."""
@@ -57,7 +53,7 @@ class ChannelCall:
     args: tuple[Any, ...]
     """The full tensors; counts of channels are already those of one rank."""
 
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
 
     dim: int | None
     """The dim that input and result are sharded on; None: the call needs full tensors."""
@@ -74,63 +70,39 @@ class ChannelCall:
     """Every rank draws numbers of its own."""
 
 
-def as_channel_call(
-    function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim_of: DimOf, size: int
-) -> ChannelCall | None:
-    """Read a call, one of whose tensors is sharded.
-
-    Args:
-        function: The called function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        dim_of: How its tensors are sharded.
-        size: Length of the axis.
-
-    Returns:
-        None for a call that is none of these, or not on own channels.
-    """
+def as_channel_call(call: Call, size: int) -> ChannelCall | None:
+    """Read a call, one of whose tensors is sharded over `size` ranks; None for one that is not on own channels."""
+    function, args, kwargs = call.function, call.args, call.kwargs
     if function not in _CALLS:
         return None
     if function in _NORMS:
-        return _norm(function, args, kwargs, dim_of, size)
+        return _norm(function, args, kwargs, size)
     input = args[0] if args else kwargs.get("input")
-    if not isinstance(input, Tensor) or (dim := dim_of(input)) is None:
+    if not isinstance(input, Tensor) or (dim := shard_dim(input)) is None:
         return None
     if function is F.prelu:
         slopes = args[1] if len(args) > 1 else kwargs["weight"]
         if dim != 1 or slopes.numel() != input.shape[1]:
             return None
-        return ChannelCall(args=tuple(args), kwargs=kwargs, dim=dim, vectors=(slopes,))
+        return ChannelCall(args=args, kwargs=kwargs, dim=dim, vectors=(slopes,))
     if function in _DROPOUTS:
         return _dropout(function, args, kwargs, dim)
     if not _is_independent(function, args, kwargs, dim, size):
         return None
-    return ChannelCall(args=tuple(args), kwargs=kwargs, dim=dim)
+    return ChannelCall(args=args, kwargs=kwargs, dim=dim)
 
 
-_ALONG: Mapping[Function, int] = {
-    F.max_pool1d: 1,
-    F.max_pool2d: 2,
-    F.max_pool3d: 3,
-    F.max_pool1d_with_indices: 1,
-    F.max_pool2d_with_indices: 2,
-    F.max_pool3d_with_indices: 3,
-    F.avg_pool1d: 1,
-    F.avg_pool2d: 2,
-    F.avg_pool3d: 3,
-    F.lp_pool1d: 1,
-    F.lp_pool2d: 2,
-    F.lp_pool3d: 3,
-    F.adaptive_max_pool1d: 1,
-    F.adaptive_max_pool2d: 2,
-    F.adaptive_max_pool3d: 3,
-    F.adaptive_max_pool1d_with_indices: 1,
-    F.adaptive_max_pool2d_with_indices: 2,
-    F.adaptive_max_pool3d_with_indices: 3,
-    F.adaptive_avg_pool1d: 1,
-    F.adaptive_avg_pool2d: 2,
-    F.adaptive_avg_pool3d: 3,
-}
+_POOLINGS = (
+    "max_pool{}d",
+    "max_pool{}d_with_indices",
+    "avg_pool{}d",
+    "lp_pool{}d",
+    "adaptive_max_pool{}d",
+    "adaptive_max_pool{}d_with_indices",
+    "adaptive_avg_pool{}d",
+)
+
+_ALONG: Mapping[Function, int] = {getattr(F, name.format(dims)): dims for name in _POOLINGS for dims in (1, 2, 3)}
 """Function -> how many last dims it works along."""
 
 _NORMS: frozenset[Function] = frozenset({F.batch_norm, F.instance_norm, F.group_norm})
@@ -148,7 +120,7 @@ _WITH_OPTIONS: Sequence[Function] = (*_NORMS, *_DROPOUTS, F.pad)
 _SIGNATURES = {function: inspect.signature(function) for function in _WITH_OPTIONS}
 
 
-def _is_independent(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, size: int) -> bool:
+def _is_independent(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, size: int) -> bool:
     """Whether a call works along other dims than the sharded one."""
     num_dims: int = (args[0] if args else kwargs["input"]).dim()
     if function in _ALONG:
@@ -163,7 +135,7 @@ def _is_independent(function: Function, args: Sequence[Any], kwargs: Mapping[str
     return False
 
 
-def _shuffles_own(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int, size: int) -> bool:
+def _shuffles_own(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, size: int) -> bool:
     """Blocks of channels become pixels of one channel, or the other way round."""
     if len(args) != 2 or kwargs:
         return False
@@ -173,10 +145,10 @@ def _shuffles_own(function: Function, args: Sequence[Any], kwargs: Mapping[str, 
     return dim < channels_dim or (dim == channels_dim and num_blocks % size == 0)
 
 
-def _norm(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim_of: DimOf, size: int) -> ChannelCall:
+def _norm(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> ChannelCall:
     given = _arguments(function, args, kwargs)
     changes = given.get("training") or given.get("use_input_stats")
-    is_local = dim_of(given["input"]) == 1
+    is_local = shard_dim(given["input"]) == 1
     if function is F.group_norm:
         is_local = is_local and given["num_groups"] % size == 0
         given["num_groups"] //= size if is_local else 1
@@ -191,7 +163,7 @@ def _norm(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], di
     )
 
 
-def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> ChannelCall | None:
+def _dropout(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> ChannelCall | None:
     """Whole channels of a sample are dropped."""
     given = _arguments(function, args, kwargs)
     if dim > 1 or given["input"].dim() < 3:
@@ -200,7 +172,7 @@ def _dropout(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any],
     return ChannelCall(args=(), kwargs=given, dim=dim, is_random=is_random)
 
 
-def _arguments(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     bound = _SIGNATURES[function].bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments

@@ -6,13 +6,14 @@
     heads        btd, dhk -> bthk                                                        torch.einsum
 
 A letter that the weight and the output have, and the input has not, is a feature; one that weight and input have, and
-the output has not, is contracted. So a weight is column or row as in a projection.
+the output has not, is contracted. So a weight is column or row as in a projection. Products of two activations stand
+here, too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Shard
+from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, Sharded
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
-from lightning_3d.tensor.rules.experts_matmul import experts_matmul, is_experts_matmul
-from lightning_3d.tensor.rules.function import Function, is_batched_matmul
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of
+
+_BATCHED_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +71,7 @@ class Contraction:
 
 def contract(call: Call, axis: Axis) -> LocalCall | None:
     """A contraction with a sharded weight: column gives a sharded result, row a partial one."""
-    contraction = as_contraction(call.function, call.args, call.kwargs, is_weight)
+    contraction = as_contraction(call, is_weight)
     if contraction is None:
         return None
     at = contraction.weight.placement  # type: ignore[attr-defined]  # `is_weight`
@@ -92,17 +94,15 @@ def is_weight(tensor: Tensor) -> bool:
     return isinstance(tensor, ShardedTensor) and tensor.is_weight
 
 
-def as_contraction(
-    function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], is_weight: Callable[[Tensor], bool]
-) -> Contraction | None:
+def as_contraction(call: Call, is_weight: Callable[[Tensor], bool]) -> Contraction | None:
     """Read a call as a contraction of an activation with a weight, or None."""
-    if function is torch.einsum and not kwargs:
-        return _einsum(args, is_weight)
-    if is_experts_matmul(function):
-        return _experts_matmul(function, args, kwargs, is_weight)
-    if not is_batched_matmul(function, args, kwargs):
+    if call.function is torch.einsum and not call.kwargs:
+        return _einsum(call.args, is_weight)
+    if call.name in EXPERTS_MATMULS:
+        return _experts_matmul(call, is_weight)
+    if not _is_batched_matmul(call):
         return None
-    left, right = args
+    left, right = call.args
     if left.dim() != 3 or right.dim() != 3 or left.shape[0] != right.shape[0]:
         return None
     if is_weight(right):
@@ -112,24 +112,51 @@ def as_contraction(
     return None
 
 
-def _experts_matmul(
-    function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], is_weight: Callable[[Tensor], bool]
-) -> Contraction | None:
-    operands = experts_matmul(args, kwargs)
-    if operands is None or not is_weight(operands[1]):
+def multiply_stacks(call: Call, axis: Axis) -> LocalCall | None:
+    """Two activations sharded on the same batch dim, or one of them: a plain operand is cut alike, or broadcast."""
+    if not _is_batched_matmul(call):
         return None
-    input, weight = operands
+    left, right = call.args
+    placements = {placement for operand in call.args if (placement := placement_of(operand)) is not None}
+    at = placements.pop()
+    if placements or not isinstance(at, Sharded) or left.dim() != right.dim() or at.dim >= left.dim() - 2:
+        return None
+    length = max(left.shape[at.dim], right.shape[at.dim])
+    if any(operand.shape[at.dim] not in (1, length) for operand in call.args):
+        return None
+    needs: list[Placement] = [at if operand.shape[at.dim] == length else EACH for operand in call.args]
+    return LocalCall(tensors=(left, right), needs=tuple(needs), run=call.run, result=at)
+
+
+def _is_batched_matmul(call: Call) -> bool:
+    """Whether a call multiplies two stacks of matrices, ``[..., n, k] @ [..., k, m]``."""
+    return call.function in _BATCHED_MATMULS and len(call.args) == 2 and not call.kwargs
+
+
+def _experts_matmul(call: Call, is_weight: Callable[[Tensor], bool]) -> Contraction | None:
+    """``grouped_mm``, in torch and in transformers: one product per expert with the rows that are routed to it.
+
+    Input ``[rows, in]``, sorted by expert; weight ``[experts, in, out]``; offsets ``[experts]``, where each one's rows
+    end. None for any other shapes or options.
+    """
+    options = {name: value for name, value in call.kwargs.items() if value is not None}
+    given = dict(zip(("input", "weight", "offs"), call.args, strict=False)) | options
+    if len(call.args) not in (2, 3) or given.keys() != {"input", "weight", "offs"}:
+        return None
+    input, weight = given["input"], given["weight"]
+    if (input.dim(), weight.dim()) != (2, 3) or not is_weight(weight):
+        return None
     return Contraction(
         input=input,
         weight=weight,
         of_input="nk",
         of_weight="ekm",
         of_output="nm",
-        multiply=lambda input, weight: function(input, weight, *args[2:], **kwargs),
+        multiply=lambda input, weight: call.function(input, weight, *call.args[2:], **call.kwargs),
     )
 
 
-def _einsum(args: Sequence[Any], is_weight: Callable[[Tensor], bool]) -> Contraction | None:
+def _einsum(args: tuple[Any, ...], is_weight: Callable[[Tensor], bool]) -> Contraction | None:
     equation = args[0].replace(" ", "") if args and isinstance(args[0], str) else ""
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     found = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]+)", equation)

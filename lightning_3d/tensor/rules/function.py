@@ -1,9 +1,9 @@
-"""Calls in general: their names, tensors and destinations, and which run on whole tensors."""
+"""Calls in general: their names and tensors, and which run on whole tensors."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +13,7 @@ Function = Callable[..., Any]
 
 _MAX_NAMES = 4096
 
-
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-
-
-_BATCHED_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 
 
 def simplified(function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -42,11 +38,6 @@ def _is_one(item: object) -> bool:
 
 def _as_slice(item: list[int]) -> slice:
     return slice(item[0], item[0] + 1 or None)
-
-
-def is_batched_matmul(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call multiplies two stacks of matrices, ``[..., n, k] @ [..., k, m]``."""
-    return function in _BATCHED_MATMULS and len(args) == 2 and not kwargs
 
 
 _RANDOM = frozenset(
@@ -74,25 +65,6 @@ _RANDOM = frozenset(
         "random_",
         "rrelu",
         "uniform_",
-    }
-)
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    {
-        "__iadd__",
-        "__isub__",
-        "__imul__",
-        "__itruediv__",
-        "__ifloordiv__",
-        "__imod__",
-        "__ipow__",
-        "__iand__",
-        "__ior__",
-        "__ixor__",
-        "__ilshift__",
-        "__irshift__",
-        "__setitem__",
     }
 )
 
@@ -144,17 +116,6 @@ def runs_whole(name: str) -> bool:
 
 
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
-
-
-def destination(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The tensor that a call changes in place, or None."""
-    if isinstance(kwargs.get("out"), Tensor):
-        return kwargs["out"]  # type: ignore[no-any-return]  # just checked
-    if function == SET_DATA:  # a new object every time
-        return args[0] if isinstance(args[0], Tensor) else None
-    name = function_name(function)
-    changes = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-    return args[0] if changes and args and isinstance(args[0], Tensor) else None
 
 
 @functools.lru_cache(_MAX_NAMES)

@@ -50,7 +50,7 @@ def _looked_up(call: Call, size: int, *, differentiates: bool) -> tuple[LocalFor
     if len(parts) != 1:
         return None, None
     try:
-        args, kwargs = signature(call.args, _operand), signature(dict(call.kwargs), _operand)
+        args, kwargs = signature(call.args, _operand), signature(call.kwargs, _operand)
         return local_form(call.function, args, kwargs, size, differentiates), next(iter(parts))
     except TypeError:  # an argument that can't be hashed
         return None, None

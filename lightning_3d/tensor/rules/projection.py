@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Shard, Sharded
+from lightning_3d.tensor.placement import EACH, Parts, Placement, Sharded
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -36,6 +35,37 @@ class Projection:
     def input_dim(self) -> int:
         """The contracted dim of the input, which is that of the features in the output."""
         return self.input.dim() - 1
+
+    def run(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product of other operands, such as shards."""
+        return F.linear(input, weight if self.features_dim == 0 else weight.t(), bias)
+
+    def with_bias(self, output: Tensor) -> Tensor:
+        """An output with the bias added; its dtype, which autocast may have chosen, stays."""
+        assert self.bias is not None
+        return output + self.bias.to(output.dtype)
+
+    def column(self, at: Sharded, *, input: Placement, bias: Placement, result: Sharded) -> LocalCall:
+        """Every rank computes its own features with its part of the weight."""
+        operands, needs = (self.input, self.weight), (input, at)
+        return LocalCall(
+            tensors=operands if self.bias is None else (*operands, self.bias),
+            needs=needs if self.bias is None else (*needs, bias),
+            run=self.run,
+            result=result,
+            weight=self.weight,
+        )
+
+    def row(self, at: Sharded) -> LocalCall:
+        """Every rank computes a part of the sum with its part of the weight; the bias is added to the sum."""
+        return LocalCall(
+            tensors=(self.input, self.weight),
+            needs=(at.at(self.input_dim), at),
+            run=self.run,
+            result=PARTIAL,
+            weight=self.weight,
+            then=None if self.bias is None else self.with_bias,
+        )
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Projection | None:
@@ -66,10 +96,10 @@ _PROJECTIONS: Mapping[Function, Callable[..., Projection | None]] = {
 }
 
 
-def as_projection(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Projection | None:
+def as_projection(call: Call) -> Projection | None:
     """Read a call as ``input @ weight + bias`` with a two-dimensional weight, or None."""
-    read = _PROJECTIONS.get(function)
-    projection = read(*args, **kwargs) if read is not None else None
+    read = _PROJECTIONS.get(call.function)
+    projection = read(*call.args, **call.kwargs) if read is not None else None
     if projection is None or not isinstance(projection.weight, Tensor) or projection.weight.dim() != 2:
         return None
     return projection
@@ -77,46 +107,13 @@ def as_projection(function: Function, args: Sequence[Any], kwargs: Mapping[str, 
 
 def project(call: Call, axis: Axis) -> LocalCall | None:
     """A product with a sharded weight: column gives a sharded result, row a partial one."""
-    projection = as_projection(call.function, call.args, call.kwargs)
+    projection = as_projection(call)
     at = None if projection is None else placement_of(projection.weight)
     if projection is None or not isinstance(at, Sharded):
         return None
-    if at.dim == projection.features_dim:
-        return _column(projection, at)
-    return None if isinstance(at, Parts) else _row(projection, at)
-
-
-def _column(call: Projection, at: Shard | Parts) -> LocalCall:
-    multiply = _multiply(call)
-    result = at.at(call.input.dim() - 1)
-    if call.bias is None:
-        return LocalCall(
-            tensors=(call.input, call.weight), needs=(EACH, at), run=multiply, result=result, weight=call.weight
-        )
-    is_alike = call.bias.shape[-1:] in ((), (1,))  # for all features
-    return LocalCall(
-        tensors=(call.input, call.weight, call.bias),
-        needs=(EACH, at, EACH if is_alike else at.at(call.bias.dim() - 1)),
-        run=multiply,
-        result=result,
-        weight=call.weight,
-    )
-
-
-def _row(call: Projection, at: Shard) -> LocalCall:
-    bias = call.bias
-    return LocalCall(
-        tensors=(call.input, call.weight),
-        needs=(Shard(call.input_dim), at),
-        run=_multiply(call),
-        result=PARTIAL,
-        weight=call.weight,
-        # Autocast may have chosen the dtype of the sum.
-        then=None if bias is None else lambda output: output + bias.to(output.dtype),
-    )
-
-
-def _multiply(call: Projection) -> Callable[..., Tensor]:
-    if call.features_dim == 0:
-        return F.linear
-    return lambda input, weight, bias=None: F.linear(input, weight.t(), bias)
+    if at.dim != projection.features_dim:
+        return None if isinstance(at, Parts) else projection.row(at)
+    bias = projection.bias
+    is_alike = bias is None or bias.shape[-1:] in ((), (1,))  # for all features
+    of_bias = EACH if bias is None or is_alike else at.at(bias.dim() - 1)
+    return projection.column(at, input=EACH, bias=of_bias, result=at.at(projection.input_dim))

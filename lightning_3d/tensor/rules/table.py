@@ -5,34 +5,28 @@ A function that stands here not, or none of whose rules answers, is looked up by
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-import torch.nn.functional as F
-
-from lightning_3d.tensor.rules import aliases, channelwise, contraction, convolution, dropout, projection, views
+from lightning_3d.tensor.rules import aliases, channelwise, contraction, convolution, projection, randomness, views
 from lightning_3d.tensor.rules.attention import attend
-from lightning_3d.tensor.rules.batched_matmul import multiply_stacks
 from lightning_3d.tensor.rules.call import Rule
-from lightning_3d.tensor.rules.function import EXPERTS_MATMULS, Function
-from lightning_3d.tensor.rules.gated import gated
-from lightning_3d.tensor.rules.multihead import is_multi_head_attention, multi_head_attention
+from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
 
 
 def _table() -> Mapping[str, tuple[Rule, ...]]:
     rules: dict[str, tuple[Rule, ...]] = {}
 
-    def answer(names: Sequence[str] | frozenset[str], *answers: Rule) -> None:
+    def answer(names: Iterable[str], *answers: Rule) -> None:
         for name in names:
             rules[name] = (*rules.get(name, ()), *answers)
 
     answer(("linear", "addmm", "mm"), projection.project)
-    answer(("matmul", "__matmul__"), projection.project, contraction.contract, multiply_stacks)
-    answer(("bmm",), contraction.contract, multiply_stacks)
+    answer(("matmul", "__matmul__"), projection.project, contraction.contract, contraction.multiply_stacks)
+    answer(("bmm",), contraction.contract, contraction.multiply_stacks)
     answer(("einsum", *EXPERTS_MATMULS), contraction.contract)
     answer(convolution.NAMES, convolution.convolve)
     answer(("scaled_dot_product_attention",), attend)
-    answer(("dropout",), dropout.drop)
+    answer(("dropout",), randomness.drop)
     answer(channelwise.NAMES, channelwise.on_channels)
     answer(aliases.NAMES, aliases.alias)
     answer(views.CUTS, views.cut_parts)
@@ -44,10 +38,3 @@ def _table() -> Mapping[str, tuple[Rule, ...]]:
 
 
 RULES: Mapping[str, tuple[Rule, ...]] = _table()
-
-
-def rewritten(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function | None:
-    """The same function in calls that have rules, for one that torch hands over as a single call."""
-    if is_multi_head_attention(function, args, kwargs):
-        return multi_head_attention
-    return gated if function is F.glu else None

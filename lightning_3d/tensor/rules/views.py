@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Shard, Sharded, in_parts
 from lightning_3d.tensor.rules.call import Call, LocalCall
-from lightning_3d.tensor.rules.function import Function, function_name, tensors_in
+from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.sharded_tensor import parts_of, shard_dim
 
 CUTS = frozenset({"split", "split_with_sizes", "chunk", "tensor_split", "narrow", "__getitem__"})
@@ -31,8 +31,8 @@ _MAX_VIEWS = 8192
 
 def cut_parts(call: Call, axis: Axis) -> LocalCall | None:
     """A call that cuts its first argument between the parts of its sharded dim."""
-    parts = parts_of(call.args[0]) if call.args else None
-    if parts is None or (pieces := cut_pieces(call.function, call.args, call.kwargs, parts.dim)) is None:
+    parts = parts_of(call.first)
+    if parts is None or (pieces := cut_pieces(call, parts.dim)) is None:
         return None
     edges = [sum(parts.sizes[:i]) for i in range(len(parts.sizes) + 1)]
     if any(edge not in edges for piece in pieces for edge in piece) or any(start == stop for start, stop in pieces):
@@ -55,8 +55,8 @@ def cut_parts(call: Call, axis: Axis) -> LocalCall | None:
 
 def view_parts(call: Call, axis: Axis) -> LocalCall | None:
     """A view that leaves the dim with the parts, or gives the parts a dim of their own."""
-    parts = parts_of(call.args[0]) if call.args else None
-    new = None if parts is None else viewed_shape(call.function, call.args, call.kwargs)
+    parts = parts_of(call.first)
+    new = None if parts is None else viewed_shape(call)
     if parts is None or new is None:
         return None
     old = tuple(call.args[0].shape)
@@ -74,8 +74,8 @@ def view_parts(call: Call, axis: Axis) -> LocalCall | None:
 
 def merge_into_parts(call: Call, axis: Axis) -> LocalCall | None:
     """A view that flattens the evenly sharded dim of its first argument into dims before it."""
-    dim = shard_dim(call.args[0]) if call.args else None
-    new = viewed_shape(call.function, call.args, call.kwargs) if dim else None
+    dim = shard_dim(call.first)
+    new = viewed_shape(call) if dim else None
     if not dim or new is None:
         return None
     old = call.args[0].shape
@@ -89,7 +89,7 @@ def merge_into_parts(call: Call, axis: Axis) -> LocalCall | None:
 
 def repeat_into_parts(call: Call, axis: Axis) -> LocalCall | None:
     """``x.repeat(...)`` of the evenly sharded dim."""
-    dim = shard_dim(call.args[0]) if call.args else None
+    dim = shard_dim(call.first)
     if dim is None or call.kwargs or not all(type(times) is int for times in call.args[1:]):
         return None
     tensor, times = call.args[0], call.args[1:]
@@ -101,7 +101,7 @@ def repeat_into_parts(call: Call, axis: Axis) -> LocalCall | None:
 
 def take_every_nth(call: Call, axis: Axis) -> LocalCall | None:
     """``x[..., 1::2]`` along the evenly sharded dim, where the step divides what a rank has."""
-    dim = shard_dim(call.args[0]) if call.args else None
+    dim = shard_dim(call.first)
     if dim is None or call.name != "__getitem__":
         return None
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
@@ -151,16 +151,14 @@ def _reshape(
     )
 
 
-def cut_pieces(
-    function: Function, args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
-) -> list[tuple[int, int]] | None:
+def cut_pieces(call: Call, dim: int) -> list[tuple[int, int]] | None:
     """The ranges (start, stop) along `dim` that a call cuts its first argument into, or None."""
-    name = function_name(function)
-    if name not in CUTS or not _is_alone(args, kwargs) or (name == "__getitem__" and not _is_slice(args[1])):
+    is_cut = call.name in CUTS and call.starts_with_its_tensor
+    if not is_cut or (call.name == "__getitem__" and not _is_slice(call.args[1])):
         return None
-    whole = torch.empty(args[0].shape, device="meta")
+    whole = torch.empty(call.first.shape, device="meta")
     pieces = []
-    for piece in tensors_in(function(whole, *args[1:], **kwargs)):
+    for piece in tensors_in(call.run(whole)):
         if piece.stride() != whole.stride() or piece.storage_offset() % whole.stride(dim):
             return None
         if _with(piece.shape, dim, 0) != _with(whole.shape, dim, 0):
@@ -170,17 +168,19 @@ def cut_pieces(
     return pieces
 
 
-def viewed_shape(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+def viewed_shape(call: Call) -> tuple[int, ...] | None:
     """The full shape of the result if a call gives its first argument another shape, or None."""
-    name = function_name(function)
-    adds_dims = name == "__getitem__" and _adds_dims(args[1])
-    if (name not in VIEWS - {"__getitem__"} and not adds_dims) or not _is_alone(args, kwargs):
+    adds_dims = call.name == "__getitem__" and _adds_dims(call.args[1])
+    if (call.name not in VIEWS - {"__getitem__"} and not adds_dims) or not call.starts_with_its_tensor:
         return None
     if adds_dims:
-        return tuple(function(torch.empty(args[0].shape, device="meta"), args[1]).shape)
-    if any(isinstance(item, torch.dtype) for item in args[1:]):
+        return tuple(call.run(torch.empty(call.first.shape, device="meta")).shape)
+    options = call.args[1:]
+    if any(isinstance(item, torch.dtype) for item in options):
         return None  # the same bits as another dtype
-    return _shape_of_view(function, tuple(args[0].shape), _hashable(args[1:]), _hashable(tuple(kwargs.items())))
+    return _shape_of_view(
+        call.function, tuple(call.first.shape), _hashable(options), _hashable(tuple(call.kwargs.items()))
+    )
 
 
 @functools.lru_cache(_MAX_VIEWS)
@@ -209,13 +209,6 @@ def _place(shape: Sequence[int], before: int, length: int, after: int) -> int | 
         if size == length and math.prod(shape[:dim]) == before and math.prod(shape[dim + 1 :]) == after:
             return dim
     return None
-
-
-def _is_alone(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the first argument is the only tensor."""
-    if not args or not isinstance(args[0], Tensor):
-        return False
-    return next(tensors_in((tuple(args[1:]), dict(kwargs))), None) is None
 
 
 def _is_slice(index: object) -> bool:

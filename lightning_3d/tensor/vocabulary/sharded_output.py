@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.second_order import refuse_second_order
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Saved, as_cross_entropy, shard_bounds

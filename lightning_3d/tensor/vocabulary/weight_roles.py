@@ -24,6 +24,7 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Kind, MeshAxis, sent_bytes
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role, WeightPlan
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.weights import named_parameters
@@ -182,7 +183,7 @@ def _collectives(weight: WeightRoles, use: VocabularyRoles, size: int) -> Iterat
 
 
 def _over_vocabulary(weight: WeightPlan) -> WeightPlan:
-    return replace(weight, role="vocabulary", shard_dim=0, reason=None)
+    return replace(weight, role="vocabulary", sharding=Shard(0), reason=None)
 
 
 def _can_cut(weight: Tensor, size: int) -> bool:

@@ -1,4 +1,11 @@
-"""A sequence gathered for column weights, which the backward gathers again rather than keep it."""
+"""Sequence-parallel regions of a block: norms, dropout and residuals work on a slice of the sequence.
+
+A block's input is cut along its sequence, every rank keeps one slice, and each all-reduce becomes a reduce-scatter
+after a row weight and an all-gather before a column weight (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198).
+The result of the all-gather is not kept for the backward, which gathers again.
+
+    x ---> slice ---> norm ---> all-gather ---> column ... row ---> reduce-scatter ---> + ---> all-gather ---> y
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,38 @@ from torch import Tensor
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.rules.sequence import SEQUENCE_DIM
+from lightning_3d.tensor.placement import Shard
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.tensors import storage_id
+
+SEQUENCE_DIM = 1
+"""The dim of the sequence in activations of shape (B, T, D)."""
+
+
+def cut_sequence(args: tuple[Any, ...], axis: Axis) -> tuple[tuple[Any, ...], torch.Size | None]:
+    """The arguments of a block with the first cut along its sequence, if it is (B, T, D) and the ranks divide T.
+
+    Returns:
+        The arguments, and the full shape of what is cut; None if nothing is.
+    """
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or not first.is_floating_point() or first.dim() != 3:
+        return args, None
+    if first.shape[SEQUENCE_DIM] % axis.size:
+        return args, None
+    along = Shard(SEQUENCE_DIM)
+    own = collectives.cut(first, axis, along)
+    own = own if first.requires_grad else own.clone()  # so that nothing retains the rest of it
+    return (ShardedTensor(own, axis, along), *args[1:]), first.shape
+
+
+def is_along(tensor: Tensor, sequence: torch.Size | None) -> bool:
+    """Whether a tensor of full shape (B, T, ...) lies along the sequence of a block's input of shape `sequence`."""
+    return sequence is not None and tensor.dim() == 3 and tensor.shape[:2] == sequence[:2]
 
 
 class GatheredSequence:
-    """An activation that column weights read.
+    """An activation gathered for column weights, which the backward gathers again rather than keep it.
 
     Args:
         local: This rank's slice, (B, T / size, D).

@@ -12,7 +12,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.placement import Sharded
+from lightning_3d.tensor.rules.call import Call, LocalCall
+from lightning_3d.tensor.sharded_tensor import placement_of
+
+
+def drop(call: Call, axis: Axis) -> LocalCall | None:
+    """Elementwise dropout: every rank drops elements of its own part."""
+    read = _functional_dropout if call.function is F.dropout else _torch_dropout
+    input, p, is_training = read(*call.args, **call.kwargs)
+    at = placement_of(input)
+    if not isinstance(at, Sharded):
+        return None
+
+    def run(local: Tensor) -> Tensor:
+        return dropout_shard(local, p, axis.rank) if is_training else local
+
+    return LocalCall(tensors=(input,), needs=(at,), run=run, result=at)
+
+
+def _functional_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool]:
+    return input, p, training  # the result is used, so in place or not is the same
+
+
+def _torch_dropout(input: Tensor, p: float, train: bool) -> tuple[Tensor, float, bool]:
+    return input, p, train
 
 
 def draw_seed(rank: int) -> int:

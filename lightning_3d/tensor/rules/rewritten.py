@@ -1,7 +1,8 @@
-"""``F.multi_head_attention_forward``, what ``nn.MultiheadAttention`` calls, in calls that tensor parallel understands.
+"""Functions that torch hands over as one call, in calls that tensor parallel understands.
 
-torch's own function hands itself over as one call, and flattens the batch and its heads into one dim. This is the same
-function on ``[batch, heads, ...]``; planning and execution run it in its place.
+``F.multi_head_attention_forward``, what ``nn.MultiheadAttention`` calls, flattens the batch and its heads into one dim;
+here it works on ``[batch, heads, ...]``. Of ``F.glu`` the two halves of the input are the parts of one projection.
+Planning and execution run these in their place.
 """
 
 from __future__ import annotations
@@ -21,12 +22,21 @@ _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 _UNSUPPORTED = ("bias_k", "bias_v", "add_zero_attn", "static_k", "static_v")
 
 
-def is_multi_head_attention(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether `multi_head_attention` can answer a call."""
+def rewritten(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Function | None:
+    """A function with the same arguments and results, for a call that has to be rewritten."""
+    if function is F.glu:
+        return gated
     if function is not F.multi_head_attention_forward:
-        return False
+        return None
     arguments = _SIGNATURE.bind(*args, **kwargs).arguments
-    return all(arguments.get(name) in (None, False) for name in _UNSUPPORTED)
+    is_supported = all(arguments.get(name) in (None, False) for name in _UNSUPPORTED)
+    return multi_head_attention if is_supported else None
+
+
+def gated(input: Tensor, dim: int = -1) -> Tensor:
+    """The same arguments and result as ``F.glu``."""
+    values, gates = input.chunk(2, dim)
+    return values * gates.sigmoid()
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:

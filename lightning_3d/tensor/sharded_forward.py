@@ -1,4 +1,7 @@
-"""The forward of a block whose parameters are sharded: it takes the place of its own."""
+"""The forward of a block whose parameters are sharded: it takes the place of its own.
+
+Activations that the block retains in attributes, as ``self.weights = weights``, stay readable afterwards.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.boundary import gathered, slice_of_sequence
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.rules.sequence import sequence_input
-from lightning_3d.tensor.run.retained import RetainedActivations
-from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.tensor.sequence import cut_sequence
+from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd import custom_functions_seen, is_reentrant, recomputed_by
-from lightning_3d.torch_internals.modules import parameters_of
-from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, parameters_of
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
 Slot = tuple[nn.Module, str, Sharded | None]
@@ -53,18 +54,19 @@ class ShardedForward:
     ) -> None:
         self._forward, self._plan, self._axis = running(block).innermost, plan, axis
         self._slots, self._vocabulary = slots, vocabulary
-        self._retained = RetainedActivations(block)
+        self._modules = list(block.modules())
         self._is_running = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output: plain tensors, and sharded ones where nothing reads them."""
-        sequence = sequence_input(args, self._axis.size) if self._plan.is_sequence_parallel else None
-        if sequence is not None:
-            args = (slice_of_sequence(sequence, self._axis), *args[1:])
-        with self._modes(None if sequence is None else sequence.shape) as interpreter:
+        args, sequence = cut_sequence(args, self._axis) if self._plan.is_sequence_parallel else (args, None)
+        with self._modes(sequence) as interpreter:
             output = self._forward(*args, **kwargs)
-        self._retained.show(interpreter.whole)
-        return gathered(output, interpreter, self._plan.unread)
+        for module in self._modules:
+            attributes = vars(module)
+            _show_retained(attributes, TORCH_ATTRIBUTES, interpreter.whole)
+            _show_retained(attributes[BUFFERS], frozenset(), interpreter.whole)
+        return interpreter.gathered(output, self._plan.unread)
 
     @contextmanager
     def _modes(self, sequence: torch.Size | None) -> Iterator[Interpreter]:
@@ -126,10 +128,30 @@ def _own_parameter(parameter: DTensor, axis: MeshAxis, placement: Sharded | None
     local = own_shard(parameter)
     if placement is None:
         return local
-    weight = ShardedTensor(local, axis, placement)
-    weight.is_weight = True
+    weight = ShardedTensor(local, axis, placement, is_weight=True)
     count_as_parameter(weight)  # as what a block's code finds
     return weight
+
+
+def _show_retained(attributes: dict[str, Any], hidden: frozenset[str], whole: Callable[[Tensor], Tensor]) -> None:
+    """Replace sharded tensors in a module's attributes by full ones, which are gathered when they are read."""
+
+    def shown(leaf: Any) -> Any:
+        if not isinstance(leaf, ShardedTensor):
+            return leaf
+        return whole(leaf) if shard_dim(leaf) is None else as_unread(leaf)
+
+    for name, value in attributes.items():
+        if name not in hidden and _holds_sharded_tensor(value):
+            attributes[name] = tree_map(shown, value)
+
+
+def _holds_sharded_tensor(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(value, ShardedTensor)
+    if not isinstance(value, list | tuple | dict):
+        return False
+    return any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves(value))
 
 
 def without_shards(output: Any) -> Any:
