@@ -125,9 +125,8 @@ def _agreed(
 
 def _idle(fqn: str, block: nn.Module, plan: Plan) -> VocabularyRoles:
     """Tied weights of an uncalled block, so that ties can still be sharded."""
-    unused = WeightRoles(lookup_bytes=(), head_input_bytes=(), logits_bytes=())
     names = [name for name, _ in block.named_parameters(remove_duplicate=False) if f"{fqn}.{name}" in plan.ties]
-    return VocabularyRoles(weights=dict.fromkeys(names, unused))
+    return VocabularyRoles(weights=dict.fromkeys(names, WeightRoles()))
 
 
 def _slot(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:

@@ -56,13 +56,6 @@ class Verification:
         return text if self.error is None else f"{text}; {self.error}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Results:
-    outputs: list[Tensor]
-    input_gradients: list[Tensor | None]
-    parameter_gradients: dict[str, Tensor | None]
-
-
 def block_signature(block: nn.Module, plan: BlockTensorPlan) -> tuple[object, ...]:
     """Blocks of one signature need one proof: same class, structure, parameters and plan."""
     parameters = tuple((fqn, tuple(p.shape), p.dtype, p.requires_grad) for fqn, p in block.named_parameters())
@@ -107,9 +100,9 @@ def verify_block(
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), preserved(block):
         block.eval()
         try:
-            sharded_block, sharded_names = _sharded_copy(block, plan, mesh, excluded, compiler)
-            dense = _run(block, dict(block.named_parameters()), inputs)
-            differences = _differences(dense, _run(sharded_block, sharded_names, inputs), limit)
+            sharded_block = _sharded_copy(block, plan, mesh, excluded, compiler)
+            pairs = zip(_run(block, inputs), _run(sharded_block, inputs), strict=True)
+            differences = [_difference(dense, sharded, limit) for dense, sharded in pairs]
         except Exception as failure:  # whatever goes wrong, also in the dense block, the answer is "not proved"
             error = f"{type(failure).__name__}: {failure}"
             differences = [float("inf")] * 3
@@ -170,20 +163,27 @@ def _sharded_copy(
     mesh: DeviceMesh,
     excluded: Collection[nn.Parameter],
     compiler: BlockCompiler | None,
-) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+) -> nn.Module:
     shared = {id(parameter): parameter for parameter in excluded}  # the copy shares what is excluded
     left = [tensor for module in block.modules() for tensor in _tensors(vars(module)) if tensor.grad_fn is not None]
     results = {id(tensor): tensor.detach().clone() for tensor in left}  # earlier forwards left them in attributes
     duplicate = copy.deepcopy(block, memo=shared | results)
     apply_block(duplicate, plan, mesh, excluded=excluded, compiler=compiler)
-    return duplicate, dict(duplicate.named_parameters())
+    return duplicate
 
 
-def _run(block: nn.Module, parameters: Mapping[str, nn.Parameter], inputs: Any) -> _Results:
-    """Forward and backward of a random linear function of the outputs, without leaving gradients behind."""
+_Values = Sequence[Tensor | None]
+
+
+def _run(block: nn.Module, inputs: Any) -> tuple[_Values, _Values, _Values]:
+    """Forward and backward of a random linear function of the outputs, without leaving gradients behind.
+
+    Returns:
+        Outputs, gradients of inputs, and gradients of parameters.
+    """
     args, kwargs = as_called(inputs)
     differentiable = [leaf for leaf in _tensors(inputs) if leaf.requires_grad]
-    trained = {fqn: parameter for fqn, parameter in parameters.items() if parameter.requires_grad}
+    trained = {fqn: parameter for fqn, parameter in block.named_parameters() if parameter.requires_grad}
     with torch.enable_grad():
         outputs = [leaf for leaf in _tensors(block.forward(*args, **kwargs)) if leaf.is_floating_point()]
         generator = torch.Generator().manual_seed(_SEED + 1)
@@ -200,11 +200,7 @@ def _run(block: nn.Module, parameters: Mapping[str, nn.Parameter], inputs: Any) 
     for fqn, parts in marked(block).items():
         if (gradient := named.get(fqn)) is not None:
             named[fqn] = parts.ungrouped(gradient)
-    return _Results(
-        outputs=[output.detach() for output in outputs],
-        input_gradients=full[: len(differentiable)],
-        parameter_gradients=named,
-    )
+    return [output.detach() for output in outputs], full[: len(differentiable)], list(named.values())
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -216,32 +212,19 @@ def _full(gradient: Tensor | None) -> Tensor | None:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def _differences(dense: _Results, sharded: _Results, tolerance: float) -> list[float]:
-    """Compare outputs, input gradients and parameter gradients.
+def _difference(expected: _Values, actual: _Values, tolerance: float) -> float:
+    """The greatest relative difference of the tensors of one kind.
 
     A tensor is compared relative to its own greatest element, but at least to `tolerance` times the greatest of its
     kind: a gradient that is zero but for rounding (the bias of a key projection) does not count as wrong.
     """
-    names = dense.parameter_gradients.keys()
-    return [
-        _difference(dense.outputs, sharded.outputs, tolerance),
-        _difference(dense.input_gradients, sharded.input_gradients, tolerance),
-        _difference(
-            [dense.parameter_gradients[fqn] for fqn in names],
-            [sharded.parameter_gradients[fqn] for fqn in names],
-            tolerance,
-        ),
-    ]
-
-
-def _difference(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None], tolerance: float) -> float:
     if len(expected) != len(actual):
         return float("inf")
     largest = max((_largest(tensor) for tensor in expected), default=0.0)
     return max(_relative(expected, actual, tolerance * largest), default=0.0)
 
 
-def _relative(expected: Sequence[Tensor | None], actual: Sequence[Tensor | None], floor: float) -> Iterator[float]:
+def _relative(expected: _Values, actual: _Values, floor: float) -> Iterator[float]:
     for left, right in zip(expected, actual, strict=True):
         if left is None or right is None or left.shape != right.shape:
             yield 0.0 if left is right else float("inf")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 
-from lightning_3d.tensor.axis import Kind
+from lightning_3d.tensor.axis import Kind, sent_bytes
 from lightning_3d.tensor.placement import Parts, Sharded
 
 Role = Literal["column", "row", "replicate", "vocabulary"]
@@ -74,6 +74,11 @@ class Collective:
     """Name of the call that needs it."""
 
     is_backward: bool = False
+
+    @classmethod
+    def of_full(cls, kind: Kind, num_bytes: int, call: str, *, size: int, is_backward: bool = False) -> Collective:
+        """One of a full tensor of `num_bytes`, over `size` ranks."""
+        return cls(kind=kind, num_bytes=sent_bytes(kind, num_bytes, size), call=call, is_backward=is_backward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

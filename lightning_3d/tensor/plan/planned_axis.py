@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.axis import Kind, sent_bytes
+from lightning_3d.tensor.axis import Kind
 from lightning_3d.tensor.plan.block_plan import Collective
 from lightning_3d.torch_internals.autograd import reachable_nodes
 
@@ -87,6 +87,6 @@ class PlannedAxis:
         return [caused for node, caused in self._expected if node in nodes]
 
     def _caused(self, kind: Kind, tensor: Tensor, *, is_backward: bool = False) -> Caused:
-        sent = sent_bytes(kind, tensor.nbytes, self.size)
-        collective = Collective(kind=kind, num_bytes=sent, call=self._cause.call, is_backward=is_backward)
+        call, size = self._cause.call, self.size
+        collective = Collective.of_full(kind, tensor.nbytes, call, size=size, is_backward=is_backward)
         return Caused(collective=collective, cause=self._cause)

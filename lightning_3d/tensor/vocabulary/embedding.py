@@ -18,51 +18,44 @@ from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Embedding:
-    """The arguments of ``F.embedding`` without those that need the whole table."""
+    """The arguments of ``F.embedding``, by the same names."""
 
-    ids: Tensor
-    """``[...]``, integers."""
+    input: Tensor
+    """Ids ``[...]``, integers."""
 
     weight: Tensor
     """``[rows, width]``."""
 
-    padding_idx: int | None
-    """The row that gets no gradient."""
+    padding_idx: int | None = None
+    """The row that gets no gradient; may count from the end."""
+
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    scale_grad_by_freq: bool = False
+    sparse: bool = False
 
 
 def as_embedding(function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Embedding | None:
     """Read a call as an embedding that can run on shards of the table, or None."""
-    return _embedding(*args, **kwargs) if function is F.embedding else None
-
-
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Embedding | None:
-    if max_norm is not None or scale_grad_by_freq or sparse:
+    call = Embedding(*args, **kwargs) if function is F.embedding else None
+    if call is None or call.max_norm is not None or call.scale_grad_by_freq or call.sparse:
         return None  # they change rows in place, count rows, or make gradients that are not dense
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += weight.shape[0]
-    return Embedding(ids=input, weight=weight, padding_idx=padding_idx)
+    return call
 
 
 def look_up(call: Embedding, axis: MeshAxis) -> Tensor:
-    """The rows of `call.ids`, ``[..., width]``, plain: own rows, zeros for those of others, and one all-reduce."""
+    """The rows of the ids, ``[..., width]``, plain: own rows, zeros for those of others, and one all-reduce."""
     assert isinstance(call.weight, DTensor)
-    start, stop = shard_bounds(call.weight.shape[0], axis.mesh)
-    ids, padding = call.ids, None
+    num_rows, ids = call.weight.shape[0], call.input
+    start, stop = shard_bounds(num_rows, axis.mesh)
     is_own = (ids >= start) & (ids < stop)
     # An id beyond the table is out of bounds on every rank, as it is in one process.
-    is_invalid = (ids < 0) | (ids >= call.weight.shape[0])
+    is_invalid = (ids < 0) | (ids >= num_rows)
     index = torch.where(is_own, ids - start, torch.where(is_invalid, stop - start, 0))
-    if call.padding_idx is not None and start <= call.padding_idx < stop:
-        padding = call.padding_idx - start
+    padding = None if call.padding_idx is None else call.padding_idx % num_rows - start
+    if padding is not None and not 0 <= padding < stop - start:
+        padding = None
     rows = F.embedding(index, own_shard(call.weight), padding_idx=padding)
     return collectives.reduce(rows.masked_fill(~is_own.unsqueeze(-1), 0.0), axis)

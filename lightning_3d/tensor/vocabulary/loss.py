@@ -29,9 +29,9 @@ def shard_bounds(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
     return start, min(start + length, num_rows)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """The arguments of ``F.cross_entropy`` with class indices as targets."""
+    """The arguments of ``F.cross_entropy``, by the same names."""
 
     input: Tensor
     """``[classes]`` or ``[rows, classes, ...]``."""
@@ -39,53 +39,42 @@ class CrossEntropy:
     target: Tensor
     """Has the input's shape without the classes; int64."""
 
-    weight: Tensor | None
+    weight: Tensor | None = None
     """``[classes]``; a constant."""
 
-    ignore_index: int
-    reduction: Reduction
-    label_smoothing: float
+    size_average: bool | None = None
+    ignore_index: int = -100
+    reduce: bool | None = None
+    reduction: Reduction = "mean"
+    label_smoothing: float = 0.0
 
     @property
     def class_dim(self) -> int:
         """The input's dim of the classes."""
         return min(1, self.input.dim() - 1)
 
+    @property
+    def has_sharded_form(self) -> bool:
+        """Whether the options are none of those deprecated, and the targets are class indices."""
+        shape = list(self.input.shape)
+        num_classes, weight = shape.pop(self.class_dim), self.weight
+        return (
+            self.size_average is None
+            and self.reduce is None
+            and self.reduction in ("mean", "sum", "none")
+            and 0.0 <= self.label_smoothing <= 1.0
+            and not self.target.is_floating_point()
+            and list(self.target.shape) == shape
+            and (weight is None or (not weight.requires_grad and list(weight.shape) == [num_classes]))
+        )
+
 
 def as_cross_entropy(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CrossEntropy | None:
     """Read a call as a cross entropy that can run on shards, or None."""
-    return _cross_entropy(*args, **kwargs) if function is torch.nn.functional.cross_entropy else None
-
-
-def _cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: Reduction = "mean",
-    label_smoothing: float = 0.0,
-) -> CrossEntropy | None:
-    call = CrossEntropy(
-        input=input,
-        target=target,
-        weight=weight,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
-    without_classes = [length for dim, length in enumerate(input.shape) if dim != call.class_dim]
-    is_known = (
-        size_average is None
-        and reduce is None
-        and reduction in ("mean", "sum", "none")
-        and 0.0 <= label_smoothing <= 1.0
-        and not target.is_floating_point()
-        and list(target.shape) == without_classes
-        and (weight is None or (not weight.requires_grad and list(weight.shape) == [input.shape[call.class_dim]]))
-    )
-    return call if is_known else None
+    if function is not torch.nn.functional.cross_entropy:
+        return None
+    call = CrossEntropy(*args, **kwargs)
+    return call if call.has_sharded_form else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -261,17 +261,14 @@ def _view(logits: ShardedOutput, func: OpOverload, shape: Sequence[int], *stride
     return None
 
 
-def _slice(logits: ShardedOutput, func: OpOverload, dim: int = 0, *rest: Any) -> ShardedOutput | None:
-    if dim % logits.dim() == logits.sharded_dim:
-        return None
-    return logits.like(func(logits.local, dim, *rest), logits.sharded_dim)
-
-
-def _select(logits: ShardedOutput, func: OpOverload, dim: int, index: int) -> ShardedOutput | None:
+def _along_dim(logits: ShardedOutput, func: OpOverload, dim: int = 0, *rest: Any) -> ShardedOutput | None:
+    """Slice, select and squeeze, the last two of which drop the dim."""
     dim %= logits.dim()
     if dim == logits.sharded_dim:
         return None
-    return logits.like(func(logits.local, dim, index), logits.sharded_dim - (dim < logits.sharded_dim))
+    local = func(logits.local, dim, *rest)
+    is_dropped = local.dim() < logits.dim() and dim < logits.sharded_dim
+    return logits.like(local, logits.sharded_dim - is_dropped)
 
 
 def _slice_backward(
@@ -294,14 +291,6 @@ def _unsqueeze(logits: ShardedOutput, func: OpOverload, dim: int) -> ShardedOutp
     return logits.like(func(logits.local, dim), logits.sharded_dim + (dim <= logits.sharded_dim))
 
 
-def _squeeze(logits: ShardedOutput, func: OpOverload, dim: int) -> ShardedOutput | None:
-    dim %= logits.dim()
-    if dim == logits.sharded_dim:
-        return None
-    is_dropped = logits.shape[dim] == 1 and dim < logits.sharded_dim
-    return logits.like(func(logits.local, dim), logits.sharded_dim - is_dropped)
-
-
 def _transpose(logits: ShardedOutput, func: OpOverload, *dims: int) -> ShardedOutput:
     order = list(range(logits.dim()))
     first, second = dims or (0, -1)  # none: `t`
@@ -322,12 +311,12 @@ _ON_SHARDS: Mapping[OpOverload, _OnShards] = {
     _aten.view.default: _view,
     UNSAFE_VIEW: _view,
     RESHAPE_ALIAS: _view,
-    _aten.slice.Tensor: _slice,
+    _aten.slice.Tensor: _along_dim,
     _aten.slice_backward.default: _slice_backward,
-    _aten.select.int: _select,
+    _aten.select.int: _along_dim,
     _aten.select_backward.default: _slice_backward,
     _aten.unsqueeze.default: _unsqueeze,
-    _aten.squeeze.dim: _squeeze,
+    _aten.squeeze.dim: _along_dim,
     _aten.transpose.int: _transpose,
     _aten.t.default: _transpose,
     _aten.permute.default: _permute,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor import collectives
-from lightning_3d.tensor.axis import Kind, MeshAxis, sent_bytes
+from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.interpret import Interpreter
 from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Shard
-from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role, WeightPlan
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role
 from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.weights import named_parameters
 from lightning_3d.tensor.rules.function import Function, tensors_in
@@ -43,23 +43,29 @@ _LEAST_SHARE = 0.03
 """Least share of a block's parameters for which sharding a table is worth the all-reduce of its rows."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class WeightRoles:
-    """The roles of one weight: rows are looked up in it, logits are made with it, or both."""
+    """The uses of one parameter in a forward: rows are looked up in it, logits are made with it, or both."""
 
-    lookup_bytes: tuple[int, ...]
+    lookup_bytes: list[int] = field(default_factory=list)
     """Bytes of the rows that are looked up, by lookup."""
 
-    head_input_bytes: tuple[int, ...]
+    head_input_bytes: list[int] = field(default_factory=list)
     """Bytes of inputs that it is multiplied with as a head, where they need a gradient."""
 
-    logits_bytes: tuple[int, ...]
-    """Bytes of the logits that it makes as a head, by product."""
+    logits: list[Tensor] = field(default_factory=list)
+    """The fake logits that it makes as a head."""
+
+    biases: tuple[str, ...] = ()
+    """FQNs of the biases that go with it as a head."""
+
+    num_others: int = 0
+    """Other uses."""
 
     @property
-    def num_heads(self) -> int:
-        """Uses as the weight of a head."""
-        return len(self.logits_bytes)
+    def is_vocabulary(self) -> bool:
+        """Whether all of its uses can run on shards of its rows."""
+        return len(self.lookup_bytes) + len(self.logits) > 0 and self.num_others == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +141,7 @@ def find_vocabulary(
 
     chosen = [fqn for fqn in parameters if suits(fqn)]
     return VocabularyRoles(
-        weights={fqn: seen[fqn].summary for fqn in chosen},
+        weights={fqn: seen[fqn] for fqn in chosen},
         biases={bias: fqn for fqn in chosen for bias in seen[fqn].biases},
         gathers_logits=logits is not None and logits.is_read,
     )
@@ -143,7 +149,7 @@ def find_vocabulary(
 
 def _roles(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: ShardedLogits | None
-) -> Mapping[str, _Seen]:
+) -> Mapping[str, WeightRoles]:
     """Run the block; FQN -> roles, tied weights alike."""
     with on_fakes(block, args, kwargs) as fakes, torch.enable_grad(), _SeeRoles(fakes.parameters, logits) as seen:
         output = block.forward(*fakes.args, **fakes.kwargs)
@@ -160,30 +166,27 @@ def with_vocabulary(plan: BlockTensorPlan, use: VocabularyRoles) -> BlockTensorP
     uses = {id(weight): weight for weight in use.weights.values()}.values()  # a tied weight once
     return replace(
         plan,
-        weights=tuple(_over_vocabulary(weight) if weight.fqn in use.fqns else weight for weight in plan.weights),
+        weights=tuple(
+            replace(weight, role="vocabulary", sharding=Shard(0), reason=None) if weight.fqn in use.fqns else weight
+            for weight in plan.weights
+        ),
         collectives=(
             *plan.collectives,
             *(collective for weight in uses for collective in _collectives(weight, use, plan.size)),
         ),
-        gathers_logits=use.gathers_logits and any(weight.num_heads for weight in uses),
+        gathers_logits=use.gathers_logits and any(weight.logits for weight in uses),
         reason=None,
     )
 
 
 def _collectives(weight: WeightRoles, use: VocabularyRoles, size: int) -> Iterator[Collective]:
-    def of(kind: Kind, num_bytes: int, call: str, *, is_backward: bool = False) -> Collective:
-        return Collective(kind=kind, num_bytes=sent_bytes(kind, num_bytes, size), call=call, is_backward=is_backward)
-
+    of = partial(Collective.of_full, size=size)
     for num_bytes in weight.lookup_bytes:
         yield of("all-reduce", num_bytes, "embedding")
     for num_bytes in weight.head_input_bytes:
         yield of("all-reduce", num_bytes, "linear", is_backward=True)
-    for num_bytes in weight.logits_bytes if use.gathers_logits else ():
-        yield of("all-gather", num_bytes, "linear")
-
-
-def _over_vocabulary(weight: WeightPlan) -> WeightPlan:
-    return replace(weight, role="vocabulary", sharding=Shard(0), reason=None)
+    for logits in weight.logits if use.gathers_logits else ():
+        yield of("all-gather", logits.nbytes, "linear")
 
 
 def _can_cut(weight: Tensor, size: int) -> bool:
@@ -192,30 +195,6 @@ def _can_cut(weight: Tensor, size: int) -> bool:
 
 
 # ------------------------------------------------------------------------------------------------------- planning
-
-
-@dataclass
-class _Seen:
-    """The uses of one parameter, as they are seen."""
-
-    lookup_bytes: list[int] = field(default_factory=list)
-    head_input_bytes: list[int] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
-    num_others: int = 0
-    biases: tuple[str, ...] = ()
-    """FQNs of the biases that go with it as a head."""
-
-    @property
-    def is_vocabulary(self) -> bool:
-        return len(self.lookup_bytes) + len(self.logits) > 0 and self.num_others == 0
-
-    @cached_property
-    def summary(self) -> WeightRoles:
-        return WeightRoles(
-            lookup_bytes=tuple(self.lookup_bytes),
-            head_input_bytes=tuple(self.head_input_bytes),
-            logits_bytes=tuple(logits.nbytes for logits in self.logits),
-        )
 
 
 class _SeeRoles(TorchFunctionMode):
@@ -228,7 +207,7 @@ class _SeeRoles(TorchFunctionMode):
 
     def __init__(self, parameters: Mapping[str, Tensor], logits: ShardedLogits | None) -> None:
         super().__init__()
-        self.uses = {id(tensor): _Seen() for tensor in parameters.values()}
+        self.uses = {id(tensor): WeightRoles() for tensor in parameters.values()}
         self._fqns: dict[int, tuple[str, ...]] = {}
         for fqn, tensor in parameters.items():
             self._fqns[id(tensor)] = (*self._fqns.get(id(tensor), ()), fqn)
