@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
-from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint
+from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint, hash_of
 from lightning_3d.torch_internals.modules import buffers_of, named_state, parameters_of
 
 
@@ -57,7 +57,7 @@ def place_weights(module: nn.Module, holds: Callable[[str], bool], device: torch
         device: Where it goes.
     """
     state = _state(module)
-    if not _is_alike(_checksum(state), device):
+    if len(set(gather_numbers(_checksum(state), device))) > 1:
         _broadcast(state, holds, device)
     del state
     _replace(module, lambda fqn, tensor: tensor if holds(fqn) else _on_meta(tensor))
@@ -74,35 +74,33 @@ def _state(module: nn.Module) -> dict[Tensor, str]:
 def _checksum(state: Mapping[Tensor, str]) -> int:
     deferred = [tensor for tensor in state if isinstance(tensor, DeferredTensor)]
     recorded = fingerprint([tensor.contents for tensor in deferred if tensor.contents is not None])
-    present = [t.detach() for t in state if not isinstance(t, DeferredTensor)]
+    present = [t for t in state if not isinstance(t, DeferredTensor)]
     present += [tensor.materialised() for tensor in deferred if tensor.contents is None]
-    return zlib.crc32(repr([recorded, *(_hash(tensor) for tensor in present)]).encode())
-
-
-def _hash(tensor: Tensor) -> int:
-    return int(torch.hash_tensor(tensor).view(torch.int64))
-
-
-def _is_alike(number: int, device: torch.device) -> bool:
-    return len(set(gather_numbers(number, device))) == 1
+    return zlib.crc32(repr([recorded, *map(hash_of, present)]).encode())
 
 
 def _broadcast(state: Mapping[Tensor, str], holds: Callable[[str], bool], device: torch.device) -> None:
     """Take the data of rank 0, one tensor at a time."""
     for tensor, fqn in state.items():
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if dist.get_rank() == 0:
-            there.copy_(tensor.computed() if isinstance(tensor, DeferredTensor) else tensor.detach())
-        dist.broadcast(there, src=0)
+        there = _of_rank(0, tensor, device)
         if holds(fqn) and isinstance(tensor, DeferredTensor):
             tensor.replace_data(there)
         elif holds(fqn):
             tensor.detach().copy_(there)
 
 
+def _of_rank(source: int, tensor: Tensor, device: torch.device) -> Tensor:
+    """The data of a tensor on another rank. Every rank calls it."""
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if dist.get_rank() == source:
+        there.copy_(tensor.computed() if isinstance(tensor, DeferredTensor) else tensor.detach())
+    dist.broadcast(there, src=source)
+    return there
+
+
 def _agree(computed: Mapping[str, Tensor], module: nn.Module, device: torch.device) -> None:
     """Ranks of different hardware may compute different bits from the same record: take those of the lowest rank."""
-    hashes = {fqn: _hash(tensor.detach()) for fqn, tensor in computed.items()}
+    hashes = {fqn: hash_of(tensor) for fqn, tensor in computed.items()}
     everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, hashes)
     for fqn in sorted(set().union(*everyone)):
@@ -111,10 +109,7 @@ def _agree(computed: Mapping[str, Tensor], module: nn.Module, device: torch.devi
             continue
         owner, _, name = fqn.rpartition(".")
         like = getattr(module.get_submodule(owner), name)
-        there = torch.empty(like.shape, dtype=like.dtype, device=device)
-        if dist.get_rank() == holders[0]:
-            there.copy_(like.detach())
-        dist.broadcast(there, src=holders[0])
+        there = _of_rank(holders[0], like, device)
         if fqn in computed:
             like.detach().copy_(there)
 

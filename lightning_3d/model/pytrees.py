@@ -59,17 +59,15 @@ def holds_tensors(tree: Any) -> bool:
 
 def argument_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Container]:
     """The lists and dicts in nested tuples, lists and dicts among the arguments of a call, in a fixed order."""
-    return [found for value in (*args, *kwargs.values()) for found in _containers_of(value)]
+    return _containers_of((*args, *kwargs.values()))
 
 
 def _containers_of(tree: Any) -> list[Container]:
-    if isinstance(tree, dict):
-        return [tree, *(found for value in tree.values() for found in _containers_of(value))]
-    if isinstance(tree, list):
-        return [tree, *(found for value in tree for found in _containers_of(value))]
-    if isinstance(tree, tuple):
-        return [found for value in tree for found in _containers_of(value)]
-    return []
+    if not isinstance(tree, (dict, list, tuple)):
+        return []
+    children = tree.values() if isinstance(tree, dict) else tree
+    inner = [found for child in children for found in _containers_of(child)]
+    return inner if isinstance(tree, tuple) else [tree, *inner]
 
 
 def changed_containers(containers: Sequence[Container], before: Sequence[Container]) -> tuple[int, ...]:

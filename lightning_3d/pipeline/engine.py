@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.study import Study
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
-from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
+from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.tracer import StepTracing
 
@@ -86,6 +86,8 @@ def share(
             raise answer
     return sorted((report for answer in gathered for report in answer), key=lambda report: report.stage)
 
+
+T = TypeVar("T")
 
 _MAX_CACHED = 64  # batch signatures whose flow and schedule are kept
 
@@ -177,7 +179,7 @@ class PipelineEngine:
         )
         self._joiner.evidence.study = None
         self._effects.apply([(report.effects, report.stage in self._stages) for report in reports])
-        return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, Tensor) else leaf, reports[-1].output)
+        return tree_map_only(Tensor, lambda leaf: leaf.to(self._device), reports[-1].output)
 
     def start_timeline(self) -> None:
         """Measure the steps that follow. Every rank calls it."""
@@ -231,30 +233,31 @@ class PipelineEngine:
         return reports
 
     def _flow(self, key: Hashable, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
-        if key not in self._flows:
-            trace = self._tracing(name, batch, rest)
-            _remember(self._flows, key, cut(trace, self._plan.stages_of_calls, self._plan.num_stages))
-        self._flows.move_to_end(key)
-        return self._flows[key]
+        def traced() -> StageFlow:
+            return cut(self._tracing(name, batch, rest), self._plan.stages_of_calls, self._plan.num_stages)
+
+        return _cached(self._flows, key, traced)
 
     def _schedule(self, key: Hashable, flows: Sequence[StageFlow], *, backward: bool) -> Schedule:
-        if key not in self._schedules:
-            schedule = Schedule(
-                self._plan.schedule,
-                flows,
-                stages=self._stages,
-                stage_ranks=self._plan.stage_ranks,
-                module=self._rank_module,
-                device=self._device,
-                group=self._group,
-                backward=backward,
-            )
-            _remember(self._schedules, key, schedule)
-        self._schedules.move_to_end(key)
-        return self._schedules[key]
+        make = partial(
+            Schedule,
+            self._plan.schedule,
+            flows,
+            stages=self._stages,
+            stage_ranks=self._plan.stage_ranks,
+            module=self._rank_module,
+            device=self._device,
+            group=self._group,
+            backward=backward,
+        )
+        return _cached(self._schedules, key, make)
 
 
-def _remember(cache: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:
-    cache[key] = value
-    if len(cache) > _MAX_CACHED:
-        cache.popitem(last=False)
+def _cached(cache: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
+    """The value for this key, made if it is not among those used last."""
+    if key not in cache:
+        cache[key] = make()
+        if len(cache) > _MAX_CACHED:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]

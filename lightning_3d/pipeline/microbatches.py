@@ -82,18 +82,10 @@ def signature(batch: Any) -> Hashable:
 def _slice(tree: Any, start: int, stop: int, size: int) -> Any:
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.ndim > 0 else tree
-    if _is_per_sample(tree, size):
+    has_entries = type(tree) in (list, tuple) and len(tree) == size
+    if has_entries and not any(isinstance(leaf, Tensor) for _, leaf in leaves_of(tree)):  # one per sample
         return type(tree)(tree[start:stop])
     return _map_children(tree, lambda child: _slice(child, start, stop, size))
-
-
-def _is_per_sample(tree: Any, size: int) -> bool:
-    """Whether it is a list with one entry per sample rather than a structure of tensors."""
-    return type(tree) in (list, tuple) and len(tree) == size and not any(_holds_tensor(child) for child in tree)
-
-
-def _holds_tensor(tree: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for _, leaf in leaves_of(tree))
 
 
 def leaves_of(tree: Any, path: str = "") -> list[tuple[str, Any]]:

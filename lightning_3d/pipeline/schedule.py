@@ -1,8 +1,7 @@
 """The schedules of torch.distributed.pipelining, run on the stages of this rank.
 
-Every microbatch reaches
-every stage by its index (non-tensor keyword arguments are handed to all stages as they are), and the shapes that cross
-are static, since the trace knows them.
+Every microbatch reaches every stage by its index (non-tensor keyword arguments are handed to all stages as they are),
+and the shapes that cross are static, since the trace knows them.
 """
 
 from __future__ import annotations
@@ -180,8 +179,8 @@ class _Stage(ShapedStage):
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        inputs = [_examples(flow, flow.received(stage)) for flow in flows]
-        outputs = [_examples(flow, flow.sent(stage)) for flow in flows]
+        inputs = [tuple(meta.on_meta() for meta in flow.metas(flow.received(stage))) for flow in flows]
+        outputs = [tuple(meta.on_meta() for meta in flow.metas(flow.sent(stage))) for flow in flows]
         if stage == flows[0].num_stages - 1:  # it returns the loss, or nothing
             outputs = [(torch.empty((), device="meta", requires_grad=True),) for _ in flows]
         super().__init__(module, stage, flows[0].num_stages, inputs=inputs, outputs=outputs, device=device, group=group)
@@ -204,10 +203,3 @@ class _Stage(ShapedStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._measured("weight", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-
-
-def _examples(flow: StageFlow, ids: tuple[int, ...]) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.empty(meta.shape, dtype=meta.dtype, device="meta", requires_grad=meta.requires_grad)
-        for meta in flow.metas(ids)
-    )

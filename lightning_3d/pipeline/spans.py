@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -38,9 +38,8 @@ class Timeline:
     """By index on the pp axis."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Computation:
-    """The next computation of a rank by its schedule."""
+class Computation(NamedTuple):
+    """A computation of one microbatch on one stage."""
 
     kind: Kind
     stage: int
@@ -56,7 +55,7 @@ def play(order: Sequence[Sequence[Computation]]) -> tuple[tuple[Span, ...], ...]
     A forward takes one unit of time and a backward two, one for the gradients of inputs and one for those of weights.
     """
     num_stages = max(c.stage for rank in order for c in rank) + 1
-    ends: dict[tuple[Kind, int, int], float] = {}
+    ends: dict[Computation, float] = {}
     queues = [deque(rank) for rank in order]
     spans: list[list[Span]] = [[] for _ in order]
     while any(queues):
@@ -66,29 +65,21 @@ def play(order: Sequence[Sequence[Computation]]) -> tuple[tuple[Span, ...], ...]
                 inputs = (ends[need] for need in _needs(computation, num_stages))
                 start = max([played[-1].end if played else 0.0, *inputs])
                 end = start + _LENGTHS[computation.kind]
-                kind: Kind = "input" if computation.kind == "backward" else computation.kind
-                ends[kind, computation.stage, computation.microbatch] = end
-                played.append(
-                    Span(
-                        kind=computation.kind,
-                        stage=computation.stage,
-                        microbatch=computation.microbatch,
-                        start=start,
-                        end=end,
-                    )
-                )
+                kind, stage, microbatch = computation
+                ends[Computation("input" if kind == "backward" else kind, stage, microbatch)] = end
+                played.append(Span(kind=kind, stage=stage, microbatch=microbatch, start=start, end=end))
     return tuple(tuple(played) for played in spans)
 
 
-def _needs(computation: Computation, num_stages: int) -> list[tuple[Kind, int, int]]:
+def _needs(computation: Computation, num_stages: int) -> list[Computation]:
     """The computations that must have ended before."""
-    stage, microbatch = computation.stage, computation.microbatch
-    if computation.kind == "forward":
-        return [("forward", stage - 1, microbatch)] if stage > 0 else []
-    if computation.kind == "weight":
-        return [("input", stage, microbatch)]
-    following: list[tuple[Kind, int, int]] = [("input", stage + 1, microbatch)] if stage < num_stages - 1 else []
-    return [("forward", stage, microbatch), *following]
+    kind, stage, microbatch = computation
+    if kind == "forward":
+        return [Computation("forward", stage - 1, microbatch)] if stage > 0 else []
+    if kind == "weight":
+        return [Computation("input", stage, microbatch)]
+    following = [Computation("input", stage + 1, microbatch)] if stage < num_stages - 1 else []
+    return [Computation("forward", stage, microbatch), *following]
 
 
 def idle_share(spans: Sequence[Sequence[Span]]) -> float:

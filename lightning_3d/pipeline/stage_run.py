@@ -65,7 +65,8 @@ class StageRun(StepMode):
         self._flow, self._stage = flow, stage
         self._position = 0
         self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or own tensor -> id of its value
-        calls = self._own_calls()
+        pairs = zip(flow.trace.calls, flow.call_stages, strict=True)
+        calls = [call for call, of_call in pairs if of_call == stage]
         mutated = {i for call in calls for i in call.inputs if call.mutated}
         self._changed_views = mutated.union(*(call.aliased for call in calls))
         self._values: dict[int, Tensor] = {  # a received leaf that an own in-place call changes is copied first
@@ -75,10 +76,6 @@ class StageRun(StepMode):
         self._at_hand = set(flow.received(stage))  # ids of values received or made here
         self._to_send = dict.fromkeys(flow.sent(stage))
         self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
-
-    def _own_calls(self) -> list[TracedCall]:
-        pairs = zip(self._flow.trace.calls, self._flow.call_stages, strict=True)
-        return [call for call, stage in pairs if stage == self._stage]
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step.
@@ -247,14 +244,10 @@ class StageRun(StepMode):
         if self._stage < self._flow.num_stages - 1 and len(self._made) == len(self._to_send):
             raise StageExit
 
-    @staticmethod
-    def _describe(call: TracedCall) -> str:
-        return f"{call.name} (at {call.where})"
-
     def _changed(self, what: str) -> TraceError:
-        calls = self._flow.trace.calls
-        at_end = self._position >= len(calls)
-        expected = "the end of the step" if at_end else self._describe(calls[self._position])
+        calls, expected = self._flow.trace.calls, "the end of the step"
+        if self._position < len(calls):
+            expected = f"{calls[self._position].name} (at {calls[self._position].where})"
         return TraceError(
             f"Pipeline stage {self._stage}: it took another path than when it was traced: {what}, where the"
             f" trace has {expected} as call {self._position + 1} of {len(calls)}. Control flow may depend on"

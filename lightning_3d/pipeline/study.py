@@ -7,8 +7,8 @@ random values at the end, so that it is not taken for a constant because it happ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.snapshot import attributes_replaced
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import StepEffects
@@ -74,7 +75,8 @@ class Study:
         with suppress(Exception):
             traces = {signature(part): self._tracing(name, part, rest) for part in parts}
             drawn = [(part, traces[signature(part)]) for part in parts] * _NUM_DRAWS
-            with random_states_kept(), torch.no_grad(), _collectives_refused(self._module), self._effects.begin(0):
+            alone = attributes_replaced(self._module, {"all_gather": _refuse})
+            with random_states_kept(), torch.no_grad(), alone, self._effects.begin(0):
                 outputs = [self._run(name, *example, rest, index) for index, example in enumerate(drawn)]
             sizes = [batch_size(part) for part, _ in drawn]
             self._effects.study(0, sizes)
@@ -97,21 +99,9 @@ class Study:
         return tree_map_only(Tensor, Tensor.detach, output)
 
 
-@contextmanager
-def _collectives_refused(module: LightningModule) -> Iterator[None]:
-    """Let ``self.all_gather`` raise: other replicas do not run the step once more."""
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise StepError("a step that communicates can't be studied")
-
-    attributes = vars(module)
-    own = {name: attributes[name] for name in ("all_gather",) if name in attributes}
-    attributes["all_gather"] = refuse
-    try:
-        yield
-    finally:
-        del attributes["all_gather"]
-        attributes.update(own)
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    """In place of ``self.all_gather``: other replicas do not run the step once more."""
+    raise StepError("a step that communicates can't be studied")
 
 
 class _BlocksAtRandom(StageRun):

@@ -15,11 +15,10 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from lightning_3d.model.block_runner import own_forward
 from lightning_3d.model.deferred import DeferredTensor
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
-from lightning_3d.trace.fake_blocks import random_like
+from lightning_3d.trace.fake_blocks import random_like, with_state
 from lightning_3d.trace.ghost import TensorMeta
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,28 +82,16 @@ def _measured(
         return run(differentiable)
 
     with isolate_rng(), preserved(block):
-        result: T = torch.func.functional_call(_Held(block), _state_on(block, device), (call,))
-    return result
-
-
-class _Held(nn.Module):
-    """Hands the forward of its block to a function, so that the block's state is swapped once for several runs."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, call: Callable[[Callable[..., Any]], T]) -> T:
-        return call(own_forward(self.block))
+        return with_state(block, _state_on(block, device), call)
 
 
 def _state_on(block: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """The block's weights on the device, random where it has none yet, and copies of its buffers."""
     parameters = {
-        f"block.{fqn}": _values(parameter, device).requires_grad_(parameter.requires_grad)
+        fqn: _values(parameter, device).requires_grad_(parameter.requires_grad)
         for fqn, parameter in block.named_parameters()
     }
-    return parameters | {f"block.{fqn}": _values(buffer, device).clone() for fqn, buffer in block.named_buffers()}
+    return parameters | {fqn: _values(buffer, device).clone() for fqn, buffer in block.named_buffers()}
 
 
 def _values(tensor: Tensor, device: torch.device) -> Tensor:

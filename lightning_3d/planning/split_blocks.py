@@ -10,7 +10,7 @@ the step can still be traced and the real calls of the finer blocks are better s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -77,7 +77,7 @@ def split_blocks(
                 current, trace, slowness = finer, finer_trace, finer_slowness
                 break
         else:
-            refused.add(_heaviest_kind(opened.values()))
+            refused.add(kind_of(max(opened.values(), key=num_parameters)))
     return current
 
 
@@ -173,7 +173,3 @@ def _num_glue_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], tra
     used = {fqn for call in trace.calls for fqn in call.parameters}
     in_blocks = {parameter for block in blocks.values() for parameter in block.parameters()}
     return sum(p.numel() for fqn, p in module.named_parameters() if fqn in used or p not in in_blocks)
-
-
-def _heaviest_kind(blocks: Iterable[nn.Module]) -> Hashable:
-    return kind_of(max(blocks, key=num_parameters))

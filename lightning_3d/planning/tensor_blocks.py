@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from lightning_3d.config.settings import TensorConfig
@@ -18,7 +17,7 @@ from lightning_3d.tensor import BlockTensorPlan, check_roles, plan_block, replic
 from lightning_3d.tensor.plan.block_plan import Role
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyRoles, WeightRoles, find_vocabulary, with_vocabulary
 from lightning_3d.torch_internals.modules import named_state
-from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.output_uses import find_sharded_logits, unread_outputs
 from lightning_3d.trace.trace import Trace
@@ -87,11 +86,9 @@ def _find_vocabulary(
         kind = _kind_of(fqn, blocks[fqn], trace, by_glue)
         key = (kind, tuple(roles.items()), _described(inputs), logits.get(fqn))
         if key not in known:
-            args, kwargs = example_inputs(inputs)
             known[key] = find_vocabulary(
                 blocks[fqn],
-                args,
-                kwargs,
+                *example_inputs(inputs),
                 size=plan.shape.tp,
                 logits=logits.get(fqn),
                 excluded=by_glue,
@@ -169,10 +166,4 @@ def _described(inputs: Any) -> str:
 
 def example_inputs(inputs: Any) -> Any:
     """Traced inputs of a block, with meta tensors in place of ``TensorMeta``."""
-
-    def example(leaf: Any) -> Any:
-        if not isinstance(leaf, TensorMeta):
-            return leaf
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
-
-    return tree_map(example, inputs)
+    return tree_map_only(TensorMeta, TensorMeta.on_meta, inputs)

@@ -8,17 +8,17 @@ memory. What the batch alone determines (masks, positions) keeps its data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
-from lightning_3d.model.block_runner import own_forward
+from lightning_3d.model.block_runner import Call, own_forward
 from lightning_3d.model.pytrees import copied, is_opaque
 from lightning_3d.torch_internals.dispatch import TorchDispatchMode, schema_of
 from lightning_3d.torch_internals.fake_tensors import (
@@ -40,18 +40,36 @@ from lightning_3d.trace.side_outputs import (
     set_attribute,
 )
 
+T = TypeVar("T")
+
 
 def run_with_state(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the block's own forward with ``state`` in place of its parameters and buffers, past hooks and wrappers.
+    """Run the block's own forward with ``state`` in place of its parameters and buffers, past hooks and wrappers."""
+    with failures_unlogged():
+        return with_state(block, state, lambda forward: forward(*args, **kwargs))
+
+
+def with_state(block: nn.Module, state: dict[str, Tensor], run: Callable[[Call], T]) -> T:
+    """Call ``run`` with the block's own forward while ``state`` is in place of its parameters and buffers.
 
     Args:
         state: Name in the block -> tensor; buffers that the forward sets anew are replaced in it.
     """
     renamed = {f"block.{name}": tensor for name, tensor in state.items()}
-    with failures_unlogged():
-        output = torch.func.functional_call(_ForwardOnly(block), renamed, args, kwargs)
+    result: T = torch.func.functional_call(_Held(block), renamed, (run,))
     state.update({name: renamed[f"block.{name}"] for name in state})
-    return output
+    return result
+
+
+class _Held(nn.Module):
+    """Hands the forward of its block to a function, so that the block's state is swapped once for several runs."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, run: Callable[[Call], T]) -> T:
+        return run(own_forward(self.block))
 
 
 class RandomRun:
@@ -96,20 +114,19 @@ class RandomRun:
 
     def as_fakes(self, outputs: Any) -> Any:
         """After the run: fakes of what came out. In-place changes of arguments show in the versions of their fakes."""
-        back = {}
+        fakes: dict[int, Tensor] = {}  # id of a real tensor -> its fake
         for fake, leaf, version in zip(self._fakes, self.arguments, self._versions, strict=True):
             if isinstance(leaf, Tensor):
-                back[id(leaf)] = fake
+                fakes[id(leaf)] = fake
                 if version_of(leaf) != version:
                     torch.autograd.graph.increment_version(fake)
-        made: dict[int, Tensor] = {}
 
         def as_fake(tensor: Tensor) -> Tensor:
-            if id(tensor) not in back and id(tensor) not in made:
+            if id(tensor) not in fakes:
                 with self._mode:
                     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-                made[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
-            return back[id(tensor)] if id(tensor) in back else made[id(tensor)]
+                fakes[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+            return fakes[id(tensor)]
 
         return tree_map_only(Tensor, as_fake, outputs)
 
@@ -129,15 +146,6 @@ def random_like(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.rand(tensor.shape, dtype=tensor.dtype, device=device).mul_(0.1)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-class _ForwardOnly(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return own_forward(self.block)(*args, **kwargs)
 
 
 class RandomnessSeen(TorchDispatchMode):

@@ -34,9 +34,9 @@ class TensorMeta:
         """Size of the data."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def empty(self) -> Tensor:
-        """A contiguous leaf of this shape; fake under a ``FakeTensorMode``."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device).requires_grad_(self.requires_grad)
+    def on_meta(self) -> Tensor:
+        """A contiguous leaf on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
 
 
 class Ghost(Tensor):

@@ -100,8 +100,13 @@ class StepMode(TorchFunctionMode):
 
     def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a custom autograd function called in glue."""
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        named.__name__ = name
         with self.paused():
-            return self.on_function(_Named(name, call), args, kwargs)
+            return self.on_function(named, args, kwargs)
 
     @contextmanager
     def checkpointed(self) -> Iterator[None]:
@@ -170,16 +175,6 @@ def _hidden_calls_seen(step: StepMode) -> Iterator[None]:
 
     with checkpoints_replaced(replace), custom_functions_seen(answer):
         yield
-
-
-class _Named:
-    """A call with the name that it is known by."""
-
-    def __init__(self, name: str, call: Call) -> None:
-        self.__name__, self._call = name, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
 
 
 class Router:

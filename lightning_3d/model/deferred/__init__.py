@@ -11,7 +11,7 @@ What can't be recomputed (data from files, numpy or another thread) is kept in m
 """
 
 from lightning_3d.model.deferred.recording import defer_init
-from lightning_3d.model.deferred.replay import fingerprint
+from lightning_3d.model.deferred.replay import fingerprint, hash_of
 from lightning_3d.model.deferred.tensor import DeferredTensor, attributes
 
-__all__ = ["DeferredTensor", "attributes", "defer_init", "fingerprint"]
+__all__ = ["DeferredTensor", "attributes", "defer_init", "fingerprint", "hash_of"]

@@ -21,7 +21,17 @@ from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
-from lightning_3d.model.deferred.replay import Blank, Contents, Operand, Operation, RandomState, View, compute, effort
+from lightning_3d.model.deferred.replay import (
+    Blank,
+    Contents,
+    Operand,
+    Operation,
+    RandomState,
+    View,
+    compute,
+    effort,
+    private_copy,
+)
 from lightning_3d.model.deferred.tensor import DeferredTensor, LazyStorage
 from lightning_3d.torch_internals.dispatch import (
     DisableTorchFunction,
@@ -189,7 +199,7 @@ class _Recorder(TorchDispatchMode):
             position: Operand(input=call.inputs.index(tensor.untyped_storage()), view=View.of(tensor))
             for position, tensor in call.views
         }
-        leaves = [operands[i] if i in operands else _copied(leaf) for i, leaf in enumerate(call.leaves)]
+        leaves = [operands[i] if i in operands else private_copy(leaf) for i, leaf in enumerate(call.leaves)]
         inputs = []
         for storage in call.inputs:
             contents = self._recorded[storage]
@@ -223,7 +233,7 @@ class _Recorder(TorchDispatchMode):
                 if storage in call.written:
                     self._record(storage, operation, is_result=False, position=i)
         for position, result in enumerate(results):
-            if not _has_storage(result) or not _is_large(result):
+            if not _has_storage(result) or result.untyped_storage().nbytes() <= _SMALL:
                 continue
             storage = result.untyped_storage()
             if storage not in known and storage not in self._recorded and storage.resizable():
@@ -403,14 +413,3 @@ def _has_storage(leaf: Any) -> bool:
         and leaf.layout == torch.strided
         and not leaf.is_quantized
     )
-
-
-def _copied(leaf: Any) -> Any:
-    """An argument of a call as it is now: small tensors and generators as copies."""
-    if isinstance(leaf, Tensor) and not leaf.is_meta:
-        return leaf.detach().clone()
-    return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
-
-
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > _SMALL

@@ -110,7 +110,10 @@ class Operation:
 
     def run(self, storages: list[UntypedStorage]) -> list[Any]:
         """Call it on copies of its inputs; returns the flat results."""
-        leaves = [self._argument(leaf, storages) for leaf in self.leaves]
+        leaves = [
+            leaf.view.on(storages[leaf.input]) if isinstance(leaf, Operand) else private_copy(leaf)
+            for leaf in self.leaves
+        ]
         args, kwargs = tree_unflatten(leaves, self.spec)
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.default_dtype)
@@ -124,14 +127,6 @@ class Operation:
             for result in results:
                 result.zero_()
         return results
-
-    @staticmethod
-    def _argument(leaf: Any, storages: list[UntypedStorage]) -> Any:
-        if isinstance(leaf, Operand):
-            return leaf.view.on(storages[leaf.input])
-        if isinstance(leaf, Tensor):
-            return leaf.clone()
-        return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,20 +179,29 @@ def fingerprint(wanted: Iterable[Contents]) -> int:
             for source in operation.inputs
         ]
         described = [str(operation.func), inputs, operation.default_dtype]
-        described += [int(_hash(leaf)) if isinstance(leaf, Tensor) else _described(leaf) for leaf in operation.leaves]
+        described += [_described(leaf) for leaf in operation.leaves]
         checksum = zlib.crc32(repr(described).encode(), checksum)
         state = operation.random_state
         for tensor in () if state is None else (state.cpu, state.accelerator):
-            checksum = zlib.crc32(repr(None if tensor is None else int(_hash(tensor))).encode(), checksum)
+            checksum = zlib.crc32(repr(_described(tensor)).encode(), checksum)
     return checksum
 
 
-def _hash(tensor: Tensor) -> Tensor:
-    return torch.hash_tensor(tensor.detach()).view(torch.int64)
+def hash_of(tensor: Tensor) -> int:
+    """A checksum of a tensor's data."""
+    return int(torch.hash_tensor(tensor.detach()).view(torch.int64))
 
 
 def _described(leaf: Any) -> Any:
-    return int(_hash(leaf.get_state())) if isinstance(leaf, torch.Generator) else leaf
+    state = leaf.get_state() if isinstance(leaf, torch.Generator) else leaf
+    return hash_of(state) if isinstance(state, Tensor) else leaf
+
+
+def private_copy(leaf: Any) -> Any:
+    """An argument of a call as it is now: small tensors and generators as copies."""
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return leaf.clone_state() if isinstance(leaf, torch.Generator) else leaf
 
 
 def _needed(wanted: Iterable[Contents]) -> set[Contents]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,14 +32,6 @@ class LazyStorage:
         return self.storage
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Where a tensor's data is."""
-
-    lazy: LazyStorage
-    view: View
-
-
 class DeferredTensor(Tensor):
     """Any use but asking for its shape and the like computes its data and keeps it.
 
@@ -51,7 +42,8 @@ class DeferredTensor(Tensor):
         requires_grad: Whether to collect gradients.
     """
 
-    _place: _Place
+    _lazy: LazyStorage
+    _view: View
 
     @staticmethod
     def __new__(cls, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> DeferredTensor:
@@ -66,7 +58,7 @@ class DeferredTensor(Tensor):
         )
 
     def __init__(self, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> None:
-        self._place = _Place(lazy=lazy, view=View.of(like))
+        self._lazy, self._view = lazy, View.of(like)
         if is_parameter:
             count_as_parameter(self)
 
@@ -77,29 +69,29 @@ class DeferredTensor(Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:  # `.data`, state_dict()
-            return DeferredTensor(args[0], args[0]._place.lazy, is_parameter=False, requires_grad=False)
+            return DeferredTensor(args[0], args[0]._lazy, is_parameter=False, requires_grad=False)
         args, kwargs = tree_map_only(DeferredTensor, DeferredTensor.materialised, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @property
     def contents(self) -> Contents | None:
         """The record of its data; None once it was used, and maybe changed."""
-        return None if self._place.lazy.storage is not None else self._place.lazy.contents
+        return None if self._lazy.storage is not None else self._lazy.contents
 
     def materialised(self) -> Tensor:
         """A plain tensor on its data, which is computed if it is not there yet and then kept."""
-        return self._place.view.on(self._place.lazy.get())
+        return self._view.on(self._lazy.get())
 
     def computed(self) -> Tensor:
         """A plain tensor with its data, which is not kept if it is not there yet."""
         contents = self.contents
-        return self.materialised() if contents is None else self._place.view.on(compute(contents))
+        return self.materialised() if contents is None else self._view.on(compute(contents))
 
     def replace_data(self, data: Tensor) -> None:
         """Replace its data without computing it; ``data`` has the same shape."""
         contents = self.contents
         if contents is not None:
-            self._place.lazy.storage = UntypedStorage(contents.num_bytes, device=contents.device)
+            self._lazy.storage = UntypedStorage(contents.num_bytes, device=contents.device)
         self.materialised().copy_(data)
 
     def plain(self) -> Tensor:
@@ -124,4 +116,4 @@ class DeferredTensor(Tensor):
 
 def attributes(tensor: Tensor) -> dict[str, Any]:
     """The attributes that a user set on a tensor."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in ("_place", IS_PARAMETER)}
+    return {name: value for name, value in tensor.__dict__.items() if name not in ("_lazy", "_view", IS_PARAMETER)}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.snapshot import attributes_replaced
 from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
 from lightning_3d.pipeline.effects.join import Joiner, weighted_mean
 from lightning_3d.pipeline.effects.metrics import ForwardValue, MetricReference, Metrics
@@ -71,13 +72,8 @@ class Logs(NotedCalls[LogCall]):
         self._module, self._metrics = module, metrics
 
     @override
-    @contextmanager
-    def begin(self, number: int) -> Iterator[None]:
-        vars(self._module)["log"] = self._log
-        try:
-            yield
-        finally:
-            del vars(self._module)["log"]
+    def begin(self, number: int) -> AbstractContextManager[None]:
+        return attributes_replaced(self._module, {"log": self._log})
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         call = LogCall.bound(*args, **kwargs)

@@ -12,7 +12,7 @@ what it changed in itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.snapshot import Snapshot
+from lightning_3d.model.snapshot import Snapshot, attributes_replaced
 from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
@@ -94,20 +94,11 @@ class Metrics(NotedCalls[MetricCall]):
     @override
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
-        before = [
-            (metric, {name: vars(metric)[name] for name in _METHODS if name in vars(metric)})
-            for metric in self._metrics.values()
-        ]
-        for fqn, metric in self._metrics.items():
-            calls = {name: partial(self._on_call, fqn, metric, name, getattr(metric, name)) for name in _METHODS}
-            vars(metric).update(calls)
-        try:
+        with ExitStack() as stack:
+            for fqn, metric in self._metrics.items():
+                calls = {name: partial(self._on_call, fqn, metric, name, getattr(metric, name)) for name in _METHODS}
+                stack.enter_context(attributes_replaced(metric, calls))
             yield
-        finally:
-            for metric, own in before:
-                for name in _METHODS:
-                    del vars(metric)[name]
-                vars(metric).update(own)
 
     @override
     @contextmanager
