@@ -48,8 +48,8 @@ def trace_seconds() -> list[float]:
     batch = next(iter(random_tokens(1, 4, 32)))
     seconds = []
     with routed(blocks) as router:
-        effects = StepEffects(model, blocks, router)
-        tracing = StepTracing(model, blocks, router, effects, torch.device("cpu"))
+        effects = StepEffects(model, router)
+        tracing = StepTracing(model, router, effects, torch.device("cpu"))
         for _ in range(5):
             start = time.perf_counter()
             trace = tracing("training_step", batch, (0,))

@@ -51,7 +51,7 @@ class Traced:
         self.blocks = find_blocks(module)
         kept = preserved(module, without_data=self.blocks.values())
         with routed(self.blocks) as router, random_states_kept(), kept:
-            self.trace: Trace = trace_step(lambda: module(x), module, self.blocks, router, CPU, calls_all=True)
+            self.trace: Trace = trace_step(lambda: module(x), module, router, CPU, calls_all=True)
 
     def cut(self) -> StageFlow:
         return cut(self.trace, {fqn: (i,) for i, fqn in enumerate(self.blocks)}, len(self.blocks))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -15,6 +16,8 @@ from lightning_3d.errors import TraceError
 from lightning_3d.torch_internals.pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Container = list[Any] | dict[Any, Any]
+
+_LISTS: Any = (list, deque)
 
 
 def register_dataclasses(tree: Any) -> None:
@@ -76,15 +79,15 @@ def changed_containers(containers: Sequence[Container], before: Sequence[Contain
 
 
 def is_same(before: Any, after: Any) -> bool:
-    """Whether two values are one object, or plain values or containers of the same content."""
-    if isinstance(after, (list, dict, set)) and type(before) is type(after):
-        old, new = (list(x.items()) if isinstance(x, dict) else list(x) for x in (before, after))
-        return len(old) == len(new) and all(is_same(a, b) for a, b in zip(old, new, strict=True))
-    if isinstance(after, tuple) and isinstance(before, tuple):
-        return len(before) == len(after) and all(is_same(a, b) for a, b in zip(before, after, strict=True))
-    if isinstance(after, (bool, int, float, str)):
-        return type(before) is type(after) and bool(before == after)
-    return before is after
+    """Whether two values are one object, or plain values or containers of the same content; lists count as deques."""
+    if before is after:
+        return True
+    if isinstance(before, dict) and isinstance(after, dict):
+        return is_same(list(before.items()), list(after.items()))
+    if any(isinstance(before, kind) and isinstance(after, kind) for kind in (_LISTS, tuple)):
+        return len(before) == len(after) and all(map(is_same, before, after))
+    is_plain = isinstance(after, (bool, int, float, str, bytes, set)) and type(before) is type(after)
+    return is_plain and bool(before == after)
 
 
 def is_opaque(value: Any) -> bool:

@@ -7,7 +7,7 @@ same on every rank.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
@@ -26,7 +26,7 @@ from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
-from lightning_3d.pipeline.schedule import Schedule, StageCall
+from lightning_3d.pipeline.schedule import Schedule
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.study import Study
@@ -112,7 +112,7 @@ class PipelineEngine:
     Args:
         module: The user's module.
         rank_module: The root of this rank's shards, around ``module``.
-        blocks: FQN -> block, routed by ``router``.
+        router: The router of its blocks.
         randomness: Seeds.
     """
 
@@ -121,7 +121,6 @@ class PipelineEngine:
         *,
         module: LightningModule,
         rank_module: RankModule,
-        blocks: Mapping[str, nn.Module],
         router: Router,
         plan: Plan,
         mesh: Mesh,
@@ -138,9 +137,9 @@ class PipelineEngine:
         self._recorder: SpanRecorder | None = None  # measures the steps that run
         self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
         self._joiner = Joiner()
-        self._effects = StepEffects(module, blocks, router, RandomNumbers(randomness), joiner=self._joiner)
-        self._tracing = StepTracing(module, blocks, router, self._effects, device)
-        self._study = Study(module, blocks, router, self._joiner, device)
+        self._effects = StepEffects(module, router, RandomNumbers(randomness), joiner=self._joiner)
+        self._tracing = StepTracing(module, router, self._effects, device)
+        self._study = Study(module, router, self._joiner, device)
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
@@ -168,7 +167,7 @@ class PipelineEngine:
                 torch.distributed.barrier(self._group)
                 self._recorder.begin()
                 self._planned = schedule.planned()
-            schedule.run(StageCall(forward=partial(self._forward, step), recorder=self._recorder))
+            schedule.run(partial(self._forward, step), self._recorder)
         self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=batch_size(parts[-1].batch))
         reports = share(
             lambda: self._reports(step),

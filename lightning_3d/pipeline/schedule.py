@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,14 +41,8 @@ _MULTI = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageCall:
-    """How a schedule runs one microbatch on this rank's stage."""
-
-    forward: Callable[[int, int, tuple[Tensor, ...]], Any]
-    """(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
-    recorder: SpanRecorder | None = None
-    """Measures the computations."""
+Forward = Callable[[int, int, tuple[Tensor, ...]], Any]
+"""(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
 
 
 class Schedule:
@@ -94,17 +87,20 @@ class Schedule:
         self._indices = torch.arange(num_microbatches)
         self._stages = torch_stages
 
-    def run(self, call: StageCall) -> None:
+    def run(self, forward: Forward, recorder: SpanRecorder | None = None) -> None:
         """Run all microbatches, forward and backward.
 
+        Args:
+            recorder: Measures the computations.
+
         Raises:
-            BaseException: what ``call`` or the backward raised, without torch's words around it.
+            BaseException: what ``forward`` or the backward raised, without torch's words around it.
         """
         for stage in self._stages:
-            stage.recorder = call.recorder
+            stage.recorder = recorder
         failure = None
         try:
-            self._schedule.step(index=self._indices, call=call, target=self._indices, return_outputs=False)
+            self._schedule.step(index=self._indices, run=forward, target=self._indices, return_outputs=False)
         except RuntimeError as error:  # torch wraps what a stage raises and prints its arguments
             if error.__cause__ is None:
                 raise
@@ -154,8 +150,8 @@ class _StageModule(nn.Module):
         self._stage = stage
         self._splits_backward = splits_backward
 
-    def forward(self, *received: Tensor, index: Tensor, call: StageCall) -> Any:
-        output = call.forward(self._stage, int(index), received)
+    def forward(self, *received: Tensor, index: Tensor, run: Forward) -> Any:
+        output = run(self._stage, int(index), received)
         if self._splits_backward and isinstance(output, tuple):
             return tuple(_detachable(tensor) for tensor in output)
         return output

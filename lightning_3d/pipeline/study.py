@@ -7,13 +7,13 @@ random values at the end, so that it is not taken for a constant because it happ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -42,22 +42,14 @@ class Study:
     Args:
         module: The user's module.
         router: The router of its blocks.
-        blocks: FQN -> block, routed by ``router``.
         joiner: Learns.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        blocks: Mapping[str, nn.Module],
-        router: Router,
-        joiner: Joiner,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, module: LightningModule, router: Router, joiner: Joiner, device: torch.device) -> None:
         self._module, self._router, self._joiner = module, router, joiner
-        self._effects = StepEffects(module, blocks, router, joiner=joiner)
+        self._effects = StepEffects(module, router, joiner=joiner)
         self._num_studies: Counter[str] = Counter()  # by name of the step
-        self._tracing = StepTracing(module, blocks, router, self._effects, device)
+        self._tracing = StepTracing(module, router, self._effects, device)
 
     def learn(self, name: str, batch: Any, rest: Sequence[Any], *, size: int) -> None:
         """Run ``module.<name>(batch, *rest)`` on parts of a batch; if it fails on random numbers, nothing is learned.

@@ -24,7 +24,7 @@ from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.tracer import StepTracing, TracedEffects
 
-EffectsOf = Callable[[LightningModule, Mapping[str, nn.Module], Router], TracedEffects]
+EffectsOf = Callable[[LightningModule, Router], TracedEffects]
 """Makes what follows the effects of a module's step while it is traced."""
 
 
@@ -80,8 +80,7 @@ class Observer:
 
     def _trace(self, blocks: Mapping[str, nn.Module]) -> Trace:
         with self._step.modes(), routed(blocks) as router:
-            effects = self._effects_of(self._module, blocks, router)
-            tracing = StepTracing(self._module, blocks, router, effects, self._device)
+            tracing = StepTracing(self._module, router, self._effects_of(self._module, router), self._device)
             return tracing(self._step.name, self._step.microbatch, (0,))
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_3d.torch_internals.dispatch import OpOverload
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only
 
 __all__ = ["all_gather_single", "all_reduce", "reduce_scatter_single"]
 
@@ -90,15 +90,16 @@ class ShardingRules:
         if op in self._dispatcher._random_ops or op in self._dispatcher._custom_op_handlers:
             raise NoRule(str(op))
 
-        def spec(leaf: object) -> object:
-            return self._spec(leaf, placement(leaf)) if isinstance(leaf, Tensor) else leaf
+        def spec(tensor: Tensor) -> DTensorSpec:
+            meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+            return DTensorSpec(self._mesh, (placement(tensor),), tensor_meta=meta)
 
         propagator = self._dispatcher.sharding_propagator
         info = propagator.op_to_schema_info.get(op)
         if info is None:
             info = propagator.op_to_schema_info_for_single_dim_strategy.get(op)
         args = _with_dims_from_0(op, args)
-        schema = OpSchema(op, tree_map(spec, args), tree_map(spec, kwargs), schema_info=info)
+        schema = OpSchema(op, tree_map_only(Tensor, spec, args), tree_map_only(Tensor, spec, kwargs), schema_info=info)
         try:
             sharding = propagator.propagate_op_sharding_non_cached(schema)
         except Exception as error:  # whatever a rule raises, it means that this op can't be sharded this way
@@ -109,10 +110,6 @@ class ShardingRules:
             outputs=tuple(leaf.placements[0] if isinstance(leaf, DTensorSpec) else None for leaf in outputs),
             moves=tuple(self._moves(args, schema.args_schema, targets.args_schema)),
         )
-
-    def _spec(self, tensor: Tensor, placement: Placement) -> DTensorSpec:
-        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-        return DTensorSpec(self._mesh, (placement,), tensor_meta=meta)
 
     @staticmethod
     def _moves(args: Sequence[Any], given: Sequence[Any], wanted: Sequence[Any]) -> list[Move]:

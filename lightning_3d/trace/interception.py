@@ -187,7 +187,7 @@ class Router:
 
     def __init__(self, blocks: Mapping[str, nn.Module], absent: AbstractSet[str] = frozenset()) -> None:
         self.step: StepMode | None = None
-        self._blocks, self._absent = blocks, absent
+        self.blocks, self._absent = blocks, absent
         self._guards = AttributeGuards(lambda: self.step is not None)
 
     @contextmanager
@@ -195,7 +195,7 @@ class Router:
         """Route the blocks' calls inside; without a step, present blocks run as always."""
         runners = []
         try:
-            for fqn, block in self._blocks.items():
+            for fqn, block in self.blocks.items():
                 runner = running(block)
                 assert runner.route is None, f"{fqn} is routed already"
                 runners.append(runner)
@@ -210,7 +210,7 @@ class Router:
     def guard(self, attributes: Mapping[str, frozenset[str]]) -> None:
         """Refuse that glue reads these attributes (block FQN -> names in it) of blocks that are absent."""
         for fqn in self._absent & attributes.keys():
-            self._guards.add(fqn, self._blocks[fqn], attributes[fqn])
+            self._guards.add(fqn, self.blocks[fqn], attributes[fqn])
 
 
 @contextmanager

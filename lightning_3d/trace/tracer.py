@@ -42,20 +42,14 @@ from lightning_3d.trace.trace import Result, Trace, TracedCall
 
 
 def trace_step(
-    step: Callable[[], Any],
-    module: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    router: Router,
-    device: torch.device,
-    *,
-    calls_all: bool,
+    step: Callable[[], Any], module: nn.Module, router: Router, device: torch.device, *, calls_all: bool
 ) -> Trace:
     """Trace ``step``, a call of one of the module's step methods on one microbatch.
 
     Args:
         step: Runs the step; what it returns counts as consumed by the last stage.
         module: The whole model, for the names of parameters.
-        blocks: FQN -> block, routed by ``router``.
+        router: The router of its blocks.
         device: Where parameters live when they are at hand.
         calls_all: Whether the step is expected to call all blocks, as in training.
 
@@ -64,42 +58,10 @@ def trace_step(
     """
     kept_hooks: dict[str, frozenset[HookCall]] = {}
     while True:
-        tracer = _Tracer(module, blocks, router, device, kept_hooks)
         try:
-            return _trace(step, tracer, blocks, calls_all=calls_all)
+            return _Tracer(module, router, device, kept_hooks).trace(step, calls_all=calls_all)
         except _HookChangesOutput as change:  # it is part of its block: trace again, with the hook left there
             kept_hooks[change.fqn] = kept_hooks.get(change.fqn, frozenset()) | {change.hook}
-
-
-def _trace(step: Callable[[], Any], tracer: _Tracer, blocks: Mapping[str, nn.Module], *, calls_all: bool) -> Trace:
-    output, stopped_by = None, None
-    try:
-        with tracer:
-            output = step()
-    except TraceError:
-        raise
-    except Exception as error:
-        if tracer.failed_call is None:
-            raise
-        missing = [fqn for fqn in blocks if fqn not in tracer.block_inputs] if calls_all else []
-        if tracer.failed_in_block or missing:
-            raise explained(error, tracer.failed_call, missing, in_block=tracer.failed_in_block) from error
-        stopped_by = f"{tracer.failed_call}: {type(error).__name__}"
-    register_dataclasses(output)
-    returned = {tracer.ids[leaf] for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf in tracer.ids}
-    if stopped_by is not None:
-        returned |= {i for _, i in tracer.ids.items()}
-    return Trace(
-        calls=tuple(tracer.calls),
-        tensors=tracer.tensors,
-        returned=frozenset(returned),
-        stopped_by=stopped_by,
-        block_inputs=tracer.block_inputs,
-        kept_hooks=tracer.kept_hooks,
-        unsent_attributes=tracer.blocks.unsent_attributes,
-        read_attributes=tracer.blocks.read_attributes,
-        changed_buffers=frozenset(tracer.blocks.changed_buffers),
-    )
 
 
 class _HookChangesOutput(BaseException):
@@ -112,30 +74,57 @@ class _HookChangesOutput(BaseException):
 
 class _Tracer(StepMode):
     def __init__(
-        self,
-        module: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        router: Router,
-        device: torch.device,
-        kept_hooks: Mapping[str, frozenset[HookCall]],
-    ):
+        self, module: nn.Module, router: Router, device: torch.device, kept_hooks: Mapping[str, frozenset[HookCall]]
+    ) -> None:
         super().__init__(router)
-        self.calls: list[TracedCall] = []
-        self.tensors: dict[int, TensorMeta] = {}
-        self.ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> id of its present value
-        self.block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        self.failed_call: str | None = None
-        self.failed_in_block = False
-        self.kept_hooks = kept_hooks
+        self._calls: list[TracedCall] = []
+        self._tensors: dict[int, TensorMeta] = {}
+        self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> id of its present value
+        self._block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._failed_call: str | None = None
+        self._failed_in_block = False
+        self._kept_hooks = kept_hooks
         self._fakes = Fakes(device)
-        self.blocks = FakeBlocks(module, blocks, self._fakes, kept_hooks)
+        self._blocks = FakeBlocks(module, router.blocks, self._fakes, kept_hooks)
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
         self._num_calls: dict[str, int] = {}
         for name, tensor, _ in named_state(module):
             self._fakes.of_state(tensor)
-            if isinstance(tensor, nn.Parameter) or tensor in self.blocks.tensors:
+            if isinstance(tensor, nn.Parameter) or tensor in self._blocks.tensors:
                 self._sources[tensor] = frozenset({name})
+
+    def trace(self, step: Callable[[], Any], *, calls_all: bool) -> Trace:
+        """Run ``step`` and give what was written down."""
+        output, stopped_by = None, None
+        try:
+            with self:
+                output = step()
+        except TraceError:
+            raise
+        except Exception as error:
+            if self._failed_call is None:
+                raise
+            missing = [fqn for fqn in self._router.blocks if fqn not in self._block_inputs] if calls_all else []
+            if self._failed_in_block or missing:
+                raise explained(error, self._failed_call, missing, in_block=self._failed_in_block) from error
+            stopped_by = f"{self._failed_call}: {type(error).__name__}"
+        register_dataclasses(output)
+        leaves = tree_leaves(output)
+        returned = {self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids}
+        if stopped_by is not None:
+            returned |= set(self._ids.values())
+        return Trace(
+            calls=tuple(self._calls),
+            tensors=self._tensors,
+            returned=frozenset(returned),
+            stopped_by=stopped_by,
+            block_inputs=self._block_inputs,
+            kept_hooks=self._kept_hooks,
+            unsent_attributes=self._blocks.unsent_attributes,
+            read_attributes=self._blocks.read_attributes,
+            changed_buffers=frozenset(self._blocks.changed_buffers),
+        )
 
     # ---- answers
 
@@ -144,7 +133,7 @@ class _Tracer(StepMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         name = getattr(func, "__name__", str(func))
         self._check_followed(tensors, name)
-        is_recorded = any(tensor in self.ids for tensor in tensors)
+        is_recorded = any(tensor in self._ids for tensor in tensors)
         if not is_recorded and not any(tensor in self._sources for tensor in tensors):
             return func(*args, **kwargs)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
@@ -155,14 +144,14 @@ class _Tracer(StepMode):
         leaves, spec = tree_flatten((args, kwargs))
         self._check_followed([leaf for leaf in leaves if isinstance(leaf, Tensor)], fqn)
         check_arguments(leaves, fqn)
-        if fqn not in self.block_inputs:
+        if fqn not in self._block_inputs:
             metas = [TensorMeta.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self.block_inputs[fqn] = as_called(tree_unflatten(metas, spec))
+            self._block_inputs[fqn] = as_called(tree_unflatten(metas, spec))
         known = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and self._is_known(leaf)}
         side: list[SideOutputs] = []
 
         def run(*arguments: Any) -> Any:
-            packed, outputs = self.blocks.run(fqn, block, arguments, known)
+            packed, outputs = self._blocks.run(fqn, block, arguments, known)
             side.append(outputs)
             return packed
 
@@ -178,12 +167,12 @@ class _Tracer(StepMode):
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether its data comes from the batch alone."""
         is_real = not isinstance(tensor, (Ghost, FakeTensor)) and not tensor.is_meta
-        return is_real and tensor not in self.ids and tensor not in self._sources
+        return is_real and tensor not in self._ids and tensor not in self._sources
 
     def _check_followed(self, tensors: list[Tensor], name: str) -> None:
         """Raise for tensors of blocks that came here by ways that a stage can't follow."""
         for tensor in tensors:
-            if tensor in self.ids or tensor in self._sources:
+            if tensor in self._ids or tensor in self._sources:
                 continue
             if isinstance(tensor, (Ghost, FakeTensor)):
                 raise TraceError(
@@ -218,10 +207,10 @@ class _Tracer(StepMode):
             side: The side outputs of a block, whose call fills them in.
         """
         where, is_block = user_frame(), side is not None
-        self.failed_call, self.failed_in_block = f"{name} at {where}", is_block
+        self._failed_call, self._failed_in_block = f"{name} at {where}", is_block
         fakes = [self._fakes.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         versions = [version_of(fake) if isinstance(fake, Tensor) else 0 for fake in fakes]
-        inputs = tuple(self.ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self.ids)
+        inputs = tuple(self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids)
         sources = frozenset[str]().union(
             *(self._sources.get(leaf, frozenset()) for leaf in leaves if isinstance(leaf, Tensor))
         )
@@ -232,7 +221,7 @@ class _Tracer(StepMode):
         if is_block:
             for leaf in tree_leaves(output[0]):
                 check_constant(leaf, name, where)
-        self.failed_call = None
+        self._failed_call = None
 
         changed = {
             i: fakes[i] for i in _positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]
@@ -241,7 +230,7 @@ class _Tracer(StepMode):
         mutated = {i: self._new_id(leaves[i], fake) for i, fake in changed.items()}
         results, answer = self._answers(outputs, fakes, leaves, None if is_recorded else sources)
         if is_recorded:
-            self.calls.append(
+            self._calls.append(
                 TracedCall(
                     name=name,
                     is_block=is_block,
@@ -297,9 +286,9 @@ class _Tracer(StepMode):
         return results, answer
 
     def _new_id(self, tensor: Tensor, fake: Tensor) -> int:
-        new = len(self.tensors)
-        self.tensors[new] = TensorMeta.of(fake)
-        self.ids[tensor] = new
+        new = len(self._tensors)
+        self._tensors[new] = TensorMeta.of(fake)
+        self._ids[tensor] = new
         return new
 
     def _retag_aliases(self, mutated: list[tuple[Tensor, Tensor]], where: str) -> dict[int, int]:
@@ -312,7 +301,7 @@ class _Tracer(StepMode):
                 self._written[storage_id(storage)] = (storage, where)
         aliases = [
             (tensor, i)
-            for tensor, i in self.ids.items()
+            for tensor, i in self._ids.items()
             if id(tensor) not in changed and storage_id(self._fakes.of(tensor).untyped_storage()) in storages
         ]
         return {i: self._new_id(tensor, self._fakes.of(tensor)) for tensor, i in aliases}
@@ -342,19 +331,11 @@ class StepTracing:
 
     Args:
         module: The user's module.
-        blocks: FQN -> block, routed by ``router``.
+        router: The router of its blocks.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        router: Router,
-        effects: TracedEffects,
-        device: torch.device,
-    ) -> None:
-        self._module, self._blocks, self._router = module, blocks, router
-        self._effects, self._device = effects, device
+    def __init__(self, module: nn.Module, router: Router, effects: TracedEffects, device: torch.device) -> None:
+        self._module, self._router, self._effects, self._device = module, router, effects, device
 
     def __call__(self, name: str, microbatch: Any, rest: Sequence[Any]) -> Trace:
         """Trace ``module.<name>(microbatch, *rest)``."""
@@ -363,5 +344,4 @@ class StepTracing:
             return self._effects.returned(name, lambda: getattr(self._module, name)(microbatch, *rest))
 
         with self._effects.undone():
-            calls_all = name == "training_step"
-            return trace_step(step, self._module, self._blocks, self._router, self._device, calls_all=calls_all)
+            return trace_step(step, self._module, self._router, self._device, calls_all=name == "training_step")

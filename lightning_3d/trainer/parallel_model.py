@@ -96,7 +96,6 @@ def make_parallel(
         engine = PipelineEngine(
             module=module,
             rank_module=zero.root,
-            blocks=blocks,
             router=router,
             plan=plan,
             mesh=mesh,

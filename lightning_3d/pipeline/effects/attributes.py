@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.pytrees import is_same
 from lightning_3d.model.snapshot import CONTAINERS, Snapshot, refill
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import Joiner, weighted_mean
@@ -175,7 +176,7 @@ class Attributes(Effect):
     def _changes(
         self, fqn: str, path: tuple[Any, ...], before: Any, afters: Sequence[Any], sizes: Sequence[int]
     ) -> list[Change]:
-        if all(_is_same(before, after) for after in afters):
+        if all(is_same(before, after) for after in afters):
             return []
         name = ".".join(["self", *filter(None, [fqn]), str(path[0])]) + "".join(f"[{key!r}]" for key in path[1:])
         if isinstance(before, dict) and all(isinstance(a, dict) and a.keys() >= before.keys() for a in afters):
@@ -261,23 +262,10 @@ def _map(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], 
     return set(value) if type(value) is set else other(value)
 
 
-def _is_same(before: Any, after: Any) -> bool:
-    if before is after:
-        return True
-    if isinstance(before, dict):
-        same_keys = isinstance(after, dict) and before.keys() == after.keys()
-        return same_keys and all(_is_same(before[key], after[key]) for key in before)
-    if isinstance(before, (*_LISTS, tuple)):
-        same_length = isinstance(after, (*_LISTS, tuple)) and len(before) == len(after)
-        return same_length and all(map(_is_same, before, after))
-    is_plain = type(before) in (int, float, bool, str, bytes, set) and type(before) is type(after)
-    return is_plain and bool(before == after)
-
-
 def _begins(after: Sequence[Any], before: Sequence[Any]) -> bool:
     """Whether the leaves that were in a list are still there."""
     kinds: tuple[Any, ...] = (dict, _LISTS, set)
     return len(after) >= len(before) and all(
-        _is_same(old, new) or any(isinstance(old, kind) and isinstance(new, kind) for kind in kinds)
+        is_same(old, new) or any(isinstance(old, kind) and isinstance(new, kind) for kind in kinds)
         for old, new in zip(before, after, strict=False)
     )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import nn
 from typing_extensions import override
 
 from lightning_3d.distributed.rng import StepRandomness
@@ -54,23 +53,16 @@ class StepEffects:
 
     Args:
         module: The user's module.
-        blocks: FQN -> block, routed by ``router``.
+        router: The router of its blocks.
         more: Further effects.
         joiner: Joins values over microbatches, and remembers what they mean.
     """
 
-    def __init__(
-        self,
-        module: LightningModule,
-        blocks: Mapping[str, nn.Module],
-        router: Router,
-        *more: Effect,
-        joiner: Joiner | None = None,
-    ) -> None:
-        self._module, self._blocks = module, blocks
+    def __init__(self, module: LightningModule, router: Router, *more: Effect, joiner: Joiner | None = None) -> None:
+        self._module, self._blocks = module, router.blocks.values()
         joiner = joiner or Joiner()
         metrics = Metrics(module, router, joiner)
-        attributes, logs = Attributes(module, blocks.values(), joiner), Logs(module, metrics, router, joiner)
+        attributes, logs = Attributes(module, self._blocks, joiner), Logs(module, metrics, router, joiner)
         self._effects: tuple[Effect, ...] = (*more, LazyHooks(module), attributes, metrics, logs)
 
     @property
@@ -127,7 +119,7 @@ class StepEffects:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Trace inside."""
-        state_kept = preserved(self._module, without_data=self._blocks.values())
+        state_kept = preserved(self._module, without_data=self._blocks)
         with random_states_kept(), state_kept, self.begin(0), self.microbatch(_TRACE):
             yield
 
