@@ -27,11 +27,11 @@ from lightning_3d.tensor.placement import Partial, Placement, Shard, Whole
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import (
     METADATA,
+    ON_WHOLE,
     SET_DATA,
     Function,
     function_name,
     map_tensors,
-    runs_whole,
     simplified,
 )
 from lightning_3d.tensor.rules.generic import custom, generic
@@ -120,7 +120,7 @@ class Interpreter(TorchFunctionMode):
     def _other(self, call: Call) -> LocalCall:
         """A call that no rule answers."""
         changed = call.destination
-        is_refused = runs_whole(call.name) or (changed is not None and not isinstance(changed, ShardedTensor))
+        is_refused = call.name in ON_WHOLE or (changed is not None and not isinstance(changed, ShardedTensor))
         local = None if is_refused else generic(call, self.axis)
         if local is not None:
             return local

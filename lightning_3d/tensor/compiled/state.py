@@ -27,18 +27,12 @@ _OF_THIS_PACKAGE = frozenset({"forward", CALL})
 class _Place(NamedTuple):
     """Where a tensor is found."""
 
-    module: nn.Module
-    group: str | None
-    """Which registry of the module; None for a plain attribute."""
+    holder: dict[str, Any]
+    """A module's parameters, its buffers, or its plain attributes."""
 
     name: str
     at: int
     """Its position among the tensors of the state."""
-
-    def put(self, tensor: Tensor) -> None:
-        attributes = vars(self.module)
-        holder = attributes if self.group is None else attributes[self.group]
-        holder[self.name] = tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +57,11 @@ class BlockState:
         stand_ins = [_like(tensor, other) for tensor, other in zip(self.tensors, own, strict=True)]
         try:
             for place in self.places:
-                place.put(stand_ins[place.at])
+                place.holder[place.name] = stand_ins[place.at]
             yield
         finally:
             for place in self.places:
-                place.put(self.tensors[place.at])
+                place.holder[place.name] = self.tensors[place.at]
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -99,11 +93,11 @@ def read_state(block: nn.Module) -> BlockState:
     indices: dict[int, int] = {}
     seen: set[int] = set()
 
-    def note(module: nn.Module, group: str | None, name: str, tensor: Tensor) -> None:
+    def note(holder: dict[str, Any], name: str, tensor: Tensor) -> None:
         if id(tensor) not in indices:
             indices[id(tensor)] = len(tensors)
             tensors.append(tensor)
-        places.append(_Place(module, group, name, indices[id(tensor)]))
+        places.append(_Place(holder, name, indices[id(tensor)]))
 
     for module in _modules(block):
         if module is not block and has_hooks(module):
@@ -113,12 +107,12 @@ def read_state(block: nn.Module) -> BlockState:
         for group in (PARAMETERS, BUFFERS):
             for name, tensor in attributes[group].items():
                 if tensor is not None:
-                    note(module, group, name, tensor)
+                    note(attributes[group], name, tensor)
         for name, value in attributes.items():
             if name in TORCH_ATTRIBUTES or (module is block and name in _OF_THIS_PACKAGE):
                 continue
             if isinstance(value, Tensor):
-                note(module, None, name, value)
+                note(attributes, name, value)
             else:
                 values.append(_comparable(value, seen))
     return BlockState(tensors=tensors, places=places, values=tuple(values))

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import Parts, Shard, Sharded, in_parts
+from lightning_3d.tensor.placement import Parts, Placement, Shard, Sharded, in_parts
 from lightning_3d.tensor.plan.block_plan import Role, WeightPlan
 from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims
 from lightning_3d.tensor.rules.call import Call
@@ -68,9 +68,9 @@ class Weights:
 
     Args:
         fakes: Fake parameter by name; tied names have the same tensor.
-        replicated: FQN -> reason, for weights that must not be sharded.
-        by_hand: FQN -> column or row, for weights whose role is given.
-        part_sizes: FQN -> sizes of the parts of its output features, for fused weights.
+        replicated: As for `simulate_block`.
+        by_hand: As for `simulate_block`.
+        part_sizes: As for `simulate_block`.
         axis: The axis that the weights are sharded over.
     """
 
@@ -237,7 +237,7 @@ class Weights:
                 return
             self._shard(weight, "column", dims[features_dim])
             if call.bias is not None and weight.sharding is not None:
-                self.shard_vector(call.bias, features, like=weight)
+                self.shard_vector(call.bias, features, weight.sharding)
         elif role == "row" and contracted % size:
             weight.replicate(f"{contracted} input features are not divisible by {size}")
         elif role == "row" or shard_dim(call.input) == call.input_dim:
@@ -256,11 +256,9 @@ class Weights:
         elif call.groups % size:
             weight.replicate(f"{call.groups} groups are not divisible by {size}")
         else:
-            parts = parts_of(call.input)
-            sizes = None if parts is None else parts.sizes
-            self._shard(weight, "column", self._aliases[id(call.weight)].dims[0], sizes=sizes)
+            self._shard(weight, "column", self._aliases[id(call.weight)].dims[0], placement_of(call.input))
             if call.bias is not None and weight.sharding is not None:
-                self.shard_vector(call.bias, call.bias.shape[0], like=weight, sizes=sizes)
+                self.shard_vector(call.bias, call.bias.shape[0], weight.sharding)
 
     def _has_own_channels(self, call: Convolution) -> bool:
         parts = parts_of(call.input)
@@ -268,13 +266,11 @@ class Weights:
             return shard_dim(call.input) == call.input_dim
         return parts.dim == call.input_dim and call.is_depthwise
 
-    def shard_vector(
-        self, tensor: Tensor, length: int, like: _Weight | None = None, sizes: tuple[int, ...] | None = None
-    ) -> None:
-        """Shard what goes with sharded features: a bias, or the weight of a norm over channels."""
+    def shard_vector(self, tensor: Tensor, length: int, like: Sharded | None = None) -> None:
+        """Shard what goes with sharded features, in the same parts: a bias, or the weight of a norm over channels."""
         vector = self._undecided(tensor)
         if vector is not None and tensor.shape == (length,):
-            self._shard(vector, "column", self._aliases[id(tensor)].dims[0], like, sizes)
+            self._shard(vector, "column", self._aliases[id(tensor)].dims[0], like)
 
     def join_features(self, call: Call) -> None:
         """Before a call that adds an undecided weight, a bias, to features of column weights: it goes with them."""
@@ -287,24 +283,17 @@ class Weights:
             length, dim = features.shape[at.dim], at.dim - features.dim() + bias.dim()
             fits = isinstance(at, Shard) or bias.dim() == features.dim()
             if fits and dim >= 0 and bias.shape[dim] == length:
-                sizes = at.sizes if isinstance(at, Parts) else None
-                self._shard(weight, "column", self._aliases[id(bias)].dims[dim], sizes=sizes)
+                self._shard(weight, "column", self._aliases[id(bias)].dims[dim], at)
 
-    def _shard(
-        self,
-        weight: _Weight,
-        role: Role,
-        dim: int | None,
-        like: _Weight | None = None,
-        sizes: tuple[int, ...] | None = None,
-    ) -> None:
+    def _shard(self, weight: _Weight, role: Role, dim: int | None, like: Placement | None = None) -> None:
+        """Shard a weight on `dim`, in the parts of `like` if that has any, else in those that are known of it."""
         aliases = [alias for alias in self._aliases.values() if alias.weight is weight]
         if dim is None or any(dim not in alias.dims for alias in aliases):
             weight.replicate("its features are picked by index")
             return
-        if sizes is None and role == "column":
-            sizes = self._part_sizes.get((like or weight).fqn)
-        weight.role, weight.sharding = role, in_parts(dim, sizes or (), self._axis.size)
+        known = self._part_sizes.get(weight.fqn, ()) if role == "column" else ()
+        sizes = like.sizes if isinstance(like, Parts) else known
+        weight.role, weight.sharding = role, in_parts(dim, sizes, self._axis.size)
 
     def _replicate_bias(self, call: Projection, reason: str) -> None:
         if call.bias is not None and (bias := self._undecided(call.bias)) is not None:

@@ -28,8 +28,7 @@ def on_channels(call: Call, axis: Axis) -> LocalCall | None:
         return None
     if channels.dim is None:
         return on_whole(call)
-    own = Call(call.function, call.name, channels.args, channels.kwargs)
-    tensors = own.tensors
+    own = channels.call
     statistic, along = RunningStatistic(channels.changes_statistics), Shard(channels.dim)
 
     def need(tensor: Tensor) -> Need:
@@ -38,8 +37,8 @@ def on_channels(call: Call, axis: Axis) -> LocalCall | None:
         return Shard(0) if any(tensor is vector for vector in channels.vectors) else along
 
     return LocalCall(
-        tensors=tensors,
-        needs=tuple(need(tensor) for tensor in tensors),
+        tensors=own.tensors,
+        needs=tuple(need(tensor) for tensor in own.tensors),
         run=own.run,
         result=along,
         is_random=channels.is_random,
@@ -50,10 +49,8 @@ def on_channels(call: Call, axis: Axis) -> LocalCall | None:
 class ChannelCall:
     """How a rank makes one call on its own channels."""
 
-    args: tuple[Any, ...]
-    """The full tensors; counts of channels are already those of one rank."""
-
-    kwargs: dict[str, Any]
+    call: Call
+    """With full tensors; counts of channels are already those of one rank."""
 
     dim: int | None
     """The dim that input and result are sharded on; None: the call needs full tensors."""
@@ -72,24 +69,22 @@ class ChannelCall:
 
 def as_channel_call(call: Call, size: int) -> ChannelCall | None:
     """Read a call, one of whose tensors is sharded over `size` ranks; None for one that is not on own channels."""
-    function, args, kwargs = call.function, call.args, call.kwargs
-    if function not in _CALLS:
+    if call.function not in _CALLS:
         return None
-    if function in _NORMS:
-        return _norm(function, args, kwargs, size)
-    input = args[0] if args else kwargs.get("input")
-    if not isinstance(input, Tensor) or (dim := shard_dim(input)) is None:
+    if call.function in _NORMS:
+        return _norm(call, size)
+    input: Any = call.first if call.args else call.kwargs.get("input")
+    if (dim := shard_dim(input)) is None:
         return None
-    if function is F.prelu:
-        slopes = args[1] if len(args) > 1 else kwargs["weight"]
-        if dim != 1 or slopes.numel() != input.shape[1]:
-            return None
-        return ChannelCall(args=args, kwargs=kwargs, dim=dim, vectors=(slopes,))
-    if function in _DROPOUTS:
-        return _dropout(function, args, kwargs, dim)
-    if not _is_independent(function, args, kwargs, dim, size):
-        return None
-    return ChannelCall(args=args, kwargs=kwargs, dim=dim)
+    if call.function is F.prelu:
+        slopes = call.args[1] if len(call.args) > 1 else call.kwargs["weight"]
+        has_own = dim == 1 and slopes.numel() == input.shape[1]
+        return ChannelCall(call=call, dim=dim, vectors=(slopes,)) if has_own else None
+    if call.function in _DROPOUTS:  # whole channels of a sample
+        given = _arguments(call)
+        is_random = bool(given["training"] and given["p"])
+        return ChannelCall(call=call, dim=dim, is_random=is_random) if dim <= 1 and input.dim() >= 3 else None
+    return ChannelCall(call=call, dim=dim) if _is_independent(call, input, dim, size) else None
 
 
 _POOLINGS = (
@@ -120,42 +115,37 @@ _WITH_OPTIONS: Sequence[Function] = (*_NORMS, *_DROPOUTS, F.pad)
 _SIGNATURES = {function: inspect.signature(function) for function in _WITH_OPTIONS}
 
 
-def _is_independent(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, size: int) -> bool:
+def _is_independent(call: Call, input: Tensor, dim: int, size: int) -> bool:
     """Whether a call works along other dims than the sharded one."""
-    num_dims: int = (args[0] if args else kwargs["input"]).dim()
-    if function in _ALONG:
-        return dim < num_dims - _ALONG[function]
-    if function is F.interpolate:
+    if call.function in _ALONG:
+        return dim < input.dim() - _ALONG[call.function]
+    if call.function is F.interpolate:
         return dim < 2
-    if function is F.pad:
-        num_padded = len(_arguments(function, args, kwargs)["pad"]) // 2
-        return dim < num_dims - num_padded
-    if function in (F.pixel_shuffle, F.pixel_unshuffle):
-        return _shuffles_own(function, args, kwargs, dim, size)
-    return False
+    if call.function is F.pad:
+        return dim < input.dim() - len(_arguments(call)["pad"]) // 2
+    return _shuffles_own(call, dim, size)
 
 
-def _shuffles_own(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, size: int) -> bool:
+def _shuffles_own(call: Call, dim: int, size: int) -> bool:
     """Blocks of channels become pixels of one channel, or the other way round."""
-    if len(args) != 2 or kwargs:
+    if len(call.args) != 2 or call.kwargs:
         return False
-    block = args[1] ** 2 if function is F.pixel_shuffle else 1
-    channels_dim: int = args[0].dim() - 3
-    num_blocks: int = args[0].shape[dim] // block
+    input, factor = call.args
+    num_blocks = input.shape[dim] // (factor**2 if call.function is F.pixel_shuffle else 1)
+    channels_dim: int = input.dim() - 3
     return dim < channels_dim or (dim == channels_dim and num_blocks % size == 0)
 
 
-def _norm(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], size: int) -> ChannelCall:
-    given = _arguments(function, args, kwargs)
+def _norm(call: Call, size: int) -> ChannelCall:
+    given = _arguments(call)
     changes = given.get("training") or given.get("use_input_stats")
     is_local = shard_dim(given["input"]) == 1
-    if function is F.group_norm:
+    if call.function is F.group_norm:
         is_local = is_local and given["num_groups"] % size == 0
         given["num_groups"] //= size if is_local else 1
     statistics = tuple(given[name] for name in ("running_mean", "running_var") if given.get(name) is not None)
     return ChannelCall(
-        args=(),
-        kwargs=given,
+        call=Call(call.function, call.name, (), given),
         dim=1 if is_local else None,
         vectors=tuple(given[name] for name in ("weight", "bias") if given[name] is not None),
         statistics=statistics,
@@ -163,16 +153,7 @@ def _norm(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], siz
     )
 
 
-def _dropout(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], dim: int) -> ChannelCall | None:
-    """Whole channels of a sample are dropped."""
-    given = _arguments(function, args, kwargs)
-    if dim > 1 or given["input"].dim() < 3:
-        return None
-    is_random = bool(given["training"] and given["p"])
-    return ChannelCall(args=(), kwargs=given, dim=dim, is_random=is_random)
-
-
-def _arguments(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    bound = _SIGNATURES[function].bind(*args, **kwargs)
+def _arguments(call: Call) -> dict[str, Any]:
+    bound = _SIGNATURES[call.function].bind(*call.args, **call.kwargs)
     bound.apply_defaults()
     return bound.arguments

@@ -68,10 +68,8 @@ _RANDOM = frozenset(
     }
 )
 
-
 EXPERTS_MATMULS = frozenset({"grouped_mm", "_grouped_mm", "grouped_mm_fallback"})
 """Names of products per expert."""
-
 
 _READS_DATA = frozenset(
     {
@@ -95,9 +93,11 @@ _READS_DATA = frozenset(
 )
 """Functions whose result, or its shape, depends on data."""
 
+ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
+"""Calls that run on full tensors, alike on all ranks, if no rule answers them.
 
-_ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
-
+They draw random numbers, and are no dropout; or they read data, or have no rule for shards.
+"""
 
 METADATA = frozenset(
     {"shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "requires_grad"}
@@ -106,16 +106,7 @@ METADATA = frozenset(
 )
 """Calls that read no more of a tensor than a `ShardedTensor` knows without its data."""
 
-
-def runs_whole(name: str) -> bool:
-    """Whether a call runs on full tensors, alike on all ranks.
-
-    It draws random numbers, and is no dropout; or it reads data, or has no rule for shards.
-    """
-    return name in _ON_WHOLE
-
-
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor, a new object every time
 
 
 @functools.lru_cache(_MAX_NAMES)
