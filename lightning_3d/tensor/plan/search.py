@@ -15,6 +15,7 @@ send.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from types import MappingProxyType
@@ -31,6 +32,9 @@ from lightning_3d.tensor.plan.weights import named_parameters
 
 Simulate = Callable[[dict[str, str]], Simulated]
 """Simulates a block in which some weights must not be sharded: FQN -> reason."""
+
+PartSizes = dict[str, tuple[int, ...]]
+"""FQN -> sizes of the parts of a weight's output features."""
 
 
 def plan_block(
@@ -70,18 +74,10 @@ def plan_block(
     }
     replicated |= {fqn: "by tensor.plan" for fqn, role in by_hand.items() if role == "replicate"}
     try:
-        simulate = partial(
-            simulate_block,
-            block,
-            args,
-            kwargs,
-            size=size,
-            by_hand=by_hand,
-            sequence_parallel=sequence_parallel,
-            unread=unread,
-        )
-        find = partial(_find, parameters=named_parameters(block), size=size, replicated=replicated, by_hand=by_hand)
-        best = _with_sums_deferred(find, simulate, find(simulate))
+        simulate = partial(simulate_block, block, args, kwargs, size=size, by_hand=by_hand)
+        simulate = partial(simulate, sequence_parallel=sequence_parallel, unread=unread)
+        search = _Search(size=size, parameters=named_parameters(block), replicated=replicated, by_hand=by_hand)
+        best = search.with_sums_deferred(simulate, search.run(simulate))
     except Exception as error:  # the block's own code on fake tensors can raise anything; it then runs unsharded
         message = next(iter(str(error).splitlines()), "")
         reason = f"can't be followed on fake tensors: {type(error).__name__}: {message}"
@@ -89,66 +85,127 @@ def plan_block(
     return _plan(best, size)
 
 
-def _find(
-    simulate: Callable[..., Simulated],
-    *,
-    parameters: Mapping[str, nn.Parameter],
-    size: int,
-    replicated: dict[str, str],
-    by_hand: Mapping[str, Role],
-) -> Simulated:
-    group = _giving_way(lambda kept: _group(partial(simulate, replicated=kept), parameters, size), by_hand)
-    return _improve(group, size, replicated, by_hand)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Search:
+    """The ways to a better plan of one block; each takes a simulation that leaves a choice open, and makes it."""
 
+    size: int
 
-def _with_sums_deferred(
-    find: Callable[[Callable[..., Simulated]], Simulated], simulate: Callable[..., Simulated], best: Simulated
-) -> Simulated:
-    """Sum what row weights of experts give where it is small, if that sends less in spite of the scores' gradient."""
-    if not best.stacked:
+    parameters: Mapping[str, nn.Parameter]
+
+    replicated: dict[str, str]
+    """FQN -> reason, for weights that must not be sharded."""
+
+    by_hand: Mapping[str, Role]
+    """FQN -> role, for weights that the search leaves alone."""
+
+    def run(self, simulate: Callable[..., Simulated]) -> Simulated:
+        """Find the best plan with sums deferred or not."""
+        return self._improve(self._giving_way(lambda kept: self._group(partial(simulate, replicated=kept))))
+
+    def with_sums_deferred(self, simulate: Callable[..., Simulated], best: Simulated) -> Simulated:
+        """Sum what row weights of experts give where it is small, if that sends less despite the scores' gradient."""
+        if not best.stacked:
+            return best
+        try:
+            deferred = self.run(partial(simulate, defers_sums=True))
+        except PlanError:  # it changes such a sum in place
+            return best
+        return deferred if deferred.communicated_bytes < best.communicated_bytes else best
+
+    def _group(self, simulate: Callable[..., Simulated]) -> Simulated:
+        """Shard fused weights part by part, where that lowers the communicated bytes.
+
+        Weights that the block cuts itself (``weight.chunk(3)``) come first, as they are else not sharded at all.
+        """
+        best, part_sizes = simulate(part_sizes={}), PartSizes()
+        for fqn, edges in best.weight_cuts.items():
+            if (sizes := _sizes(self.parameters[fqn].shape[0], edges, self.size)) is not None:
+                part_sizes[fqn] = sizes
+        if part_sizes:
+            best = simulate(part_sizes=part_sizes)
+        tried: list[PartSizes] = []
+        while candidate := next((c for c in _groupings(best, part_sizes, self.size) if c not in tried), None):
+            tried.append(candidate)
+            trial = simulate(part_sizes=part_sizes | candidate)
+            if trial.communicated_bytes < best.communicated_bytes:
+                part_sizes, best = part_sizes | candidate, trial
         return best
-    try:
-        deferred = find(partial(simulate, defers_sums=True))
-    except PlanError:  # it changes such a sum in place
+
+    def _giving_way(self, simulate: Simulate) -> Simulate:
+        """The same, with weights replicated whose outputs are changed in place as shards can't be."""
+        changed: dict[str, str] = {}
+
+        def simulated(replicated: dict[str, str]) -> Simulated:
+            while True:
+                try:
+                    return simulate(changed | replicated)
+                except ChangedInPlace as error:
+                    sources = error.sources.difference(self.by_hand, changed, replicated)
+                    if not sources:
+                        raise
+                    changed.update(dict.fromkeys(sources, str(error)))
+
+        return simulated
+
+    def _improve(self, simulate: Simulate) -> Simulated:
+        """Replicate groups of weights where that lowers the communicated bytes and is worth it."""
+        replicated, best = self.replicated, simulate(self.replicated)
+        if fewer := best.uneven_heads.difference(self.by_hand):  # as Megatron does with few key and value heads
+            candidate = replicated | dict.fromkeys(fewer, f"its heads are not divisible by {self.size}")
+            trial = simulate(candidate)
+            if trial.communicated_bytes < best.communicated_bytes:
+                best, replicated = trial, candidate
+        best = self._without_doubtful(simulate, best, replicated)
+        gathers = [caused for caused in best.forward if caused.cause.row is None and self._sources(caused)]
+        if gathers:  # residuals on shards may be in the way of a better plan
+            candidate = replicated | self._reasons(max(gathers, key=lambda gather: gather.collective.num_bytes))
+            trial = self._without_doubtful(simulate, simulate(candidate), candidate)
+            if _shards_more_for_less(trial, best):
+                best = trial
         return best
-    return deferred if deferred.communicated_bytes < best.communicated_bytes else best
+
+    def _without_doubtful(self, simulate: Simulate, best: Simulated, replicated: dict[str, str]) -> Simulated:
+        """Replicate the weights behind doubtful collectives where that lowers the bytes of both directions.
+
+        Collectives that are alike, as those of the many layers of a stage, are tried together, and then one alone.
+        """
+        tried: set[frozenset[str]] = {frozenset()}
+        while alike := _alike([d for d in _doubtful(best, self.size) if self._sources(d) not in tried], best):
+            for doubts in (alike, alike[:1]) if len(alike) > 1 else (alike,):
+                candidate = replicated | {fqn: why for doubt in doubts for fqn, why in self._reasons(doubt).items()}
+                trial = simulate(candidate)
+                if trial.communicated_bytes < best.communicated_bytes:
+                    best, replicated, tried = trial, candidate, {frozenset()}  # what did not pay before may pay now
+                    break
+            else:
+                tried.update(self._sources(doubt) for doubt in alike)
+        return best
+
+    def _sources(self, caused: Caused) -> frozenset[str]:
+        """The weights that a collective comes from, but for those decided by hand."""
+        return caused.cause.sources.difference(self.by_hand)
+
+    def _reasons(self, caused: Caused) -> dict[str, str]:
+        """Why the weights that a collective comes from are replicated."""
+        made = caused.collective
+        reason = f"its output would need an {made.kind} of {made.num_bytes} bytes at {made.call}"
+        return dict.fromkeys(self._sources(caused), reason)
 
 
-def _group(simulate: Callable[..., Simulated], parameters: Mapping[str, nn.Parameter], size: int) -> Simulated:
-    """Shard fused weights part by part, where that lowers the communicated bytes.
-
-    Weights that the block cuts itself (``weight.chunk(3)``) come first, as they are else not sharded at all.
-    """
-    part_sizes: dict[str, tuple[int, ...]] = {}
-    best = simulate(part_sizes=part_sizes)
-    cut = {fqn: _sizes(parameters[fqn].shape[0], edges, size) for fqn, edges in best.weight_cuts.items()}
-    if known := {fqn: sizes for fqn, sizes in cut.items() if sizes is not None}:
-        part_sizes, best = known, simulate(part_sizes=known)
-    tried: set[object] = set()
-    while candidate := next((c for c in _groupings(best, part_sizes, size) if _frozen(c) not in tried), None):
-        tried.add(_frozen(candidate))
-        trial = simulate(part_sizes=part_sizes | candidate)
-        if trial.communicated_bytes < best.communicated_bytes:
-            part_sizes, best = part_sizes | candidate, trial
-    return best
-
-
-def _groupings(
-    simulated: Simulated, part_sizes: Mapping[str, tuple[int, ...]], size: int
-) -> Iterator[dict[str, tuple[int, ...]]]:
+def _groupings(simulated: Simulated, part_sizes: PartSizes, size: int) -> Iterator[PartSizes]:
     """Parts of the weights whose outputs are gathered: where the block cuts them, then where it views them in parts."""
     gathered = [c.cause.sources for c in simulated.forward if c.cause.row is None and c.collective.kind != "all-reduce"]
-    for cuts in (_joined(simulated.cuts), simulated.view_cuts):
-        for cut in cuts:
-            if not any(cut.sources & sources for sources in gathered):
-                continue
-            candidate = {}
-            for fqn in cut.sources:
-                edges = {0, *accumulate(part_sizes.get(fqn, ())), *cut.edges}
-                if (sizes := _sizes(max(cut.features, *edges), edges, size)) is not None:
-                    candidate[fqn] = sizes
-            if candidate.keys() == cut.sources:
-                yield candidate
+    for cut in (*_joined(simulated.cuts), *simulated.view_cuts):
+        if not any(cut.sources & sources for sources in gathered):
+            continue
+        candidate = PartSizes()
+        for fqn in cut.sources:
+            edges = {0, *accumulate(part_sizes.get(fqn, ())), *cut.edges}
+            if (sizes := _sizes(max(cut.features, *edges), edges, size)) is not None:
+                candidate[fqn] = sizes
+        if candidate.keys() == cut.sources:
+            yield candidate
 
 
 def _joined(cuts: Sequence[Cut]) -> Sequence[Cut]:
@@ -165,75 +222,11 @@ def _sizes(features: int, edges: Collection[int], size: int) -> tuple[int, ...] 
     return sizes if len(sizes) > 1 and not any(length % size for length in sizes) else None
 
 
-def _frozen(candidate: Mapping[str, tuple[int, ...]]) -> object:
-    return frozenset(candidate.items())
-
-
-def _giving_way(simulate: Simulate, by_hand: Mapping[str, Role]) -> Simulate:
-    """The same, with weights replicated whose outputs are changed in place as shards can't be."""
-    changed: dict[str, str] = {}
-
-    def simulated(replicated: dict[str, str]) -> Simulated:
-        while True:
-            try:
-                return simulate(changed | replicated)
-            except ChangedInPlace as error:
-                sources = error.sources.difference(by_hand, changed, replicated)
-                if not sources:
-                    raise
-                changed.update(dict.fromkeys(sources, str(error)))
-
-    return simulated
-
-
-def _improve(simulate: Simulate, size: int, replicated: dict[str, str], by_hand: Mapping[str, Role]) -> Simulated:
-    """Replicate groups of weights where that lowers the communicated bytes and is worth it."""
-    best = simulate(replicated)
-    if fewer := best.uneven_heads.difference(by_hand):  # as Megatron does with few key and value heads
-        candidate = replicated | dict.fromkeys(fewer, f"its heads are not divisible by {size}")
-        trial = simulate(candidate)
-        if trial.communicated_bytes < best.communicated_bytes:
-            best, replicated = trial, candidate
-    best = _without_doubtful(simulate, best, size, replicated, by_hand)
-    gathers = [c for c in best.forward if c.cause.row is None and c.cause.sources.difference(by_hand)]
-    if gathers:  # residuals on shards may be in the way of a better plan
-        largest = max(gathers, key=lambda gather: gather.collective.num_bytes)
-        candidate = replicated | _reasons(largest, by_hand)
-        trial = _without_doubtful(simulate, simulate(candidate), size, candidate, by_hand)
-        if _shards_more_for_less(trial, best):
-            best = trial
-    return best
-
-
 def _shards_more_for_less(trial: Simulated, best: Simulated) -> bool:
     """Whether a plan shards no less, and sends no more bytes per element that it shards."""
     more = trial.num_sharded_elements >= best.num_sharded_elements
     per_element = trial.communicated_bytes * best.num_sharded_elements
     return more and per_element < best.communicated_bytes * trial.num_sharded_elements
-
-
-def _without_doubtful(
-    simulate: Callable[[dict[str, str]], Simulated],
-    best: Simulated,
-    size: int,
-    replicated: dict[str, str],
-    by_hand: Mapping[str, Role],
-) -> Simulated:
-    """Replicate the weights behind doubtful collectives where that lowers the communicated bytes, of both directions.
-
-    Collectives that are alike, as those of the many layers of a stage, are tried together, and then one of them alone.
-    """
-    tried: set[frozenset[str]] = {frozenset()}
-    while alike := _alike([d for d in _doubtful(best, size) if d.cause.sources.difference(by_hand) not in tried], best):
-        for doubts in (alike, alike[:1]) if len(alike) > 1 else (alike,):
-            candidate = replicated | {fqn: why for doubt in doubts for fqn, why in _reasons(doubt, by_hand).items()}
-            trial = simulate(candidate)
-            if trial.communicated_bytes < best.communicated_bytes:
-                best, replicated, tried = trial, candidate, {frozenset()}  # what did not pay before may pay now
-                break
-        else:
-            tried.update(doubt.cause.sources.difference(by_hand) for doubt in alike)
-    return best
 
 
 def _alike(doubts: Sequence[Caused], simulated: Simulated) -> Sequence[Caused]:
@@ -243,13 +236,6 @@ def _alike(doubts: Sequence[Caused], simulated: Simulated) -> Sequence[Caused]:
         return caused.collective, simulated.bytes_behind(caused), caused.cause.row is None
 
     return [doubt for doubt in doubts if kind(doubt) == kind(doubts[0])]
-
-
-def _reasons(caused: Caused, by_hand: Mapping[str, Role]) -> dict[str, str]:
-    """Why the weights that a collective comes from are replicated."""
-    made = caused.collective
-    reason = f"its output would need an {made.kind} of {made.num_bytes} bytes at {made.call}"
-    return dict.fromkeys(caused.cause.sources.difference(by_hand), reason)
 
 
 def _doubtful(simulated: Simulated, size: int) -> Iterator[Caused]:
