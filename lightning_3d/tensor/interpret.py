@@ -22,7 +22,6 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import is_own
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Partial, Placement, Shard, Whole
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import (
@@ -34,7 +33,7 @@ from lightning_3d.tensor.rules.function import (
     map_tensors,
     simplified,
 )
-from lightning_3d.tensor.rules.generic import custom, generic
+from lightning_3d.tensor.rules.generic import generic
 from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
 from lightning_3d.tensor.rules.randomness import seeded_for_rank
 from lightning_3d.tensor.rules.rewritten import rewritten
@@ -63,6 +62,9 @@ class Interpreter(TorchFunctionMode):
         defers_sums: Whether what row weights of experts give is summed later (`partial_sums`).
     """
 
+    sees_all = False
+    """Whether calls are answered that have no sharded tensor among their arguments, too."""
+
     def __init__(self, axis: Axis, sequence: torch.Size | None = None, *, defers_sums: bool = False) -> None:
         super().__init__()
         self.axis, self._sequence, self._defers_sums = axis, sequence, defers_sums
@@ -78,7 +80,7 @@ class Interpreter(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == SET_DATA and isinstance(args[0], nn.Parameter):
             raise PlanError("parameter.data = ... inside of a block would change this forward's shard alone: use copy_")
-        if not (_holds(args) or (kwargs and _holds(kwargs.values()))):
+        if not (self.sees_all or _holds(args) or (kwargs and _holds(kwargs.values()))):
             return func(*args, **kwargs)
         name = function_name(func)
         if name in METADATA:
@@ -115,7 +117,7 @@ class Interpreter(TorchFunctionMode):
             return function(*args, **kwargs)
         with DisableTorchFunction():  # this mode included
             call = Call(function, cls.__name__, args, kwargs).mapped(self._summed)
-            return self.execute(call, custom(call, self.axis) or on_whole(call))
+            return self.execute(call, generic(call, self.axis, differentiates=True) or on_whole(call))
 
     def _other(self, call: Call) -> LocalCall:
         """A call that no rule answers."""
@@ -260,7 +262,7 @@ class Interpreter(TorchFunctionMode):
         """Parameters that reach a call past their module, as those of recurrent layers do."""
         if not isinstance(tensor, DTensor):
             return tensor
-        placement, own = tensor.placements[0], own_shard(tensor)
+        placement, own = tensor.placements[0], collectives.own_shard(tensor)
         if placement.is_replicate():
             return own
         at = Shard(placement.dim)  # type: ignore[attr-defined]  # no partial parameters

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.collectives import own_shard
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.sequence import cut_sequence

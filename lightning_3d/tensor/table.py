@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 
 
 def tensor_table(blocks: Iterable[tuple[str, str, BlockTensorPlan]]) -> Table:
@@ -25,7 +25,8 @@ def tensor_table(blocks: Iterable[tuple[str, str, BlockTensorPlan]]) -> Table:
         table.add_section()
         table.add_row(f"{kind}: {names[0]}{others}", _collectives(plan), f"{plan.sharded_share:.0%}", style="bold")
         for weight in plan.weights if plan.is_sharded else ():
-            table.add_row(f"  {weight.fqn} {list(weight.shape)}", _decision(weight), "")
+            decision = weight.role if weight.reason is None else f"{weight.role}: {weight.reason}"
+            table.add_row(f"  {weight.fqn} {list(weight.shape)}", decision, "")
     return table
 
 
@@ -38,7 +39,3 @@ def _collectives(plan: BlockTensorPlan) -> str:
         f"{plan.num_all_reduces_forward} + {plan.num_all_reduces_backward} all-reduces{others}{sequence},"
         f" {plan.communicated_bytes / 2**10:,.0f} KiB"
     )
-
-
-def _decision(weight: WeightPlan) -> str:
-    return weight.role if weight.reason is None else f"{weight.role}: {weight.reason}"

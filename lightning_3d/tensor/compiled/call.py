@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.compiled.observation import copied
-from lightning_3d.tensor.compiled.state import STATIC_TYPES, own_part, read_state
+from lightning_3d.tensor.compiled.state import STATIC_TYPES, copied, own_part, read_state
 from lightning_3d.tensor.placement import Partial, Sharded
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import Computation, NotCompilable, capture

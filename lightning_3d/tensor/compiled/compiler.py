@@ -85,7 +85,7 @@ class BlockCompiler:
         """Compile this kind of call, or say why that can't be; the same on all ranks."""
         made, reason = None, "another rank can't compile it"
         try:
-            expected = observe(block, run, call.leaves, call.spec, _device(self._mesh))
+            expected = observe(block, run, call, _device(self._mesh))
             made = compile_call(block, run, call, self._backend)
         except torch.OutOfMemoryError:
             raise

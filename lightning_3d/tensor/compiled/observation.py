@@ -10,24 +10,22 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.snapshot import preserved
-from lightning_3d.tensor.compiled.state import own_part, read_state
+from lightning_3d.tensor.compiled.call import Call
+from lightning_3d.tensor.compiled.state import copied, own_part, read_state
 from lightning_3d.torch_internals.capture import NotCompilable
-from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of
 from lightning_3d.trace.side_outputs import Attribute, attributes_of, changed_attributes
 
 
 @torch.inference_mode(False)  # whose tensors do not tell whether they were changed
-def observe(
-    block: nn.Module, run: Callable[..., Any], leaves: Sequence[Any], spec: TreeSpec, device: torch.device
-) -> list[Tensor]:
+def observe(block: nn.Module, run: Callable[..., Any], call: Call, device: torch.device) -> list[Tensor]:
     """Run a block on copies of its arguments and of its tensors; afterwards everything is as it was.
 
     Args:
         block: Whose attributes are watched.
         run: Its forward.
-        leaves: Its flat arguments.
-        spec: Their structure, (args, kwargs).
+        call: The call of it to observe.
         device: Whose random numbers are watched, beside those of the CPU, of Python and of NumPy.
 
     Returns:
@@ -37,8 +35,8 @@ def observe(
         NotCompilable: it drew random numbers, changed an argument, a parameter, or an attribute other than a buffer in
             place.
     """
-    copies = copied(leaves)
-    arguments = tree_unflatten(copies, spec)
+    copies = copied(call.leaves)
+    arguments = tree_unflatten(copies, call.spec)
     generators, state = Generators(device), read_state(block)
     own = copied(state.own())
     with torch.no_grad(), state.replaced(own), preserved(block), generators.preserved():
@@ -52,7 +50,7 @@ def observe(
     if changed:
         raise NotCompilable(f"its forward changes the attributes {changed}")
     found, found_spec = tree_flatten(arguments)
-    if found_spec != spec or any(a is not b for a, b in zip(found, copies, strict=True)):
+    if found_spec != call.spec or any(a is not b for a, b in zip(found, copies, strict=True)):
         raise NotCompilable("it changes a list or dict among its arguments")
     if any(isinstance(copy, Tensor) and version_of(copy) for copy in copies):
         raise NotCompilable("it changes its arguments in place")
@@ -61,11 +59,6 @@ def observe(
     if any(not torch.equal(after[i], before[i]) for i in parameters):
         raise NotCompilable("its forward changes its parameters")
     return [own_part(leaf) for leaf in results if isinstance(leaf, Tensor)] + after
-
-
-def copied(leaves: Sequence[Any]) -> list[Any]:
-    """The same without history, tensors in memory of their own."""
-    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _buffers(block: nn.Module) -> Mapping[str, Tensor]:

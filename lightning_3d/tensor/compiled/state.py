@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.tensor.collectives import own_shard
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.modules import BUFFERS, CALL, PARAMETERS, TORCH_ATTRIBUTES, children_of, has_hooks
@@ -62,6 +62,11 @@ class BlockState:
         finally:
             for place in self.places:
                 place.holder[place.name] = self.tensors[place.at]
+
+
+def copied(leaves: Sequence[Any]) -> list[Any]:
+    """The same without history, tensors in memory of their own."""
+    return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def own_part(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,9 +30,8 @@ from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.rules.channelwise import as_channel_call
 from lightning_3d.tensor.rules.contraction import as_contraction
 from lightning_3d.tensor.rules.convolution import as_convolution
-from lightning_3d.tensor.rules.function import METADATA, Function, function_name, simplified
+from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.rules.projection import as_projection
-from lightning_3d.tensor.rules.rewritten import rewritten
 from lightning_3d.tensor.rules.views import cut_pieces, num_parts_of, viewed_shape
 from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, placement_of, shard_dim
@@ -124,11 +122,11 @@ def simulate_block(
     *,
     size: int,
     replicated: Mapping[str, str],
-    by_hand: Mapping[str, Role] = MappingProxyType({}),
-    part_sizes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    sequence_parallel: bool = False,
+    by_hand: Mapping[str, Role],
+    part_sizes: Mapping[str, tuple[int, ...]],
+    sequence_parallel: bool,
     defers_sums: bool = False,
-    unread: frozenset[int] = frozenset(),
+    unread: frozenset[int],
 ) -> Simulated:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
 
@@ -183,6 +181,7 @@ class _Simulation(Interpreter):
     """Decides weights at their first use, and follows which weights the sharding of a tensor comes from."""
 
     axis: PlannedAxis
+    sees_all = True
 
     def __init__(self, weights: Weights, axis: PlannedAxis, sequence: torch.Size | None, *, defers_sums: bool) -> None:
         super().__init__(axis, sequence, defers_sums=defers_sums)
@@ -193,35 +192,25 @@ class _Simulation(Interpreter):
         self._weights = weights
         self._gathered_copies = GatheredCopies()
 
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, function_name(func)
-        if name in METADATA:
-            return func(*args, **kwargs)
-        if (known := rewritten(func, args, kwargs)) is not None:
-            with self:
-                return known(*args, **kwargs)
-        with self.axis.caused_by(call=name):
-            return self._simulate(Call(without_data(func), name, simplified(func, args), kwargs), types)
-
-    def _simulate(self, call: Call, types: Any) -> Any:
-        self._weights.cut(call)
-        self._weights.join_features(call)
-        self._decide(call)
-        if (made := self._weights.make_aliases(call)) is not None:
-            return made
-        own = call.mapped(self._weights.sharded)
-        self._note_cuts(own)
-        if (spoiled := self._gathered_copies.spoiled_by(own.destination)) is not None:
-            raise ChangedInPlace(call.name, sources_of(spoiled))
-        output = super().__torch_function__(own.function, types, own.args, own.kwargs)
+    def answer(self, call: Call) -> Any:
+        """Also decide the weights of the call, if this is their first use, and follow where they go."""
+        call = Call(without_data(call.function), call.name, call.args, call.kwargs)
+        with self.axis.caused_by(call=call.name):
+            self._weights.cut(call)
+            self._weights.join_features(call)
+            self._decide(call)
+            if (made := self._weights.make_aliases(call)) is not None:
+                return made
+            own = call.mapped(self._weights.sharded)
+            self._note_cuts(own)
+            if (spoiled := self._gathered_copies.spoiled_by(own.destination)) is not None:
+                raise ChangedInPlace(call.name, sources_of(spoiled))
+            output = super().answer(own)
         self._gathered_copies.end_call(output)
         self._weights.settle(call.name, call.tensors, output)
         return output
 
     def _decide(self, call: Call) -> None:
-        """Decide the weights of a call if this is their first use."""
         if (projection := as_projection(call) or as_convolution(call)) is not None:
             self._weights.decide(projection)
         elif (contraction := as_contraction(call, self._weights.is_weight)) is not None:

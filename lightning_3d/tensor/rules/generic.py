@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
-from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, Sharded
+from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, Sharded, in_parts
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
 from lightning_3d.tensor.sharded_tensor import placement_of
@@ -21,7 +21,7 @@ def generic(call: Call, axis: Axis, *, differentiates: bool = False) -> LocalCal
     Args:
         call: Some of its tensors are sharded.
         axis: The axis that they are sharded over.
-        differentiates: Whether its backward is looked up, too.
+        differentiates: Whether its backward is looked up, too, as that of a custom autograd function.
     """
     form, sizes = _looked_up(call, axis.size, differentiates=differentiates)
     if form is None:
@@ -33,27 +33,27 @@ def generic(call: Call, axis: Axis, *, differentiates: bool = False) -> LocalCal
         if isinstance(placement, Sharded):
             needs.append(placement)
         else:
-            needs.append(EACH if cut is None else _at(cut, sizes, axis.size))
+            needs.append(EACH if cut is None else in_parts(cut, sizes, axis.size))
     run = call.run
     if form.local_shape is not None:
         run = functools.partial(call_locally, call.function, form.local_shape)
     if form.is_mean:
         run = functools.partial(_mean, run, axis.size)
-    result = tuple([PARTIAL if dim is None else _at(dim, sizes, axis.size) for dim in form.dims])
+    result = tuple([PARTIAL if dim is None else in_parts(dim, sizes, axis.size) for dim in form.dims])
     return LocalCall(tensors=tensors, needs=tuple(needs), run=run, result=result)
 
 
-def _looked_up(call: Call, size: int, *, differentiates: bool) -> tuple[LocalForm | None, tuple[int, ...] | None]:
-    """The form, and the sizes of the parts of what is sharded."""
+def _looked_up(call: Call, size: int, *, differentiates: bool) -> tuple[LocalForm | None, tuple[int, ...]]:
+    """The form, and the sizes of the parts of what is sharded, if it has any."""
     placements = [placement for tensor in call.tensors if (placement := placement_of(tensor)) is not None]
-    parts = {placement.sizes if isinstance(placement, Parts) else None for placement in placements}
+    parts = {placement.sizes if isinstance(placement, Parts) else () for placement in placements}
     if len(parts) != 1:
-        return None, None
+        return None, ()
     try:
         args, kwargs = signature(call.args, _operand), signature(call.kwargs, _operand)
         return local_form(call.function, args, kwargs, size, differentiates), next(iter(parts))
     except TypeError:  # an argument that can't be hashed
-        return None, None
+        return None, ()
 
 
 def _operand(tensor: Tensor) -> Operand:
@@ -61,15 +61,6 @@ def _operand(tensor: Tensor) -> Operand:
     if isinstance(placement, Parts):
         return Operand(tensor.shape, tensor.dtype, tensor.device, placement.dim, placement.sizes)
     return Operand(tensor.shape, tensor.dtype, tensor.device, placement.dim if isinstance(placement, Shard) else None)
-
-
-def custom(call: Call, axis: Axis) -> LocalCall | None:
-    """The local form of a custom autograd function, whose backward is checked as its forward is, or None."""
-    return generic(call, axis, differentiates=True)
-
-
-def _at(dim: int, sizes: tuple[int, ...] | None, size: int) -> Shard | Parts:
-    return Shard(dim) if sizes is None else Parts(dim=dim, sizes=sizes, num_ranks=size)
 
 
 def _mean(run: Callable[..., Any], size: int, *tensors: Tensor) -> Any:

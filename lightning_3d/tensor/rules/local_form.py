@@ -166,7 +166,8 @@ def _decide(
     shards = [
         shard.requires_grad_(differentiates and shard.is_floating_point()) for shard in _shards(operands, form, size)
     ]
-    with NotedNumbers() as own_numbers:
+    own_numbers = NotedNumbers()
+    with own_numbers:
         results = _call_on_shards(function, args, kwargs, shards, form)
         if differentiates:
             differentiable = [result for result in results if result.requires_grad]

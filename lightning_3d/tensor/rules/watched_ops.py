@@ -53,10 +53,6 @@ class NotedNumbers(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
         self.found: list[tuple[OpOverload, tuple[int | float, ...]]] = []
 
-    def __enter__(self) -> NotedNumbers:
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
-        return self
-
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.own_shard import own_shard
+from lightning_3d.tensor.collectives import own_shard
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
 

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.collectives import own_shard
 from lightning_3d.tensor.interpret import Interpreter
-from lightning_3d.tensor.own_shard import own_shard
 from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, Collective, Role
 from lightning_3d.tensor.plan.fakes import on_fakes
@@ -151,8 +151,10 @@ def _roles(
     block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], logits: ShardedLogits | None
 ) -> Mapping[str, WeightRoles]:
     """Run the block; FQN -> roles, tied weights alike."""
-    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad(), _SeeRoles(fakes.parameters, logits) as seen:
-        output = block.forward(*fakes.args, **fakes.kwargs)
+    with on_fakes(block, args, kwargs) as fakes, torch.enable_grad():
+        seen = _SeeRoles(fakes.parameters, logits)
+        with seen:
+            output = block.forward(*fakes.args, **fakes.kwargs)
     returned = {id(leaf) for leaf in tree_leaves(output)}
     for use in seen.uses.values():
         use.num_others += any(id(made) not in returned for made in use.logits)
@@ -212,10 +214,6 @@ class _SeeRoles(TorchFunctionMode):
         for fqn, tensor in parameters.items():
             self._fqns[id(tensor)] = (*self._fqns.get(id(tensor), ()), fqn)
         self._logits = logits
-
-    def __enter__(self) -> _SeeRoles:
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
-        return self
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
