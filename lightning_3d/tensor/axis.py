@@ -48,7 +48,7 @@ class Axis(Protocol):
 
 
 class MeshAxis:
-    """A one-dimensional device mesh.
+    """An `Axis` that is a one-dimensional device mesh.
 
     Collectives run in place on eager tensors, which is faster; where a block is captured for a compiler they are
     functions, as tracing needs collectives that return new tensors.
@@ -62,7 +62,6 @@ class MeshAxis:
         self.size, self.rank, self._group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Axis`."""
         if _is_captured(tensor):
             summed: Tensor = dtensor.all_reduce(tensor, "sum", self._group)
             return summed
@@ -70,7 +69,6 @@ class MeshAxis:
         return tensor
 
     def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        """See `Axis`."""
         local = local.contiguous()
         if _is_captured(local):
             every: Tensor = dtensor.all_gather_single(local, 0, self._group)
@@ -80,7 +78,6 @@ class MeshAxis:
         return every if dim == 0 else torch.cat(every.chunk(self.size), dim)
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """See `Axis`."""
         full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
         if _is_captured(full):
             summed: Tensor = dtensor.reduce_scatter_single(full, "sum", 0, self._group)

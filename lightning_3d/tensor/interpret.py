@@ -162,7 +162,7 @@ class Interpreter(TorchFunctionMode):
 
         def wrapped(result: Tensor) -> Tensor:
             placement, start = next(placements), next(starts, 0)
-            return own[id(result)] if id(result) in own else self.wrap(result, placement, call, local, start)
+            return own[id(result)] if id(result) in own else self.wrap(result, placement, local, start)
 
         return self._then(local, map_tensors(wrapped, output))
 
@@ -224,15 +224,15 @@ class Interpreter(TorchFunctionMode):
                 leaves[i] = whole[id(leaf)]
         return tree_unflatten(leaves, spec)
 
-    def wrap(self, result: Tensor, placement: Placement, call: Call, local: LocalCall, start: int) -> Tensor:
+    def wrap(self, result: Tensor, placement: Placement, local: LocalCall, start: int) -> Tensor:
         """The form in which the block's code gets a result of this rank; `start`: where it begins, if it is a piece."""
         if isinstance(placement, Partial):
-            return self.sum(result, call, local)
+            return self.sum(result, local)
         if isinstance(placement, Whole):
             return result
         return ShardedTensor(result, self.axis, placement, is_weight=local.makes_weight)
 
-    def sum(self, partial: Tensor, call: Call, local: LocalCall) -> Tensor:
+    def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
         """The sum of what the ranks computed: made now, cut along the sequence, or left for later."""
         is_deferred = local.is_stacked and self._defers_sums
         if is_deferred or any(is_sum(tensor) for tensor in local.tensors):

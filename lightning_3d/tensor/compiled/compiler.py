@@ -48,13 +48,7 @@ class BlockCompiler:
         return sum(isinstance(known, CompiledCall) for known in self._known.values())
 
     def compiled(self, block: nn.Module, plan: BlockTensorPlan, run: Callable[..., Any]) -> Compiled:
-        """Compiles the forward of a block for each kind of call when it first comes.
-
-        Args:
-            block: Its modules hold the parameters.
-            plan: How it is sharded.
-            run: Its eager forward on shards.
-        """
+        """Compiles `run`, the eager forward of a block on shards, for each kind of call when it first comes."""
         block_key, call_keys = (type(block), repr(block), plan), set[Hashable]()
 
         def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

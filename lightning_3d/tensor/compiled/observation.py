@@ -23,10 +23,10 @@ def observe(block: nn.Module, run: Callable[..., Any], call: Call, device: torch
     """Run a block on copies of its arguments and of its tensors; afterwards everything is as it was.
 
     Args:
-        block: Whose attributes are watched.
+        block: Its attributes are watched.
         run: Its forward.
-        call: The call of it to observe.
-        device: Whose random numbers are watched, beside those of the CPU, of Python and of NumPy.
+        call: What to call it with.
+        device: Its random numbers are watched, beside those of the CPU, of Python and of NumPy.
 
     Returns:
         Own parts of its results, and of the tensors of its state as they are then.

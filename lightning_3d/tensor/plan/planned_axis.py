@@ -38,11 +38,7 @@ class Caused:
 
 @dataclass(slots=True)
 class PlannedAxis:
-    """Stands in for an axis in a run on fake tensors. Rank 0 stands for all ranks.
-
-    Args:
-        size: The number of ranks.
-    """
+    """Stands in for an `Axis` in a run on fake tensors. Rank 0 stands for all ranks."""
 
     size: int
     rank: int = 0
@@ -62,23 +58,19 @@ class PlannedAxis:
             self._cause = outer
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """See `Axis`."""
         self.forward.append(self._caused("all-reduce", tensor))
         return tensor
 
     def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        """See `Axis`."""
         every = torch.cat([local] * self.size, dim)
         self.forward.append(self._caused("all-gather", every))
         return every
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
-        """See `Axis`."""
         self.forward.append(self._caused("reduce-scatter", tensor))
         return tensor.chunk(self.size, dim)[0].clone()
 
     def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
-        """See `Axis`."""
         self._expected.append((result.grad_fn, self._caused(kind, tensor, is_backward=True)))
 
     def backward_of(self, outputs: Iterable[Tensor]) -> list[Caused]:

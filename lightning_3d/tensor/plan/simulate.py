@@ -249,15 +249,15 @@ class _Simulation(Interpreter):
             self.output_bytes[fqn] = self.output_bytes.get(fqn, 0) + output.nbytes
         return output
 
-    def wrap(self, result: Tensor, placement: Placement, call: Call, local: LocalCall, start: int) -> Tensor:
+    def wrap(self, result: Tensor, placement: Placement, local: LocalCall, start: int) -> Tensor:
         """Also note the origin."""
-        made = super().wrap(result, placement, call, local, start)
+        made = super().wrap(result, placement, local, start)
         if isinstance(made, ShardedTensor) and made.origin is None and not isinstance(made.placement, Partial):
             own = _own(local)
             made.origin = Origin(_sources(own), start + _start_of(own, made, is_piece=bool(local.starts)))
         return made
 
-    def sum(self, partial: Tensor, call: Call, local: LocalCall) -> Tensor:
+    def sum(self, partial: Tensor, local: LocalCall) -> Tensor:
         """Also note the cause."""
         own = [tensor for tensor in _own(local) if tensor is not local.weight]
         rows = [tensor.origin.row for tensor in own if tensor.origin is not None and tensor.origin.row is not None]
@@ -265,7 +265,7 @@ class _Simulation(Interpreter):
             rows.append(self._weights.fqn_of(local.weight))
         sources, row = _sources(own), rows[0] if rows else None
         with self.axis.caused_by(sources=sources, row=row):
-            made = super().sum(partial, call, local)
+            made = super().sum(partial, local)
         if isinstance(made, ShardedTensor):  # a deferred sum, or a slice of the sequence, which comes from no weight
             is_deferred = isinstance(made.placement, Partial)
             made.origin = Origin(sources, row=row) if is_deferred else Origin(frozenset())

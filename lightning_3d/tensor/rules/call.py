@@ -31,14 +31,7 @@ _IN_PLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _IN
 
 
 class Call:
-    """A call of a torch function.
-
-    Args:
-        function: The function.
-        name: Its name, which the table of rules goes by.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """A call of a torch function; `name` is what the table of rules goes by."""
 
     __slots__ = ("args", "function", "kwargs", "name", "tensors")
 
