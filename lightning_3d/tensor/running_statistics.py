@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.placement import Shard
 from lightning_3d.torch_internals.autograd import StopRecomputation
 
 
@@ -36,9 +37,8 @@ class RunningStatistics:
         """
         if changes:
             self._changed[id(buffer)] = buffer
-        length = buffer.shape[0] // self._axis.size
         # `data`: autograd, which saves these without reading them, must not notice when they are completed.
-        return buffer.data.narrow(0, self._axis.rank * length, length)
+        return Shard(0).own(buffer.data, self._axis.size, self._axis.rank)
 
     def __enter__(self) -> RunningStatistics:
         return self

@@ -83,10 +83,8 @@ class BlockCompiler:
             made = compile_call(block, run, call, self._backend)
         except torch.OutOfMemoryError:
             raise
-        except NotCompilable as error:
-            reason = str(error)
         except Exception as error:  # of tracing, of the compiler, or of the block itself, which eagerly says so
-            reason = f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, NotCompilable) else f"{type(error).__name__}: {error}"
         if not self._all(made is not None):
             return reason
         assert made is not None

@@ -130,17 +130,12 @@ def simulate_block(
 ) -> Simulated:
     """Run a block's forward on fake tensors and see where its weights can be sharded and what that communicates.
 
+    Takes what `plan_block` takes, and:
+
     Args:
-        block: On any device, meta included; it is left as it was.
-        args: Positional arguments of its forward; only the metadata of tensors counts.
-        kwargs: Keyword arguments of its forward.
-        size: Length of the axis.
         replicated: FQN -> reason, for weights that must not be sharded.
-        by_hand: FQN -> column or row, for weights whose role is given.
         part_sizes: FQN -> sizes of the parts of its output features, for weights that are sharded part by part.
-        sequence_parallel: Whether to cut the input along its sequence.
         defers_sums: Whether what row weights of experts give is summed later (`partial_sums`).
-        unread: Leaves of the output, by position, that nothing reads.
 
     Raises:
         ChangedInPlace: a call changes a sharded tensor in place and has no sharded form.

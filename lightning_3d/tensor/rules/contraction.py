@@ -13,7 +13,7 @@ here, too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +56,6 @@ class Contraction:
         """Whether the weight is a stack of matrices that each see a part of the input, as those of experts do."""
         return len(self.of_weight) > len(self.features) + len(self.contracted)
 
-    def separates(self, dim: int | None, *, has_parts: bool) -> bool:
-        """Whether ranks can contract shards of the weight on dim `dim`: of features, or contracted and not in parts."""
-        if dim is None:
-            return False
-        return self.of_weight[dim] in (self.features if has_parts else (*self.features, *self.contracted))
-
     def run(self, input: Tensor, weight: Tensor) -> Tensor:
         """The contraction of other operands of the same structure, such as shards."""
         if self.multiply is not None:
@@ -75,10 +69,10 @@ def contract(call: Call, axis: Axis) -> LocalCall | None:
     if contraction is None:
         return None
     at = contraction.weight.placement  # type: ignore[attr-defined]  # `is_weight`
-    if not contraction.separates(at.dim, has_parts=isinstance(at, Parts)):
-        return None
     letter = contraction.of_weight[at.dim]
     is_column = letter in contraction.features
+    if not is_column and (letter not in contraction.contracted or isinstance(at, Parts)):
+        return None
     return LocalCall(
         tensors=(contraction.input, contraction.weight),
         needs=(EACH if is_column else Shard(contraction.of_input.index(letter)), at),
@@ -105,11 +99,7 @@ def as_contraction(call: Call, is_weight: Callable[[Tensor], bool]) -> Contracti
     left, right = call.args
     if left.dim() != 3 or right.dim() != 3 or left.shape[0] != right.shape[0]:
         return None
-    if is_weight(right):
-        return Contraction(input=left, weight=right, of_input="bnk", of_weight="bkm", of_output="bnm")
-    if is_weight(left):
-        return Contraction(input=right, weight=left, of_input="bkn", of_weight="bmk", of_output="bmn")
-    return None
+    return _of_weight(call.args, ("bnk", "bkm"), "bnm", is_weight)
 
 
 def multiply_stacks(call: Call, axis: Axis) -> LocalCall | None:
@@ -162,9 +152,16 @@ def _einsum(args: tuple[Any, ...], is_weight: Callable[[Tensor], bool]) -> Contr
     found = re.fullmatch(r"([A-Za-z]+),([A-Za-z]+)->([A-Za-z]+)", equation)
     if found is None or len(operands) != 2 or any(len(set(part)) < len(part) for part in found.groups()):
         return None
-    first, second, output = found.groups()
-    if is_weight(operands[1]):
-        return Contraction(input=operands[0], weight=operands[1], of_input=first, of_weight=second, of_output=output)
-    if is_weight(operands[0]):
-        return Contraction(input=operands[1], weight=operands[0], of_input=second, of_weight=first, of_output=output)
+    *letters, output = found.groups()
+    return _of_weight(operands, letters, output, is_weight)
+
+
+def _of_weight(
+    operands: Sequence[Tensor], letters: Sequence[str], output: str, is_weight: Callable[[Tensor], bool]
+) -> Contraction | None:
+    """The contraction of two operands, one of which is a weight; the second, if both are."""
+    for i, weight in ((1, operands[1]), (0, operands[0])):
+        if is_weight(weight):
+            input, of_input = operands[1 - i], letters[1 - i]
+            return Contraction(input=input, weight=weight, of_input=of_input, of_weight=letters[i], of_output=output)
     return None

@@ -66,15 +66,10 @@ _OPTIONS = ("stride", "padding", "dilation", "groups")
 _TRANSPOSED_OPTIONS = ("stride", "padding", "output_padding", "groups", "dilation")
 
 _CONVOLUTIONS: Mapping[Function, tuple[int, Sequence[str]]] = {
-    F.conv1d: (0, _OPTIONS),
-    F.conv2d: (0, _OPTIONS),
-    F.conv3d: (0, _OPTIONS),
-    F.conv_transpose1d: (1, _TRANSPOSED_OPTIONS),
-    F.conv_transpose2d: (1, _TRANSPOSED_OPTIONS),
-    F.conv_transpose3d: (1, _TRANSPOSED_OPTIONS),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), (0, _OPTIONS)),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), (1, _TRANSPOSED_OPTIONS)),
 }
 """Function -> the weight's dim of output channels, names of its options in order. ``torch.conv2d`` is ``F.conv2d``."""
-
 
 NAMES = tuple(function.__name__ for function in _CONVOLUTIONS)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def cut_parts(call: Call, axis: Axis) -> LocalCall | None:
     parts = parts_of(call.first)
     if parts is None or (pieces := cut_pieces(call, parts.dim)) is None:
         return None
-    edges = [sum(parts.sizes[:i]) for i in range(len(parts.sizes) + 1)]
+    edges = [0, *accumulate(parts.sizes)]
     if any(edge not in edges for piece in pieces for edge in piece) or any(start == stop for start, stop in pieces):
         return None
     sizes = [parts.sizes[edges.index(start) : edges.index(stop)] for start, stop in pieces]
@@ -158,7 +159,7 @@ def cut_pieces(call: Call, dim: int) -> list[tuple[int, int]] | None:
         return None
     whole = torch.empty(call.first.shape, device="meta")
     pieces = []
-    for piece in tensors_in(call.run(whole)):
+    for piece in tensors_in(call.function(whole, *call.args[1:], **call.kwargs)):
         if piece.stride() != whole.stride() or piece.storage_offset() % whole.stride(dim):
             return None
         if _with(piece.shape, dim, 0) != _with(whole.shape, dim, 0):
@@ -174,7 +175,7 @@ def viewed_shape(call: Call) -> tuple[int, ...] | None:
     if (call.name not in VIEWS - {"__getitem__"} and not adds_dims) or not call.starts_with_its_tensor:
         return None
     if adds_dims:
-        return tuple(call.run(torch.empty(call.first.shape, device="meta")).shape)
+        return tuple(torch.empty(call.first.shape, device="meta")[call.args[1]].shape)
     options = call.args[1:]
     if any(isinstance(item, torch.dtype) for item in options):
         return None  # the same bits as another dtype

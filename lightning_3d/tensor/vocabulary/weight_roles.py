@@ -110,14 +110,10 @@ def find_vocabulary(
     A weight that is small beside the others (fewer rows than columns, or little of its block, as relative positions) is
     left out, unless a rule by hand asks for it.
 
+    Takes what `plan_block` takes, and:
+
     Args:
-        block: On any device, meta included; it is left as it was.
-        args: Example arguments of its forward; only the metadata of tensors counts.
-        kwargs: Example keyword arguments.
-        size: Length of the tp axis.
         logits: The output that goes to a loss that runs on shards; None if there is none.
-        excluded: Parameters that must not be sharded.
-        by_hand: FQN -> role, for weights whose role is given.
     """
     parameters = named_parameters(block)
     try:
