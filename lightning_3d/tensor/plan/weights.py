@@ -49,6 +49,11 @@ class _Weight:
     def replicate(self, reason: str) -> None:
         self.role, self.reason = "replicate", reason
 
+    def plan(self, fqn: str) -> WeightPlan:
+        shape, reason = tuple(self.fake.shape), "not used in this forward" if self.role is None else self.reason
+        role = self.role or "replicate"
+        return WeightPlan(fqn=fqn, shape=shape, role=role, sharding=self.sharding, reason=reason)
+
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
@@ -101,17 +106,7 @@ class Weights:
 
     def plans(self) -> tuple[WeightPlan, ...]:
         """The decisions, by name."""
-        return tuple(
-            WeightPlan(
-                fqn=fqn,
-                shape=tuple(fake.shape),
-                role=weight.role or "replicate",
-                sharding=weight.sharding,
-                reason="not used in this forward" if weight.role is None else weight.reason,
-            )
-            for fqn, fake in self._fakes.items()
-            for weight in (self._weights[id(fake)],)
-        )
+        return tuple(self._weights[id(fake)].plan(fqn) for fqn, fake in self._fakes.items())
 
     def fqn_of(self, tensor: Tensor) -> str:
         """The first name of a weight, given itself, an alias or a part of it."""
