@@ -25,7 +25,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.assignment import boundary_bytes
-from lightning_3d.planning.measure import measure_activations, measure_time
+from lightning_3d.planning.loads import measure_activations, measure_time
 from lightning_3d.planning.plan import Plan, folded, make_plan
 from lightning_3d.planning.planner import ExampleStep, Observer, decide
 from lightning_3d.planning.split_blocks import is_balanced, split_blocks

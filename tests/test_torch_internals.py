@@ -250,7 +250,8 @@ def test_registries_of_modules() -> None:
 
 @canary(
     modules,
-    *("forward_hooks", "forward_hooks_with_kwargs", "forward_hook_registries", "has_hooks", "forward_hooks_copied"),
+    *("forward_hooks", "forward_hooks_with_kwargs", "forward_hook_registries", "has_hooks"),
+    *("forward_hooks_copied", "attributes_replaced"),
 )
 def test_hooks_of_modules() -> None:
     module = nn.Linear(1, 1)
@@ -263,6 +264,11 @@ def test_hooks_of_modules() -> None:
         modules.forward_hooks(module).pop(handle.id)
         module(torch.zeros(1))
     assert not modules.has_hooks(module)
+    with modules.attributes_replaced(module, {"forward": len, "training": False}):
+        assert module.forward is len
+        assert not module.training
+    assert "forward" not in vars(module)
+    assert module.training
     for register in (
         module.register_forward_pre_hook,
         module.register_full_backward_hook,

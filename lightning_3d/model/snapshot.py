@@ -11,7 +11,7 @@ Only what changed is touched, and by the methods of the built-in classes: a froz
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -175,20 +175,6 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
     finally:
         for snapshot in snapshots:
             snapshot.restore(unseen=True)
-
-
-@contextmanager
-def attributes_replaced(owner: nn.Module, new: Mapping[str, Any]) -> Iterator[None]:
-    """Let an instance have other attributes inside, among them such as hide an attribute of its class."""
-    present = vars(owner)
-    before = {name: present[name] for name in new if name in present}
-    present.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            del present[name]
-        present.update(before)
 
 
 def refill(container: Any, content: Any) -> None:

@@ -110,10 +110,7 @@ class PipelineEngine:
     """Runs steps on one stage of a pipeline.
 
     Args:
-        module: The user's module.
         rank_module: The root of this rank's shards, around ``module``.
-        router: The router of its blocks.
-        randomness: Seeds.
     """
 
     def __init__(

@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.snapshot import attributes_replaced
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import StepEffects
@@ -26,6 +25,7 @@ from lightning_3d.pipeline.microbatches import batch_size, leaves_of, samples_of
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import cut
 from lightning_3d.torch_internals.lightning_helpers import random_states_kept
+from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
@@ -37,13 +37,7 @@ _MAX_STUDIES = 8  # of a step
 
 
 class Study:
-    """Learns from steps.
-
-    Args:
-        module: The user's module.
-        router: The router of its blocks.
-        joiner: Learns.
-    """
+    """Lets a joiner learn from steps."""
 
     def __init__(self, module: LightningModule, router: Router, joiner: Joiner, device: torch.device) -> None:
         self._module, self._router, self._joiner = module, router, joiner
@@ -97,13 +91,7 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 
 
 class _BlocksAtRandom(StageRun):
-    """A run of a whole step whose blocks return random numbers.
-
-    Args:
-        router: The router of the model's blocks.
-        trace: The trace of the step.
-        from_data: Notes what they return.
-    """
+    """A run of a whole step whose blocks return random numbers; ``from_data`` notes these."""
 
     def __init__(self, router: Router, trace: Trace, from_data: _FromData) -> None:
         flow = cut(trace, {call.name: (0,) for call in trace.block_calls}, 1)

@@ -51,8 +51,6 @@ def assign_stages(
     """Cut the sequence of the blocks' calls into stages by ``config.pipeline.partition``.
 
     Args:
-        module: The whole model.
-        blocks: From ``find_blocks``.
         trace: One step on one microbatch; needed for more than one stage.
         device: Where ``"time"`` and ``"memory"`` measure.
 

@@ -9,7 +9,7 @@ the one place to step in there; reentrant ones are an autograd function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,27 +18,20 @@ from torch import Tensor
 from torch.autograd import function as autograd_function
 from torch.utils.checkpoint import _StopRecomputationError
 
+from lightning_3d.torch_internals.modules import attributes_replaced
+
 Answer = Callable[[type[torch.autograd.Function], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Answers the application of a custom function: its class, what applies it, its arguments and keyword arguments."""
 
 
-@contextmanager
-def custom_functions_seen(answer: Answer) -> Iterator[None]:
+def custom_functions_seen(answer: Answer) -> AbstractContextManager[None]:
     """Show the autograd functions applied inside to ``answer``; to the innermost one where two are active."""
     base = autograd_function._SingleLevelFunction
-    present = vars(base).get("apply")
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         return answer(cls, super(base, cls).apply, args, kwargs)  # type: ignore[misc]  # torch._C does not declare it
 
-    base.apply = classmethod(apply)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        if present is None:
-            del base.apply  # type: ignore[attr-defined]
-        else:
-            base.apply = present  # type: ignore[attr-defined]
+    return attributes_replaced(base, {"apply": classmethod(apply)})
 
 
 Function = Callable[..., Any]
@@ -49,20 +42,13 @@ StopRecomputation = _StopRecomputationError
 """Leaves a forward that runs again, on all ranks alike, once it has what the backward needs."""
 
 
-@contextmanager
-def checkpoints_replaced(replace: Callable[[Generator], Generator]) -> Iterator[None]:
+def checkpoints_replaced(replace: Callable[[Generator], Generator]) -> AbstractContextManager[None]:
     """Make non-reentrant checkpoints inside by ``replace(the present generator)``."""
-    checkpoints = torch.utils.checkpoint
-    present = checkpoints._checkpoint_without_reentrant_generator
-    checkpoints._checkpoint_without_reentrant_generator = replace(present)
-    try:
-        yield
-    finally:
-        checkpoints._checkpoint_without_reentrant_generator = present
+    checkpoints, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
+    return attributes_replaced(checkpoints, {name: replace(vars(checkpoints)[name])})
 
 
-@contextmanager
-def recomputed_by(again: Callable[[Function], Function]) -> Iterator[None]:
+def recomputed_by(again: Callable[[Function], Function]) -> AbstractContextManager[None]:
     """Let checkpoints that are made inside recompute ``again(function)`` in place of a function.
 
     In their backward the modes of the block's forward have long ended; ``again`` starts them anew.
@@ -74,8 +60,7 @@ def recomputed_by(again: Callable[[Function], Function]) -> Iterator[None]:
 
         return generator
 
-    with checkpoints_replaced(replace):
-        yield
+    return checkpoints_replaced(replace)
 
 
 def is_reentrant(cls: type[torch.autograd.Function]) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -14,6 +13,8 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+
+from lightning_3d.torch_internals.modules import attributes_replaced
 
 __all__ = [
     "DataDependentOutputException",
@@ -26,12 +27,6 @@ __all__ = [
 ]
 
 
-@contextmanager
-def failures_unlogged() -> Iterator[None]:
+def failures_unlogged() -> AbstractContextManager[None]:
     """Keep torch from logging operators that fail on fake tensors; they raise all the same."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = disabled
+    return attributes_replaced(logging.getLogger("torch._subclasses.fake_tensor"), {"disabled": True})

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -67,12 +67,23 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-@contextmanager
-def forward_hooks_copied(module: nn.Module) -> Iterator[None]:
+def forward_hooks_copied(module: nn.Module) -> AbstractContextManager[None]:
     """Let changes of the module's forward hooks inside end with the context."""
-    present = module._forward_hooks, module._forward_hooks_with_kwargs
-    module._forward_hooks, module._forward_hooks_with_kwargs = present[0].copy(), present[1].copy()
+    names = ("_forward_hooks", "_forward_hooks_with_kwargs")
+    return attributes_replaced(module, {name: vars(module)[name].copy() for name in names})
+
+
+@contextmanager
+def attributes_replaced(owner: object, new: Mapping[str, Any]) -> Iterator[None]:
+    """Let an object, class or module have other attributes inside, its own or in place of inherited ones."""
+    before = {name: vars(owner)[name] for name in new if name in vars(owner)}
+    for name, value in new.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        module._forward_hooks, module._forward_hooks_with_kwargs = present
+        for name in new:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

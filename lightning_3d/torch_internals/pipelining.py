@@ -54,13 +54,8 @@ class ShapedStage(PipelineStage):
     """A stage whose microbatches may have different shapes, all known beforehand.
 
     Args:
-        module: Runs the stage.
-        stage: Its index.
-        num_stages: The number over all ranks.
         inputs: Meta tensors that each microbatch receives.
         outputs: Meta tensors that each microbatch sends.
-        device: Where it runs.
-        group: Process group of the pp axis.
     """
 
     def __init__(

@@ -327,12 +327,7 @@ class TracedEffects(Protocol):
 
 
 class StepTracing:
-    """Traces the steps of a module.
-
-    Args:
-        module: The user's module.
-        router: The router of its blocks.
-    """
+    """Traces the steps of a module."""
 
     def __init__(self, module: nn.Module, router: Router, effects: TracedEffects, device: torch.device) -> None:
         self._module, self._router, self._effects, self._device = module, router, effects, device

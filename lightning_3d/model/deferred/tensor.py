@@ -15,11 +15,7 @@ from lightning_3d.torch_internals.tensors import IS_PARAMETER, count_as_paramete
 
 
 class LazyStorage:
-    """A storage whose contents are computed when they are first asked for.
-
-    Args:
-        contents: The data that it holds.
-    """
+    """A storage whose contents are computed when they are first asked for."""
 
     def __init__(self, contents: Contents) -> None:
         self.contents = contents

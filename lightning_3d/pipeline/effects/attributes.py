@@ -60,13 +60,7 @@ class Change:
 
 
 class Attributes(Effect):
-    """The attributes of the modules outside of blocks.
-
-    Args:
-        module: The whole model.
-        blocks: Its blocks.
-        joiner: Joins values over microbatches.
-    """
+    """The attributes of the modules outside of blocks."""
 
     def __init__(self, module: LightningModule, blocks: Iterable[nn.Module], joiner: Joiner) -> None:
         inside = {id(m) for block in blocks for m in block.modules()}

@@ -21,11 +21,7 @@ from lightning_3d.torch_internals.modules import forward_hook_registries
 
 
 class LazyHooks(Effect):
-    """The forward hooks of a model and of its blocks.
-
-    Args:
-        module: The model.
-    """
+    """The forward hooks of a model and of its blocks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

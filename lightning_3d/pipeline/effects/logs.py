@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.snapshot import attributes_replaced
 from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
 from lightning_3d.pipeline.effects.join import Joiner, weighted_mean
 from lightning_3d.pipeline.effects.metrics import ForwardValue, MetricReference, Metrics
+from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.interception import Router
 
@@ -56,14 +56,7 @@ class LogCall(Call):
 
 
 class Logs(NotedCalls[LogCall]):
-    """The calls of ``self.log``.
-
-    Args:
-        module: The user's module.
-        metrics: Knows what is logged of metrics.
-        router: Tells glue from blocks.
-        joiner: Joins values over microbatches.
-    """
+    """The calls of ``self.log``; ``metrics`` knows what is logged of metrics."""
 
     kind = "self.log"
 

@@ -24,12 +24,12 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.snapshot import Snapshot, attributes_replaced
+from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.torch_internals.lightning_helpers import FIXED_NAMES, start_anew
-from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES, attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 
@@ -73,13 +73,7 @@ class ForwardValue:
 
 
 class Metrics(NotedCalls[MetricCall]):
-    """The updates of metrics.
-
-    Args:
-        module: The user's module.
-        router: Tells glue from blocks.
-        joiner: Joins values over microbatches.
-    """
+    """The updates of metrics."""
 
     kind = "metrics"
 

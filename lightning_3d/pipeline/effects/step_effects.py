@@ -23,11 +23,7 @@ from lightning_3d.trace.interception import Router
 
 
 class RandomNumbers(Effect):
-    """The default generators.
-
-    Args:
-        randomness: Seeds.
-    """
+    """The default generators."""
 
     def __init__(self, randomness: StepRandomness) -> None:
         self._randomness = randomness
@@ -52,8 +48,6 @@ class StepEffects:
     """Does for each effect what ``effect.py`` says, and is what a trace follows (``TracedEffects``).
 
     Args:
-        module: The user's module.
-        router: The router of its blocks.
         more: Further effects.
         joiner: Joins values over microbatches, and remembers what they mean.
     """
