@@ -47,10 +47,6 @@ class Shard:
         """The same with another dim cut."""
         return Shard(dim)
 
-    def local_length(self, length: int, size: int) -> int:
-        """The part of `length` that one of `size` ranks has."""
-        return length // size
-
     def own(self, full: Tensor, size: int, rank: int) -> Tensor:
         """One rank's part of a full tensor, a view."""
         return full.chunk(size, self.dim)[rank]
@@ -75,10 +71,6 @@ class Parts:
     def at(self, dim: int) -> Parts:
         """The same parts of another dim."""
         return replace(self, dim=dim)
-
-    def local_length(self, length: int, size: int) -> int:
-        """The part of the whole dim that one rank has."""
-        return sum(self.local_sizes)
 
     def own(self, full: Tensor, size: int, rank: int) -> Tensor:
         """One rank's part of a full tensor in its original order."""

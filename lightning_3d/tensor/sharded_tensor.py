@@ -71,11 +71,9 @@ class ShardedTensor(Tensor):
         cls, local: Tensor, axis: Axis, placement: Sharded | Partial, *, is_weight: bool = False
     ) -> ShardedTensor:
         shape: Sequence[int] = local.shape
-        if type(placement) is Shard:
+        if not isinstance(placement, Partial):
             dim = placement.dim
             shape = (*shape[:dim], shape[dim] * axis.size, *shape[dim + 1 :])
-        elif type(placement) is Parts:
-            shape = (*shape[: placement.dim], sum(placement.sizes), *shape[placement.dim + 1 :])
         sharded = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
         sharded.local, sharded.axis, sharded.placement, sharded.is_weight = local, axis, placement, is_weight
         if local.requires_grad:

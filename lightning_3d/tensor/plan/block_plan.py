@@ -115,30 +115,31 @@ class BlockTensorPlan:
     @property
     def num_all_reduces_forward(self) -> int:
         """All-reduces of sums, for instance of the outputs of row weights."""
-        return self._count("all-reduce", is_backward=False)
+        return self._count(are_all_reduces=True, are_backward=False)
 
     @property
     def num_all_reduces_backward(self) -> int:
         """All-reduces of gradients of replicated tensors, for instance of the inputs of column weights."""
-        return self._count("all-reduce", is_backward=True)
+        return self._count(are_all_reduces=True, are_backward=True)
 
     @property
     def num_other_collectives_forward(self) -> int:
         """All-gathers and reduce-scatters."""
-        return sum(not c.is_backward and c.kind != "all-reduce" for c in self.collectives)
+        return self._count(are_all_reduces=False, are_backward=False)
 
     @property
     def num_other_collectives_backward(self) -> int:
         """All-gathers and reduce-scatters."""
-        return sum(c.is_backward and c.kind != "all-reduce" for c in self.collectives)
+        return self._count(are_all_reduces=False, are_backward=True)
 
     @property
     def communicated_bytes(self) -> int:
         """Bytes that each rank sends in one forward and backward."""
         return sum(collective.num_bytes for collective in self.collectives)
 
-    def _count(self, kind: Kind, *, is_backward: bool) -> int:
-        return sum(c.kind == kind and c.is_backward == is_backward for c in self.collectives)
+    def _count(self, *, are_all_reduces: bool, are_backward: bool) -> int:
+        wanted = are_all_reduces, are_backward
+        return sum((c.kind == "all-reduce", c.is_backward) == wanted for c in self.collectives)
 
     @property
     def is_sharded(self) -> bool:

@@ -28,16 +28,12 @@ def simplified(function: Function, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if function is Tensor.__getitem__ and isinstance(args[1], list | tuple):
         items = args[1] if isinstance(args[1], tuple) else (args[1],)
         if all(item is None or item is Ellipsis or isinstance(item, slice) or _is_one(item) for item in items):
-            return (args[0], tuple(_as_slice(item) if isinstance(item, list) else item for item in items))
+            return (args[0], tuple(slice(i[0], i[0] + 1 or None) if isinstance(i, list) else i for i in items))
     return args
 
 
 def _is_one(item: object) -> bool:
     return isinstance(item, list) and len(item) == 1 and type(item[0]) is int
-
-
-def _as_slice(item: list[int]) -> slice:
-    return slice(item[0], item[0] + 1 or None)
 
 
 _RANDOM = frozenset(

@@ -171,7 +171,7 @@ def _decide(
         results = _call_on_shards(function, args, kwargs, shards, form)
         if differentiates:
             differentiable = [result for result in results if result.requires_grad]
-            _gradients(differentiable, _ones(differentiable), shards)
+            _gradients(differentiable, [result.new_ones(result.shape) for result in differentiable], shards)
     if [tuple(tensor.shape) for tensor in results] != own_shapes:
         raise NoRule("its result on shards is not the shard of its result")
     if differentiates and own_numbers.found != numbers.found:
@@ -184,7 +184,7 @@ def _differentiate(
 ) -> None:
     """Raise `NoRule` unless the backward gives every operand the gradient that its placement asks for."""
     results = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.requires_grad]
-    ones = _ones(results)
+    ones = [result.new_ones(result.shape) for result in results]
     for gradient, result in zip(ones, results, strict=True):
         watch.place_alike(gradient, result)
     with watch, numbers:
@@ -192,10 +192,6 @@ def _differentiate(
     for operand, found in zip(operands, gradients, strict=True):
         if found is not None:
             watch.check_gradient(operand, found)
-
-
-def _ones(results: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.ones(result.shape, dtype=result.dtype, device=result.device) for result in results]
 
 
 def _gradients(

@@ -142,7 +142,7 @@ def _reshape(
     call: Call, at: Sharded, shape: tuple[int, ...], result: Sharded, axis: Axis, then: tuple[int, ...] | None = None
 ) -> LocalCall:
     """A view of the only tensor; `shape` is the full result's."""
-    local_shape = _with(shape, result.dim, result.local_length(shape[result.dim], axis.size))
+    local_shape = _with(shape, result.dim, shape[result.dim] // axis.size)
     return LocalCall(
         tensors=(call.args[0],),
         needs=(at,),
