@@ -219,11 +219,11 @@ class PipelineEngine:
         reports = []
         for stage in self._stages:
             output, is_last = None, stage == self._last_stage
-            if not is_last and not self._effects.act_in_blocks:
-                continue
             if is_last:
                 outputs = [step.outputs[i] for i in range(len(sizes))]
                 output = self._joiner.join(outputs, sizes, f"what {step.name} returned")
+            elif not self._effects.act_in_blocks:
+                continue
             effects = self._effects.join(stage, sizes, is_last=is_last)
             reports.append(StageReport(stage=stage, output=output, effects=effects))
         return reports

@@ -115,7 +115,7 @@ class StageRun(StepMode):
         fqn, block = runner.fqn, runner.block
         leaves, with_leaves = flatten_call(args, kwargs)
         self._check_ghosts(leaves, fqn)
-        side = self._side_outputs(fqn)
+        side = SideOutputs() if self._expected is None else self._expected.side
         kept = self._flow.trace.kept_hooks.get(fqn, frozenset())
 
         def run_block(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,23 +143,19 @@ class StageRun(StepMode):
                 raise self._changed(f"a forward hook on {fqn}.{hook.module} returned something")
         return call_own_hooks(block, args, kwargs, output)
 
-    def _side_outputs(self, fqn: str) -> SideOutputs:
-        """Side outputs traced for the next call of this block."""
+    @property
+    def _expected(self) -> TracedCall | None:
+        """The next call of the trace; None at its end."""
         calls = self._flow.trace.calls
-        if self._position < len(calls) and calls[self._position].is_block and calls[self._position].name == fqn:
-            return calls[self._position].side
-        return SideOutputs()
+        return calls[self._position] if self._position < len(calls) else None
 
     def _on_call(self, name: str, is_block: bool, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
-        calls = self._flow.trace.calls
-        if self._position == len(calls) and self._flow.trace.stopped_by is not None and not is_block:
+        call = self._expected
+        if call is None and self._flow.trace.stopped_by is not None and not is_block:
             return run([self._value(leaf) for leaf in leaves])  # past the end of the trace, on the last stage
-        if self._position == len(calls) or (calls[self._position].name, calls[self._position].is_block) != (
-            name,
-            is_block,
-        ):
+        if call is None or (call.name, call.is_block) != (name, is_block):
             raise self._changed(f"it called {name}")
-        call, stage = calls[self._position], self._flow.call_stages[self._position]
+        stage = self._flow.call_stages[self._position]
         if tuple(self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids) != call.inputs:
             raise self._changed(f"{name} got other tensors of blocks")
         self._position += 1
@@ -245,11 +241,10 @@ class StageRun(StepMode):
             raise StageExit
 
     def _changed(self, what: str) -> TraceError:
-        calls, expected = self._flow.trace.calls, "the end of the step"
-        if self._position < len(calls):
-            expected = f"{calls[self._position].name} (at {calls[self._position].where})"
+        call = self._expected
+        expected = "the end of the step" if call is None else f"{call.name} (at {call.where})"
         return TraceError(
-            f"Pipeline stage {self._stage}: it took another path than when it was traced: {what}, where the"
-            f" trace has {expected} as call {self._position + 1} of {len(calls)}. Control flow may depend on"
+            f"Pipeline stage {self._stage}: it took another path than when it was traced: {what}, where the trace has"
+            f" {expected} as call {self._position + 1} of {len(self._flow.trace.calls)}. Control flow may depend on"
             " shapes of the batch and on Python values that are equal on all ranks, not on random numbers or tensors."
         )

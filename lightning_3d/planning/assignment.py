@@ -74,9 +74,7 @@ def assign_stages(
         stages = _begun_with(config.pipeline.partition, module, blocks, calls)
     else:
         stages = partition(loads.of_stage, boundary_bytes(trace), num_stages)
-    of_calls: dict[str, tuple[int, ...]] = {}
-    for fqn, stage in zip(calls, stages, strict=True):
-        of_calls[fqn] = (*of_calls.get(fqn, ()), stage)
+    of_calls = _by_block(trace, stages)
     previous: tuple[int, ...] = (0,)
     for fqn in blocks:  # a block that the step never calls stays with the one defined before it
         previous = of_calls.setdefault(fqn, previous[-1:])
@@ -86,11 +84,16 @@ def assign_stages(
 def boundary_bytes(trace: Trace) -> list[int]:
     """Bytes that would cross between each call of a block and the next, if a stage ended there."""
     num_calls = len(trace.block_calls)
-    each_alone: dict[str, tuple[int, ...]] = {}
-    for stage, call in enumerate(trace.block_calls):
-        each_alone[call.name] = (*each_alone.get(call.name, ()), stage)
-    flow = cut(trace, each_alone, num_calls)
+    flow = cut(trace, _by_block(trace, range(num_calls)), num_calls)
     return [sum(trace.tensors[i].num_bytes for i in ids) for ids in flow.crossings]
+
+
+def _by_block(trace: Trace, stages: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Block FQN -> stages of its calls, given the stage of every call of a block."""
+    found: dict[str, tuple[int, ...]] = {}
+    for call, stage in zip(trace.block_calls, stages, strict=True):
+        found[call.name] = (*found.get(call.name, ()), stage)
+    return found
 
 
 def _stage_plans(
