@@ -1,6 +1,6 @@
 """Which calls every rank can make on its own shards: decided once per signature of a call, on fake tensors.
 
-A call has a local form if DTensor's rules (`dtensor_rules`) run each aten op of it without communication and give
+A call has a local form if DTensor's rules (`dtensor.py`) run each aten op of it without communication and give
 evenly sharded results, or sums whose parts lie on the ranks: then what the ranks compute makes up what one process
 computes. Custom autograd functions are looked up forward and backward, as their backward is code of its own, and must
 not compute with numbers that depend on sizes, which are other ones on shards.
