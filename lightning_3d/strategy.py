@@ -44,10 +44,12 @@ from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
+from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined
+from lightning_3d.zero.local_steps import LocalSteps
 
 
 class ThreeDStrategy(ParallelStrategy):
@@ -244,6 +246,9 @@ class ThreeDStrategy(ParallelStrategy):
             lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._module, self.mesh)
+            self._parts.zero.shows_gradients = gradients_seen(trainer, self._module)
+            self._local_steps = LocalSteps(self._parts.zero)
+            self._patches.enter_context(self._local_steps.hooked(self.optimizers))
         self.setup_precision_plugin()
 
     # ---- steps
@@ -282,12 +287,16 @@ class ThreeDStrategy(ParallelStrategy):
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._parts.runner.after_backward()
         if not self._accumulating:
-            self._parts.zero.reshard()
+            self._parts.zero.settle()
+            self._parts.zero.show_gradients()
         return loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._local_steps.leave(optimizer)
         self._parts.runner.after_optimizer_step()
         return output
 
@@ -322,7 +331,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self._parts.zero.reshard()
+        self._parts.zero.settle()
 
     # ---- precision
 
@@ -393,7 +402,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part, or on rank 0 the whole for a single file."""
-        self._parts.zero.reshard()
+        self._parts.zero.settle()
         if self.config.save_distributed_checkpoint:
             return model_state(self._module)
         return full_model_state(self._module, self.mesh.axis("pp"))
@@ -402,8 +411,8 @@ class ThreeDStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part, or on rank 0 the whole for a single file."""
         if self.config.save_distributed_checkpoint:
-            return optimizer_state(self._module, optimizer)
-        return full_optimizer_state(self._module, optimizer, self.mesh.axis("pp"))
+            return optimizer_state(self._module, optimizer, self._parts.zero.shards)
+        return full_optimizer_state(self._module, optimizer, self.mesh.axis("pp"), self._parts.zero.shards)
 
     @override
     def save_checkpoint(
@@ -431,13 +440,16 @@ class ThreeDStrategy(ParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         if path.is_dir():
             strict = self._module.strict_loading
-            return load_sharded(path, self._module, self._restored, strict=strict, weights_only=weights_only)
+            shards = self._parts.zero.shards
+            return load_sharded(
+                path, self._module, self._restored, strict=strict, weights_only=weights_only, shards=shards
+            )
         return read_full(path, weights_only=weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if "state_dict" in checkpoint:  # it came from a file
-            load_full(checkpoint, self._module, self._restored, strict=strict)
+            load_full(checkpoint, self._module, self._restored, strict=strict, shards=self._parts.zero.shards)
 
     @property
     def _restored(self) -> list[Optimizer]:

@@ -17,6 +17,7 @@ ROOMS = (
     "torch_internals",
     "config",
     "distributed",
+    "zero",
     "model",
     "trace",
     "tensor",

@@ -4,6 +4,7 @@ sharded as planned.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -16,6 +17,9 @@ GPT = Job()
 UNTIED = Job(model=partial(TinyGPT, tied=False))
 CLIPPED = Job(gradient_clip_val=0.3, accumulate_grad_batches=2)
 MLP = Job(model=TinyMLP, data=features)
+
+SHARDED = replace(CLIPPED, sees_gradients=False)
+"""Gradients stay sharded through clipping and accumulation, as nothing looks at them."""
 
 MULTI = ("interleaved", "interleaved_zero_bubble", "zbv")
 
@@ -35,6 +39,7 @@ TABLE = [
     (CLIPPED, Layout(dp=2, zero=1)),
     (CLIPPED, Layout(pp=2)),
     (CLIPPED, Layout(tp=2)),
+    *((SHARDED, Layout(dp=2, zero=stage)) for stage in (0, 1, 2)),
     # four processes
     (GPT, Layout(dp=4, zero=3)),
     (GPT, Layout(pp=4, num_microbatches=4)),
@@ -43,9 +48,12 @@ TABLE = [
     *((GPT, Layout(dp=2, tp=2, zero=stage)) for stage in (0, 1, 2, 3)),
     (GPT, Layout(pp=2, tp=2)),
     (CLIPPED, Layout(pp=2, dp=2, zero=2)),
+    *((SHARDED, Layout(pp=2, dp=2, zero=stage)) for stage in (1, 2)),
+    *((SHARDED, Layout(dp=2, tp=2, zero=stage)) for stage in (1, 2)),
     # several stages on each rank
     *((GPT, Layout(pp=2, schedule=schedule, num_microbatches=4)) for schedule in MULTI),
     *((CLIPPED, Layout(pp=2, dp=2, zero=3, schedule=schedule, num_microbatches=2)) for schedule in MULTI),
+    *((SHARDED, Layout(pp=2, dp=2, zero=2, schedule=schedule, num_microbatches=2)) for schedule in MULTI),
     *((UNTIED, Layout(pp=2, tp=2, schedule=schedule)) for schedule in MULTI),
     (GPT, Layout(pp=4, schedule="interleaved", num_microbatches=4, partition="uniform")),
     # eight processes
@@ -55,14 +63,14 @@ TABLE = [
 
 
 def _name(job: Job, layout: Layout) -> str:
-    jobs = {"gpt": GPT, "untied": UNTIED, "clipped": CLIPPED, "mlp": MLP}
+    jobs = {"gpt": GPT, "untied": UNTIED, "clipped": CLIPPED, "sharded": SHARDED, "mlp": MLP}
     name = next(name for name, known in jobs.items() if known is job)
     return f"{name}-{layout}-{layout.partition}"
 
 
 @cache
 def _reference(name: str) -> ReferenceRun:
-    return run_reference({"gpt": GPT, "untied": UNTIED, "clipped": CLIPPED, "mlp": MLP}[name])
+    return run_reference({"gpt": GPT, "untied": UNTIED, "clipped": CLIPPED, "sharded": SHARDED, "mlp": MLP}[name])
 
 
 @pytest.mark.parametrize(("job", "layout"), TABLE, ids=[_name(job, layout) for job, layout in TABLE])
@@ -74,19 +82,22 @@ def test_layout_equals_one_process(workers: WorkerPools, job: Job, layout: Layou
 
 
 def assert_held_as_planned(reference: ReferenceRun, result: LayoutRun, layout: Layout) -> None:
-    """Parameters and optimizer state are cut by pp, tp and, from ZeRO stage 1 on, dp; AdamW has two state tensors."""
-    shards = 1 if layout.zero == 0 else layout.dp
+    """Parameters and optimizer state are cut by pp and tp; from ZeRO stage 1 on the state (two tensors of AdamW) and at
+    stage 3 the parameters, too, by dp.
+    """
+    state_shards = 1 if layout.zero == 0 else layout.dp
+    parameter_shards = layout.dp if layout.zero == 3 else 1
     ranks_per_stage = layout.dp * layout.tp
     for fqn, num_elements in reference.parameters.items():
         stages = {rank // ranks_per_stage for rank, held in enumerate(result.held) if fqn in held.parameters}
-        expected = num_elements // shards // (layout.tp if _is_tensor_parallel(fqn) else 1)
+        expected = num_elements // (layout.tp if _is_tensor_parallel(fqn) else 1)
         tied = fqn == "tokens.weight" and "head.weight" not in reference.parameters
         apart = tied and layout.pp > 1 and layout.schedule != "zbv"  # which has the first and last stage on one rank
         assert len(stages) == (2 if apart else 1), f"{fqn} is on stages {stages}"
         for rank, held in enumerate(result.held):
             if rank // ranks_per_stage in stages:
-                assert held.parameters[fqn] == expected, f"{fqn} on rank {rank}"
-                assert held.optimizer_state[fqn] == 2 * expected, f"state of {fqn} on rank {rank}"
+                assert held.parameters[fqn] == expected // parameter_shards, f"{fqn} on rank {rank}"
+                assert held.optimizer_state[fqn] == 2 * expected // state_shards, f"state of {fqn} on rank {rank}"
             else:
                 assert fqn not in held.optimizer_state, f"state of {fqn} on rank {rank}"
     for stage in range(layout.pp):

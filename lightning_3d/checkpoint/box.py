@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed.tensor as dt
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.dtensor import StridedShard, local_shape_and_offset
+from lightning_3d.zero.shard import RankShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,25 +111,26 @@ def full_value(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def empty_like_parameter(parameter: Tensor, info: TensorInfo) -> Tensor:
-    """Room for an optimizer state of `parameter`: placed as it is if it has its shape, else a plain tensor.
+def empty_state(shard: RankShard, info: TensorInfo) -> Tensor:
+    """Room for an optimizer state of a shard: placed as a part of the parameter if it has its shape, else plain.
 
     Raises:
         CheckpointError: The parameter is sharded and the shape of the state is neither its own nor a scalar's.
 
     """
+    parameter = shard.parameter
     if not info.shape:
         return torch.empty(
             info.shape, dtype=info.dtype
         )  # a step count; torch moves it off the CPU where it has to be elsewhere
-    if not isinstance(parameter, DTensor):
-        return torch.empty(info.shape, dtype=info.dtype, device=parameter.device)
-    if info.shape != tuple(parameter.shape):
+    if info.shape == tuple(parameter.shape):
+        return shard.like_parameter(torch.empty_like(shard.own(parameter), dtype=info.dtype))
+    if isinstance(parameter, DTensor) or shard.size > 1:
         raise CheckpointError(
             f"an optimizer state of shape {info.shape} belongs to a sharded parameter of shape "
             f"{tuple(parameter.shape)}: only states of the parameter's shape and scalars can be sharded"
         )
-    return dt.empty(info.shape, dtype=info.dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+    return torch.empty(info.shape, dtype=info.dtype, device=parameter.device)
 
 
 def _box_placements(tensor: DTensor) -> tuple[Placement, ...]:

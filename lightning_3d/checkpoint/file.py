@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.box import TensorInfo, check_placements, empty_like_parameter, fill, full_value
+from lightning_3d.checkpoint.box import TensorInfo, check_placements, empty_state, fill, full_value
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.match import by_fqn, check_groups, check_model, check_num_optimizers
 from lightning_3d.checkpoint.own_state import (
@@ -37,6 +37,7 @@ from lightning_3d.checkpoint.own_state import (
     tied_fqns,
     unwrapped,
 )
+from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards
 
 # ------------------------------------------------------------------------------------------------------------- gather
 
@@ -64,7 +65,10 @@ def full_model_state(module: nn.Module, pp: DeviceMesh | None) -> dict[str, Any]
 
 
 def full_optimizer_state(
-    module: nn.Module, optimizer: Optimizer | LightningOptimizer, pp: DeviceMesh | None
+    module: nn.Module,
+    optimizer: Optimizer | LightningOptimizer,
+    pp: DeviceMesh | None,
+    shards: Shards = NO_SHARDS,
 ) -> dict[str, Any]:
     """The full `optimizer.state_dict()`, of all stages, keyed by torch's indices; a collective of all ranks.
 
@@ -72,6 +76,7 @@ def full_optimizer_state(
         module: The whole module; the same that `optimizer` was made for.
         optimizer: An optimizer whose parameters come in the same order on all ranks.
         pp: The pp axis through this rank; None without pipeline parallel.
+        shards: As in `optimizer_state`.
 
     Returns:
         On global rank 0 `{"state": {index: {name: CPU tensor}}, "param_groups": [...]}`. Elsewhere `{}`.
@@ -81,7 +86,7 @@ def full_optimizer_state(
 
     """
     with failing_alike("gather the optimizer's state"):
-        own = optimizer_state(module, optimizer)["state"]
+        own = optimizer_state(module, optimizer, shards)["state"]
         flat = {(fqn, name): value for fqn, values in own.items() for name, value in values.items()}
         check_placements({f"{name} of {fqn}": value for (fqn, name), value in flat.items()})
     full = _gather(flat, pp)
@@ -161,6 +166,7 @@ def load_full(
     optimizers: Sequence[Optimizer | LightningOptimizer],
     *,
     strict: bool,
+    shards: Shards = NO_SHARDS,
 ) -> None:
     """Take this rank's part of a full checkpoint, written by any layout or by a plain single-process Trainer.
 
@@ -170,6 +176,7 @@ def load_full(
         module: The whole module; blocks of other stages are on the meta device and stay so.
         optimizers: The optimizers to restore; none for evaluation.
         strict: Whether all FQNs must match; shapes must in any case.
+        shards: As in `optimizer_state`.
 
     Raises:
         CheckpointError: The checkpoint does not fit; on all ranks, before anything is changed.
@@ -188,7 +195,8 @@ def load_full(
         if optimizers:
             check_num_optimizers(len(checkpoint.get("optimizer_states", [])), len(optimizers))
         for i, optimizer in enumerate(optimizers):
-            states.append(_own_part(checkpoint["optimizer_states"][i], module, optimizer, index=i, strict=strict))
+            full = checkpoint["optimizer_states"][i]
+            states.append(_own_part(full, module, optimizer, shards, index=i, strict=strict))
     matching = {fqn: value for fqn, value in own.items() if fqn in saved}
     for fqn, value in matching.items():
         if isinstance(value, Tensor):
@@ -197,11 +205,17 @@ def load_full(
             matching[fqn] = saved[fqn]
     restore_model(module, matching)
     for optimizer, state in zip(optimizers, states, strict=True):
-        restore_optimizer(module, optimizer, state)
+        restore_optimizer(module, optimizer, state, shards)
 
 
 def _own_part(
-    full: Mapping[str, Any], module: nn.Module, optimizer: Optimizer | LightningOptimizer, *, index: int, strict: bool
+    full: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: Optimizer | LightningOptimizer,
+    shards: Shards,
+    *,
+    index: int,
+    strict: bool,
 ) -> dict[str, Any]:
     """The part of an optimizer's full state that belongs to this rank's parameters, by FQN."""
     fqns = parameter_fqns(module, optimizer)
@@ -211,13 +225,14 @@ def _own_part(
     state: dict[str, dict[str, Any]] = {}
     for fqn, parameter in zip(fqns, parameters_of(optimizer), strict=True):
         if fqn in saved["state"] and not parameter.is_meta:
-            state[fqn] = {name: _part_of(value, parameter) for name, value in saved["state"][fqn].items()}
+            shard = shards.get(parameter, RankShard(parameter=parameter))
+            state[fqn] = {name: _part_of(value, shard) for name, value in saved["state"][fqn].items()}
     return {"state": state, "param_groups": saved["param_groups"]}
 
 
-def _part_of(value: object, parameter: nn.Parameter) -> object:
+def _part_of(value: object, shard: RankShard) -> object:
     if not isinstance(value, Tensor):
         return value
-    part = empty_like_parameter(parameter, TensorInfo(shape=tuple(value.shape), dtype=value.dtype))
+    part = empty_state(shard, TensorInfo(shape=tuple(value.shape), dtype=value.dtype))
     fill(part, value)
     return part

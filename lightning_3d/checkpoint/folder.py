@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.box import TensorInfo, as_box, check_placements, empty_like_parameter, take_box
+from lightning_3d.checkpoint.box import TensorInfo, as_box, check_placements, empty_state, take_box
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.match import check_groups, check_model, check_num_optimizers
 from lightning_3d.checkpoint.own_state import (
@@ -45,6 +45,7 @@ from lightning_3d.checkpoint.own_state import (
     restore_optimizer,
 )
 from lightning_3d.errors import CheckpointError
+from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards
 
 TreePath = tuple[str | int, ...]
 
@@ -151,6 +152,7 @@ def load_sharded(
     *,
     strict: bool,
     weights_only: bool | None = None,
+    shards: Shards = NO_SHARDS,
 ) -> dict[str, Any]:
     """Read a checkpoint folder that any layout wrote into `module` and `optimizers`; a collective of all ranks.
 
@@ -160,6 +162,7 @@ def load_sharded(
         optimizers: The optimizers to restore; none for evaluation.
         strict: Whether all FQNs must match; shapes must in any case.
         weights_only: As in `torch.load`, for the rest of the Trainer's checkpoint.
+        shards: As in `optimizer_state`.
 
     Returns:
         The rest of the Trainer's checkpoint.
@@ -186,13 +189,13 @@ def load_sharded(
             check_num_optimizers(len(sections), len(optimizers))
         for i, (section, optimizer) in enumerate(zip(sections, optimizers, strict=True)):
             check_groups(groups[i], optimizer_state(module, optimizer)["param_groups"], optimizer=i, strict=strict)
-            room.update(folder.room_for_state(section, module, optimizer))
+            room.update(folder.room_for_state(section, module, optimizer, shards))
         room.update(folder.room_for_model(own))
     loaded = folder.read(room)
     restore_model(module, loaded.get(MODEL, {}))
     for section, group, optimizer in zip(sections, groups, optimizers, strict=True):
         state = loaded.get(section, {}).get("state", {})
-        restore_optimizer(module, optimizer, {"state": state, "param_groups": group})
+        restore_optimizer(module, optimizer, {"state": state, "param_groups": group}, shards)
     return rest
 
 
@@ -263,7 +266,7 @@ class Folder:
         return room
 
     def room_for_state(
-        self, section: str, module: nn.Module, optimizer: Optimizer | LightningOptimizer
+        self, section: str, module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards
     ) -> dict[TreePath, Any]:
         """Fresh tensors to read an optimizer's state to, placed as the parameters of it that this rank holds.
 
@@ -277,7 +280,8 @@ class Folder:
         for path, entry in self.entries.items():
             if path[:2] == (section, "state") and path[2] in own:
                 parameter = own[str(path[2])]
-                room[path] = None if entry.tensor is None else empty_like_parameter(parameter, entry.tensor)
+                shard = shards.get(parameter, RankShard(parameter=parameter))
+                room[path] = None if entry.tensor is None else empty_state(shard, entry.tensor)
         return room
 
     def read(self, room: Mapping[TreePath, Any]) -> dict[str, Any]:

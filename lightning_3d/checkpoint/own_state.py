@@ -28,6 +28,7 @@ from lightning_3d.checkpoint.feature_order import (
 )
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import marked
+from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards, plain
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -48,8 +49,13 @@ def model_state(module: nn.Module) -> dict[str, Any]:
     return in_original_order({fqn: value for fqn, value in state.items() if present[fqn]}, marked(module))
 
 
-def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer) -> dict[str, Any]:
+def optimizer_state(
+    module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards = NO_SHARDS
+) -> dict[str, Any]:
     """The optimizer's state of the parameters that this rank holds.
+
+    Args:
+        shards: Parameter -> the plain part of it that the optimizer's state is of, where it is not of the parameter.
 
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [{"params": [fqn, ...], "lr": ..., ...}]}`. The groups are the
@@ -70,8 +76,14 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer | LightningOptimizer
                     f"state {name!r} of {fqn} in {type(unwrapped(optimizer)).__name__} is a {type(value).__name__}: "
                     "only optimizers whose states are tensors and plain values can be saved"
                 )
+    of_shards = {fqn: shards[parameter] for fqn, parameter in zip(fqns, parameters, strict=True) if parameter in shards}
+    placed = {fqn: _placed(values, of_shards[fqn]) if fqn in of_shards else values for fqn, values in state.items()}
     groups = [{**group, "params": [fqns[i] for i in group["params"]]} for group in packed["param_groups"]]
-    return {"state": state_in_original_order(state, marked(module)), "param_groups": groups}
+    return {"state": state_in_original_order(placed, marked(module)), "param_groups": groups}
+
+
+def _placed(values: Mapping[str, Any], shard: RankShard) -> dict[str, Any]:
+    return {name: shard.like_parameter(v) if isinstance(v, Tensor) else v for name, v in values.items()}
 
 
 def restore_model(module: nn.Module, state: dict[str, Any]) -> None:
@@ -82,18 +94,27 @@ def restore_model(module: nn.Module, state: dict[str, Any]) -> None:
     module.load_state_dict(in_grouped_order(state, marked(module)), strict=False)
 
 
-def restore_optimizer(module: nn.Module, optimizer: Optimizer | LightningOptimizer, state: dict[str, Any]) -> None:
+def restore_optimizer(
+    module: nn.Module,
+    optimizer: Optimizer | LightningOptimizer,
+    state: dict[str, Any],
+    shards: Shards = NO_SHARDS,
+) -> None:
     """Give `optimizer` the states and hyperparameters in `state`, in the form that `optimizer_state` returns.
 
     Groups are matched by position; their parameters stay those of `optimizer`, whatever `state` lists.
     """
     index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
+    parameters = list(parameters_of(optimizer))
     current = unwrapped(optimizer).state_dict()["param_groups"]
     saved = state["param_groups"]
-    own = state_in_grouped_order(state["state"], marked(module))
+    own: dict[int, Mapping[str, Any]] = {}
+    for fqn, values in state_in_grouped_order(state["state"], marked(module)).items():
+        is_of_shard = parameters[index[fqn]] in shards
+        own[index[fqn]] = {name: plain(v) if is_of_shard and isinstance(v, Tensor) else v for name, v in values.items()}
     unwrapped(optimizer).load_state_dict(
         {
-            "state": {index[fqn]: values for fqn, values in own.items()},
+            "state": own,
             "param_groups": [{**s, "params": c["params"]} for s, c in zip(saved, current, strict=True)],
         }
     )

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.distributed.zero import RankModule
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
@@ -35,6 +34,7 @@ from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.tracer import StepTracing
+from lightning_3d.zero.engine import RankModule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch.autograd import Variable
 from torch.autograd import function as autograd_function
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -78,3 +79,8 @@ def reachable_nodes(outputs: Iterable[Tensor]) -> set[object]:
                 nodes.add(node)
                 waiting.append(node)
     return nodes
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Have `call` called once the backward that runs now has ended; to be used in hooks of a backward."""
+    Variable._execution_engine.queue_callback(call)

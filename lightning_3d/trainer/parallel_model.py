@@ -17,10 +17,8 @@ from lightning.pytorch import LightningModule, Trainer
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
-from lightning_3d.distributed.gradients import Gradients
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness, join_replica
-from lightning_3d.distributed.zero import Zero
 from lightning_3d.model.initial_weights import check_same_model, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
@@ -34,6 +32,10 @@ from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
+from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.fully_sharded import FullySharded
+from lightning_3d.zero.gradients import Gradients
+from lightning_3d.zero.plain_parameters import PlainParameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,12 @@ def make_parallel(
         apply_blocks(plan, module, blocks, mesh, compiler)
     own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     router = Router(blocks, absent=blocks.keys() - own.keys())
-    zero = Zero(module, own.values(), mesh=mesh, stage=config.zero.stage)
-    gradients = Gradients(module, plan.state_ranks, mesh, device)
+    zero: Zero
+    if config.zero.stage == 3 and mesh.shape.dp > 1:
+        zero = FullySharded(module, mesh=mesh, blocks=own.values())
+    else:
+        zero = PlainParameters(module, mesh=mesh, stage=config.zero.stage)
+    gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),
         num_replicas=mesh.shape.dp,
@@ -103,6 +109,6 @@ def make_parallel(
             device=device,
         )
         runner = PipelineRunner(module, zero, engine, gradients, splits_backward=config.pipeline.splits_backward)
-    precision.attach(device_type=device.type, norm=gradients.norm)
+    precision.attach(device_type=device.type, norm=gradients.norm, zero=zero)
     guard = BatchGuard(config.batch, mesh, device)
     return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)

@@ -12,35 +12,32 @@ step, which then needs memory for one set of gradients, not two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_3d.errors import StepError
+from lightning_3d.zero.engine import NO_GRADIENTS, HeldGradients, Zero
 
 
 class PendingGradients:
     """Holds the gradients of one step.
 
     Args:
-        parameters: All parameters that this rank holds.
+        zero: Holds the gradients.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._before: list[Tensor | None] = []
-        self._new: list[Tensor | None] | None = None
+    def __init__(self, zero: Zero) -> None:
+        self._zero = zero
+        self._before = NO_GRADIENTS
+        self._new: HeldGradients | None = None
         self.used = False
         """Whether the next step need not keep the gradients that are there."""
 
     def begin(self) -> None:
         """Before a step: set older gradients aside."""
-        self._before = [None if self.used else parameter.grad for parameter in self._parameters]
-        self.used = False
-        for parameter in self._parameters:
-            parameter.grad = None
+        older = self._zero.take_gradients()
+        self._before, self.used = NO_GRADIENTS if self.used else older, False
 
     def hold(self, loss: Tensor) -> Tensor:
         """After a step: set its gradients aside and put the older ones back.
@@ -51,10 +48,9 @@ class PendingGradients:
         Returns:
             A leaf with the loss's value; its backward releases the gradients.
         """
-        self._new = [parameter.grad for parameter in self._parameters]
-        for parameter, gradient in zip(self._parameters, self._before, strict=True):
-            parameter.grad = gradient
-        self._before = []
+        self._new = self._zero.take_gradients()
+        self._zero.put_gradients(self._before)
+        self._before = NO_GRADIENTS
         leaf = loss.detach().clone().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self._release)
         return leaf
@@ -76,17 +72,29 @@ class PendingGradients:
         """Add the step's gradients, scaled like its loss."""
         assert self._new is not None
         assert loss.grad is not None
-        scale = float(loss.grad)
-        for parameter, gradient in zip(self._parameters, self._new, strict=True):
-            if gradient is None:
-                continue
-            if scale != 1.0:
-                gradient.mul_(scale)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+        self._zero.add_gradients(self._new, scale=float(loss.grad))
         self._new = None
+
+
+_SEE_GRADIENTS = (
+    "backward",
+    "configure_gradient_clipping",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_step",
+    "optimizer_zero_grad",
+)
+
+
+def gradients_seen(trainer: Trainer, module: LightningModule) -> bool:
+    """Whether the user's code may look at gradients between a backward and the optimizer's step."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
+    return not module.automatic_optimization or any(
+        is_overridden(hook, module, LightningModule)
+        or any(is_overridden(hook, callback, Callback) for callback in callbacks if hasattr(Callback, hook))
+        for hook in _SEE_GRADIENTS
+    )
 
 
 def zeroes_unseen(trainer: Trainer, module: LightningModule) -> bool:

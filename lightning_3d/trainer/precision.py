@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.errors import ConfigError
+from lightning_3d.zero.engine import Zero
 
 PrecisionName = Literal["32-true", "bf16-mixed"]
 
@@ -40,6 +41,7 @@ class ThreeDPrecision(Precision):
         self.precision = precision
         self._device_type = "cpu"
         self._norm: Callable[[Iterable[nn.Parameter]], Tensor] | None = None
+        self._zero: Zero | None = None
 
     @staticmethod
     def translate(plugin: Precision) -> ThreeDPrecision:
@@ -58,9 +60,9 @@ class ThreeDPrecision(Precision):
             )
         return ThreeDPrecision(plugin.precision)  # type: ignore[arg-type]  # checked there
 
-    def attach(self, *, device_type: str, norm: Callable[[Iterable[nn.Parameter]], Tensor]) -> None:
-        """Tell the device, and how to take the norm of gradients over all ranks."""
-        self._device_type, self._norm = device_type, norm
+    def attach(self, *, device_type: str, norm: Callable[[Iterable[nn.Parameter]], Tensor], zero: Zero) -> None:
+        """Tell the device, how to take the norm of gradients over all ranks, and who holds them."""
+        self._device_type, self._norm, self._zero = device_type, norm, zero
 
     @override
     @contextmanager
@@ -73,21 +75,23 @@ class ThreeDPrecision(Precision):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if clip_val <= 0:
             return
-        if self._norm is None:
-            raise ConfigError(
-                "ThreeDPrecision clips gradients for strategy='3d' only; use Trainer(precision=...) instead"
-            )
-        parameters = [parameter for parameter in self.main_params(optimizer) if parameter.grad is not None]
+        gradients = self._gradients(optimizer)
+        assert self._norm is not None
         norm = self._norm(list(self.main_params(optimizer)))
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(scale)
+        for gradient in gradients:
+            gradient.mul_(scale)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         if clip_val <= 0:
             return
-        for parameter in self.main_params(optimizer):
-            if parameter.grad is not None:  # shards and plain ones, which torch clips in one call only if all are alike
-                parameter.grad.clamp_(-clip_val, clip_val)
+        for gradient in self._gradients(optimizer):
+            gradient.clamp_(-clip_val, clip_val)
+
+    def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        if self._zero is None:
+            raise ConfigError(
+                "ThreeDPrecision clips gradients for strategy='3d' only; use Trainer(precision=...) instead"
+            )
+        return self._zero.held_gradients(self.main_params(optimizer))

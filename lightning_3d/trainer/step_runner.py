@@ -8,9 +8,7 @@ from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
 
-from lightning_3d.distributed.gradients import Gradients
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.distributed.zero import Zero
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.loss import check_loss, loss_of
@@ -18,6 +16,8 @@ from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
+from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.gradients import Gradients
 
 
 class StepRunner(Protocol):
@@ -100,7 +100,7 @@ class PipelineRunner(StepRunner):
     ) -> None:
         self._module, self._zero, self._engine, self._gradients = module, zero, engine, gradients
         self._splits_backward = splits_backward
-        self._pending = PendingGradients(p for p in module.parameters() if not p.is_meta)
+        self._pending = PendingGradients(zero)
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         self._pending.begin()

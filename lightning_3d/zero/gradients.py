@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.dispatch import foreach_norm
+from lightning_3d.zero.engine import Zero
 
 
 class Gradients:
@@ -18,14 +19,20 @@ class Gradients:
 
     Args:
         module: The user's module, sharded.
+        zero: Holds the gradients.
         state_ranks: FQN of each parameter -> indices on the pp axis of the ranks that hold it, ascending.
         mesh: This rank's.
     """
 
     def __init__(
-        self, module: nn.Module, state_ranks: Mapping[str, tuple[int, ...]], mesh: Mesh, device: torch.device
+        self,
+        module: nn.Module,
+        zero: Zero,
+        state_ranks: Mapping[str, tuple[int, ...]],
+        mesh: Mesh,
+        device: torch.device,
     ) -> None:
-        self._mesh, self._device = mesh, device
+        self._zero, self._mesh, self._device = zero, mesh, device
         self._fqns = {p: fqn for fqn, p in module.named_parameters() if not p.is_meta}
         owned = {p for p, fqn in self._fqns.items() if state_ranks[fqn][0] == mesh.pp_rank}
         self._counted = {parameter for parameter in owned if self._is_first_copy(parameter)}
@@ -34,11 +41,13 @@ class Gradients:
 
     def _is_first_copy(self, parameter: nn.Parameter) -> bool:
         """Whether, of all ranks that hold the same values, this one is the first along each axis."""
-        coordinate = {"cp": self._mesh.cp_rank, "tp": self._mesh.tp_rank}
+        coordinate = {"dp": self._mesh.dp_rank, "cp": self._mesh.cp_rank, "tp": self._mesh.tp_rank}
+        if self._zero.shards[parameter].size > 1:
+            del coordinate["dp"]
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             for axis, name in enumerate(names):
-                coordinate.pop(name, None)
+                coordinate.pop("dp" if name == self._mesh.dp_axis else name, None)
                 if parameter.placements[axis].is_replicate() and parameter.device_mesh.get_local_rank(axis) > 0:
                     return False
         return not any(coordinate.values())
@@ -49,8 +58,8 @@ class Gradients:
         Every rank calls it.
         """
         chosen = self._fqns if parameters is None else parameters
-        local = [_local(p.grad) for p in chosen if p in self._counted and p.grad is not None]
-        norms = foreach_norm(local, norm_type) if local else []
+        local = [self._zero.gradient(p) for p in chosen if p in self._counted]
+        norms = foreach_norm(found, norm_type) if (found := [g for g in local if g is not None]) else []
         stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=self._device)
         if norm_type == float("inf"):
             total = stacked.max()
@@ -65,18 +74,15 @@ class Gradients:
         for stages, parameters in self._shared.items():
             local = []
             for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                local.append(_local(parameter.grad))
+                gradient = self._zero.gradient(parameter)
+                if gradient is None:
+                    gradient = torch.zeros_like(self._zero.shards[parameter].own(parameter))
+                    self._zero.set_gradient(parameter, gradient)
+                local.append(gradient)
             flat = torch.cat([gradient.reshape(-1) for gradient in local])
             dist.all_reduce(flat, group=self._groups[stages])
             for gradient, total in zip(local, flat.split([g.numel() for g in local]), strict=True):
                 gradient.copy_(total.view_as(gradient))
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shared_parameters(

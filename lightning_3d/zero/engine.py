@@ -1,0 +1,120 @@
+"""What every ZeRO stage offers to the strategy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.zero.shard import RankShard, plain
+
+
+class RankModule(nn.Module):
+    """All that one rank holds. Runs one step of the user's module, inside the hooks of stage 3's units."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[..., Any], *received: torch.Tensor) -> Any:
+        """Call ``run(*received)``; the tensors received from another pipeline stage pass through the root's hooks."""
+        return run(*received)
+
+
+@dataclass(frozen=True)
+class HeldGradients:
+    """Gradients taken off the parameters."""
+
+    grads: Mapping[nn.Parameter, Tensor]
+    """As the parameters had them."""
+    shards: Mapping[nn.Parameter, Tensor]
+    """Reduced gradients of which this rank has its rows."""
+
+
+NO_GRADIENTS = HeldGradients({}, {})
+
+
+class Zero(ABC):
+    """The parameters that one rank holds, their gradients and who steps what.
+
+    Args:
+        module: The user's module; parameters of other pipeline stages are on the meta device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.root = RankModule(module)
+        self.shards: dict[nn.Parameter, RankShard] = {}
+        """Parameters that this rank holds -> the part that its optimizers step."""
+        self.shows_gradients = True
+        """Whether the user's code may look at gradients before the optimizer's step, so that they have to be whole."""
+
+    # ---- a step
+
+    @abstractmethod
+    def begin_step(self, *, splits_backward: bool) -> None:
+        """Before the microbatches of a pipeline step.
+
+        Args:
+            splits_backward: Whether weight gradients come apart from the backward of their block.
+        """
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """After the microbatches: reduce the gradients that are not reduced yet."""
+
+    @abstractmethod
+    def set_accumulating(self, accumulating: bool) -> None:
+        """Without a pipeline: whether the next backward is followed by another before the optimizer's step."""
+
+    @abstractmethod
+    def show_gradients(self) -> None:
+        """After the last backward of a step: make the gradients whole if they may be seen; every rank calls it."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Bring all parameters to where they are between steps."""
+
+    @abstractmethod
+    def begin_gather(self, parameters: Iterable[nn.Parameter]) -> None:
+        """After an optimizer has stepped its shards of these parameters."""
+
+    # ---- gradients
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of the reduced gradient: plain, of the shape of what its optimizer steps; a view."""
+        return None if parameter.grad is None else self.shards[parameter].own(parameter.grad)
+
+    def set_gradient(self, parameter: nn.Parameter, own: Tensor) -> None:
+        """Give a parameter this rank's part of its reduced gradient."""
+        parameter.grad = self.shards[parameter].like_parameter(own)
+
+    def held_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """The plain tensors that these parameters' gradients lie in, whole or this rank's rows."""
+        return [plain(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    def take_gradients(self) -> HeldGradients:
+        """Take all gradients off."""
+        grads = {p: p.grad for p in self.shards if p.grad is not None}
+        for parameter in grads:
+            parameter.grad = None
+        return HeldGradients(grads, {})
+
+    def put_gradients(self, held: HeldGradients) -> None:
+        """Give back what was taken; there are no others now."""
+        for parameter, gradient in held.grads.items():
+            parameter.grad = gradient
+
+    def add_gradients(self, held: HeldGradients, scale: float) -> None:
+        """Add `scale` times what was taken; it may be used up."""
+        for parameter, gradient in held.grads.items():
+            if scale != 1.0:
+                gradient.mul_(scale)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    @abstractmethod
+    def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Forget gradients that an optimizer has used and nobody else sees."""

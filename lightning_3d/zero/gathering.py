@@ -1,0 +1,134 @@
+"""Gathering the shards that every rank stepped into whole parameters, while the program goes on.
+
+Large parameters whose rows divide evenly are gathered in place; the others travel together in one buffer. Until its
+collective has been waited for, a parameter is of the class `PendingParameter`, which waits as soon as anything reads
+its values: a block's forward, a callback, a checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
+
+from torch import Tensor, nn
+
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.zero.replicas import Replicas, Wait
+from lightning_3d.zero.shard import RankShard, plain
+
+_IN_PLACE_BYTES = 2**18  # a collective of its own costs more than the copies of a smaller one
+
+_ATTRIBUTES = ("requires_grad", "grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim")
+_ABOUT = {  # what a parameter says of itself without its values
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(Tensor, name).__set__ for name in ("requires_grad", "grad")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__hash__),
+}
+
+
+class PendingParameter(nn.Parameter):
+    """A parameter whose values are on their way; what reads them waits for them and makes it an ``nn.Parameter``."""
+
+    def arrive(self) -> None:
+        """Wait for the values."""
+        vars(self)["_arrival"].finish()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _ABOUT:
+            for value in tree_leaves((args, kwargs)):
+                if isinstance(value, PendingParameter):
+                    value.arrive()
+        with DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self.arrive()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        self.arrive()
+        return self.__reduce_ex__(protocol)
+
+
+class _Arrival:
+    """A collective under way, and the parameters that wait for it."""
+
+    def __init__(self, tensors: Sequence[Tensor], wait: Wait, place: Callable[[], None] | None) -> None:
+        self._tensors, self._wait, self._place = tensors, wait, place
+        self._has_finished = False
+
+    def finish(self) -> None:
+        if self._has_finished:
+            return
+        self._has_finished = True
+        for tensor in self._tensors:
+            if type(tensor) is PendingParameter:
+                del vars(tensor)["_arrival"]
+                tensor.__class__ = nn.Parameter  # type: ignore[assignment]  # as torch's lazy parameters become real
+        self._wait()
+        if self._place is not None:
+            self._place()
+
+    def go_on(self) -> None:
+        if all(type(tensor) is nn.Parameter for tensor in self._tensors):
+            for tensor in self._tensors:
+                vars(tensor)["_arrival"] = self
+                tensor.__class__ = PendingParameter
+        else:  # a DTensor, whose class says how operators treat it
+            self.finish()
+
+
+class Gathering:
+    """Gathers tensors of which each rank has its own rows."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._arrivals: list[_Arrival] = []
+
+    def begin(self, shards: Sequence[RankShard], tensors: Sequence[Tensor]) -> None:
+        """Begin to gather; every rank calls it.
+
+        Args:
+            shards: Of parameters of one dtype and device.
+            tensors: For each shard a tensor like its parameter, of which this rank's rows are valid.
+        """
+        together: list[tuple[RankShard, Tensor]] = []
+        for shard, tensor in zip(shards, tensors, strict=True):
+            held = plain(tensor.detach())
+            if shard.num_rows % shard.size or held.nbytes < _IN_PLACE_BYTES or not held.is_contiguous():
+                together.append((shard, tensor))
+            else:
+                self._arrivals.append(_Arrival([tensor], self._replicas.all_gather(held, shard.own(tensor)), None))
+        if together:
+            self._arrivals.append(self._begin_together(together))
+
+    def _begin_together(self, together: Sequence[tuple[RankShard, Tensor]]) -> _Arrival:
+        size = self._replicas.size
+        widths = [shard.rows_per_rank * (plain(t.detach()).numel() // max(1, shard.num_rows)) for shard, t in together]
+        row = plain(together[0][1].detach()).new_empty(sum(widths))
+        for (shard, tensor), part in zip(together, row.split(widths), strict=True):
+            own = shard.own(tensor)
+            part[: own.numel()] = own.reshape(-1)
+        result = row.new_empty(size, row.numel())
+
+        def place() -> None:
+            for (shard, tensor), values in zip(together, result.split(widths, dim=1), strict=True):
+                held = plain(tensor.detach())
+                rows = values.reshape(size * shard.rows_per_rank, -1)[: shard.num_rows]
+                held.copy_(rows.view(held.shape))
+
+        return _Arrival([tensor for _, tensor in together], self._replicas.all_gather(result, row), place)
+
+    def go_on(self) -> None:
+        """Let the program go on: values arrive when they are read."""
+        for arrival in self._arrivals:
+            arrival.go_on()
+
+    def finish(self) -> None:
+        """Wait for all that is on its way."""
+        for arrival in self._arrivals:
+            arrival.finish()
+        self._arrivals = []

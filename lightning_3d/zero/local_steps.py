@@ -1,0 +1,98 @@
+"""Optimizers step plain local tensors.
+
+While an optimizer's ``step`` runs, its ``param_groups`` hold the plain part of each parameter that this rank steps, and
+its ``state`` is keyed by them; before and after they hold the module's parameters. So ``foreach`` and ``fused`` work in
+every layout, and no step pays for the dispatch of DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_3d.zero.engine import Zero
+
+
+class LocalSteps:
+    """Lets optimizers step this rank's shards."""
+
+    def __init__(self, zero: Zero) -> None:
+        self._zero = zero
+        self._swapped: dict[Optimizer, _Swapped] = {}
+
+    @contextmanager
+    def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Change the steps of these optimizers inside."""
+        hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
+        hooks += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        rest = args[1:] if args and args[0] is optimizer else args
+        closure = rest[0] if rest else kwargs.get("closure")
+        if closure is None:
+            self._enter(optimizer)
+            return args, kwargs
+
+        def run() -> Any:
+            self.leave(optimizer)  # a closure may be called again
+            result = closure()
+            self._enter(optimizer)
+            return result
+
+        if rest:
+            return (*args[: len(args) - len(rest)], run, *rest[1:]), kwargs
+        return args, {**kwargs, "closure": run}
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        swapped = self.leave(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
+        self._zero.begin_gather(p for p in parameters if p in swapped)
+        self._zero.drop_gradients(parameters)
+
+    def _enter(self, optimizer: Optimizer) -> None:
+        self._zero.settle()
+        parts: dict[nn.Parameter, nn.Parameter] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._zero.shards and (part := self._zero.shards[parameter].to_step()) is not parameter:
+                    part.grad = self._zero.gradient(parameter)
+                    parts[parameter] = part
+        self._swapped[optimizer] = _Swapped(optimizer, parts)
+
+    def leave(self, optimizer: Optimizer) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Give an optimizer the module's parameters back, also after a step that failed; returns what it had."""
+        swapped = self._swapped.pop(optimizer, None)
+        return {} if swapped is None else swapped.back()
+
+
+class _Swapped:
+    """An optimizer whose parameters were replaced."""
+
+    def __init__(self, optimizer: Optimizer, parts: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        self._optimizer, self._parts = optimizer, parts
+        self._originals = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [parts.get(parameter, parameter) for parameter in group["params"]]
+        _rekey(optimizer, parts)
+
+    def back(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """The other way."""
+        for group, parameters in zip(self._optimizer.param_groups, self._originals, strict=True):
+            group["params"] = parameters
+        _rekey(self._optimizer, {part: parameter for parameter, part in self._parts.items()})
+        return {parameter: part for parameter, part in self._parts.items() if part.grad is not None}
+
+
+def _rekey(optimizer: Optimizer, names: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    for old, new in names.items():
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)

@@ -1,0 +1,161 @@
+"""ZeRO stages 0 to 2 on plain parameters, whole on every rank.
+
+Stage 0 all-reduces gradients, and every rank steps everything. At stage 1 they are reduce-scattered after the last
+backward of a step, every rank steps its rows, and the parameters are gathered; stage 2 reduce-scatters in every
+backward. Then ``grad`` is None and each rank has its rows of the reduced gradients, unless someone may look at them:
+for them they are made whole (`Zero.show_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.zero.buckets import make_buckets
+from lightning_3d.zero.engine import HeldGradients, Zero
+from lightning_3d.zero.gathering import Gathering
+from lightning_3d.zero.reducer import GradientReducer
+from lightning_3d.zero.replicas import Replicas
+from lightning_3d.zero.shard import RankShard
+
+_BUCKET_BYTES = 25 * 2**20
+
+
+class PlainParameters(Zero):
+    """Stages 0 to 2, and a single replica.
+
+    Args:
+        stages: Parameter -> index of the stage of this rank that uses it; those of glue may be left out.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, mesh: Mesh, stage: int, stages: Mapping[nn.Parameter, int] | None = None
+    ) -> None:
+        super().__init__(module)
+        self._stage = stage
+        self._is_last_backward = True
+        self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
+        present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
+        self._replicas = Replicas(mesh.group("dp")) if mesh.shape.dp > 1 else None
+        self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
+        if self._replicas is None:
+            return
+        self._gathering = Gathering(self._replicas)
+        ordered = [self.shards[parameter] for parameter in reversed(present)]  # about as a backward finishes them
+        buckets = make_buckets(ordered, self._replicas, num_bytes=_BUCKET_BYTES, dtype=None)
+        self._reducer = GradientReducer(buckets, self._receive, self._backward_ended)
+
+    def _shard(self, parameter: nn.Parameter, mesh: Mesh) -> RankShard:
+        if self._replicas is None or self._stage == 0 or parameter.dim() == 0:
+            return RankShard(parameter=parameter)
+        dp = mesh.device_mesh["dp_shard", "tp"] if isinstance(parameter, DTensor) else mesh.device_mesh["dp_shard"]
+        return RankShard(parameter=parameter, size=self._replicas.size, rank=self._replicas.rank, mesh=dp)
+
+    def _receive(self, shard: RankShard, own: Tensor) -> None:
+        parameter = shard.parameter
+        if shard.size > 1:
+            self._held[parameter] = own if parameter not in self._held else self._held[parameter].add_(own)
+        elif parameter.grad is None:
+            parameter.grad = shard.like_parameter(own.to(parameter.dtype))
+        else:
+            parameter.grad.add_(shard.like_parameter(own))
+
+    # ---- a step
+
+    @override
+    def begin_step(self, *, splits_backward: bool) -> None:
+        if self._replicas is not None:
+            self._reducer.is_on = self._stage == 2 and not splits_backward
+            self._is_last_backward = False
+
+    @override
+    def end_step(self) -> None:
+        if self._replicas is not None:
+            self._reducer.flush()
+
+    @override
+    def set_accumulating(self, accumulating: bool) -> None:
+        if self._replicas is not None:
+            self._reducer.is_on = self._stage == 2 or not accumulating
+            self._is_last_backward = not accumulating
+
+    def _backward_ended(self) -> None:
+        if self._is_last_backward:
+            self.show_gradients()
+
+    @override
+    def show_gradients(self) -> None:
+        if self._replicas is None or not self.shows_gradients or not self._held:
+            return
+        shards = [self.shards[parameter] for parameter in self._held]
+        wholes = []
+        for shard in shards:
+            whole = torch.empty_like(shard.parameter, requires_grad=False)
+            shard.own(whole).copy_(self._held[shard.parameter])
+            wholes.append(whole)
+        gathering = Gathering(self._replicas)
+        gathering.begin(shards, wholes)
+        gathering.finish()
+        for shard, whole in zip(shards, wholes, strict=True):
+            gradient = shard.parameter.grad
+            shard.parameter.grad = whole if gradient is None else gradient.add_(whole)
+        self._held = {}
+
+    @override
+    def settle(self) -> None:
+        if self._replicas is not None:
+            self._gathering.finish()
+
+    @override
+    def begin_gather(self, parameters: Iterable[nn.Parameter]) -> None:
+        shards = [self.shards[parameter] for parameter in parameters if self.shards[parameter].size > 1]
+        if shards:
+            self._gathering.begin(shards, [shard.parameter for shard in shards])
+            self._gathering.go_on()
+
+    # ---- gradients
+
+    @override
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        whole = super().gradient(parameter)
+        return self._held.get(parameter) if whole is None else whole
+
+    @override
+    def set_gradient(self, parameter: nn.Parameter, own: Tensor) -> None:
+        if self.shards[parameter].size > 1:
+            self._held[parameter] = own
+        else:
+            super().set_gradient(parameter, own)
+
+    @override
+    def held_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        chosen = list(parameters)
+        return [*super().held_gradients(chosen), *(self._held[p] for p in chosen if p in self._held)]
+
+    @override
+    def take_gradients(self) -> HeldGradients:
+        taken = HeldGradients(super().take_gradients().grads, self._held)
+        self._held = {}
+        return taken
+
+    @override
+    def put_gradients(self, held: HeldGradients) -> None:
+        super().put_gradients(held)
+        self._held = dict(held.shards)
+
+    @override
+    def add_gradients(self, held: HeldGradients, scale: float) -> None:
+        super().add_gradients(held, scale)
+        for parameter, own in held.shards.items():
+            before = self._held.get(parameter)
+            self._held[parameter] = own.mul_(scale) if before is None else before.add_(own, alpha=scale)
+
+    @override
+    def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            self._held.pop(parameter, None)

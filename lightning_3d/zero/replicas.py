@@ -1,0 +1,57 @@
+"""Collectives of the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Wait = Callable[[], Tensor]
+"""Waits for a collective and returns its result."""
+
+
+class Replicas:
+    """The ranks that train replicas of one model, seen from one of them.
+
+    Args:
+        group: Their process group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._is_gloo = dist.get_backend(group) == "gloo"
+
+    def all_reduce(self, tensor: Tensor) -> Wait:
+        """Begin to sum a tensor of shape (1, n) over the ranks, in place; the result has shape (n,)."""
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return _Waiting(work, lambda: tensor[0])
+
+    def reduce_scatter(self, tensor: Tensor) -> Wait:
+        """Begin to sum a tensor of shape (ranks, n) over the ranks; the result is this rank's row, of shape (n,)."""
+        if self._is_gloo:  # whose reduce-scatter is an all-reduce, which sends twice as much
+            received = torch.empty_like(tensor)
+            work = dist.all_to_all_single(received, tensor, group=self.group, async_op=True)
+            return _Waiting(work, lambda: received.sum(0))
+        own = tensor.new_empty(tensor.shape[1:])
+        work = dist.reduce_scatter_single(own, tensor, group=self.group, async_op=True)
+        return _Waiting(work, lambda: own)
+
+    def all_gather(self, result: Tensor, own: Tensor) -> Wait:
+        """Begin to gather every rank's tensor of shape (n,) into one of shape (ranks, n); `own` may be its row."""
+        work = dist.all_gather_single(result.view(-1), own.view(-1), group=self.group, async_op=True)
+        return _Waiting(work, lambda: result)
+
+
+class _Waiting:
+    """A collective under way."""
+
+    def __init__(self, work: dist.Work | None, result: Callable[[], Tensor]) -> None:
+        assert work is not None
+        self._work, self._result = work, result
+
+    def __call__(self) -> Tensor:
+        self._work.wait()
+        return self._result()

@@ -1,0 +1,96 @@
+"""The part of a parameter that this rank's optimizer steps, as a plain tensor that shares the parameter's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Shard as DTensorShard
+
+from lightning_3d.torch_internals.dtensor import StridedShard
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor that this rank holds: the local one of a DTensor, else the tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShard:
+    """This rank's rows, along dim 0, of what it holds of a parameter.
+
+    Rows are dealt as by ``torch.chunk``, so that the shards of a parameter are the local tensors of a DTensor.
+    """
+
+    parameter: nn.Parameter
+    size: int = 1
+    """Ranks that share the rows; 1 where each steps all rows."""
+    rank: int = 0
+    """Index among them."""
+    mesh: DeviceMesh | None = None
+    """Their mesh: the dp axis, and the tp axis for a parameter that tensor parallel shards. None if `size` is 1."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are shared; 1 for a 0-d parameter."""
+        held = plain(self.parameter)
+        return held.shape[0] if held.dim() else 1
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of the first ranks; later ones may have fewer, or none."""
+        return -(-self.num_rows // self.size)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """This rank's rows of a tensor like the parameter, plain or a DTensor; a view."""
+        held = plain(tensor.detach())
+        if self.size == 1:
+            return held
+        start = min(self.rank * self.rows_per_rank, self.num_rows)
+        return held[start : min(start + self.rows_per_rank, self.num_rows)]
+
+    def to_step(self) -> nn.Parameter:
+        """The plain parameter that an optimizer steps; the parameter itself if all of it is plain and this rank's.
+
+        It has the attributes that users set on the parameter.
+        """
+        if self.size == 1 and not isinstance(self.parameter, DTensor):
+            return self.parameter
+        part = nn.Parameter(self.own(self.parameter), requires_grad=self.parameter.requires_grad)
+        vars(part).update(vars(self.parameter))
+        return part
+
+    def like_parameter(self, own: Tensor) -> Tensor:
+        """A gradient or a state of `to_step()`'s shape, placed as a part of the full parameter; others as they are."""
+        if not isinstance(self.parameter, DTensor) and self.size == 1:
+            return own
+        if own.shape != self.own(self.parameter).shape or isinstance(own, DTensor):
+            return own
+        mesh, placements = self._placements()
+        shape, stride = self.parameter.shape, _contiguous_stride(self.parameter.shape)
+        return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _placements(self) -> tuple[DeviceMesh, list[Placement]]:
+        if not isinstance(self.parameter, DTensor):
+            assert self.mesh is not None
+            return self.mesh, [DTensorShard(0)]
+        if self.mesh is None:
+            return self.parameter.device_mesh, list(self.parameter.placements)
+        (inner,) = self.parameter.placements
+        if inner == DTensorShard(0):
+            return self.mesh, [StridedShard(0, split_factor=self.parameter.device_mesh.size()), inner]
+        return self.mesh, [DTensorShard(0), inner]
+
+
+Shards = Mapping[nn.Parameter, RankShard]
+
+NO_SHARDS: Shards = MappingProxyType({})
+
+
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
