@@ -232,7 +232,8 @@ class ThreeDStrategy(ParallelStrategy):
         self._patches.enter_context(dataclasses_registered(self._dataclasses))
         self._patches.enter_context(metrics_joined(self._module, self.mesh.group("dp")))
         if self._parallel is None:
-            refuse_unsupported(self._module, self.mesh, sync_batchnorm=lightning_helpers.is_syncing_batchnorm(self))
+            is_syncing = lightning_helpers.is_syncing_batchnorm(self)
+            refuse_unsupported(self._module, self.mesh, self.config.zero, sync_batchnorm=is_syncing)
             self._parallel = make_parallel(
                 trainer=trainer,
                 module=self._module,
@@ -245,7 +246,9 @@ class ThreeDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, self._module, self.mesh)
+            kinds = check_optimizers(self.optimizers, self._module, self.mesh, self.config.zero)
+            self._parts.zero.divide(kinds)
+            self._patches.callback(self._parts.zero.release)
             self._parts.zero.shows_gradients = gradients_seen(trainer, self._module)
             self._local_steps = LocalSteps(self._parts.zero)
             self._patches.enter_context(self._local_steps.hooked(self.optimizers))
@@ -288,7 +291,6 @@ class ThreeDStrategy(ParallelStrategy):
         self._parts.runner.after_backward()
         if not self._accumulating:
             self._parts.zero.settle()
-            self._parts.zero.show_gradients()
         return loss
 
     @override

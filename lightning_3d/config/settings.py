@@ -39,7 +39,13 @@ class ZeroConfig:
     section: ClassVar[str] = "zero"
 
     stage: Literal[0, 1, 2, 3] = 1
-    """0: replicate everything; 1: shard the optimizer state; 2: and the gradients; 3: and the parameters."""
+    """0: replicate everything; 1: shard the optimizer state; 2: and the gradients; 3: and the parameters. Up to stage 2
+    parameters are plain and whole on every rank, as under DDP; at stage 3 they are FSDP2's."""
+
+    optimizer_steps: Literal["auto", "rows", "parameters", "all"] = "auto"
+    """How much of a parameter an optimizer has to see at once. ``"rows"``: any rows of one, as those that work element
+    by element (AdamW). ``"parameters"``: whole parameters (Muon, LAMB). ``"all"``: all parameters together (LBFGS).
+    ``"auto"`` tries each optimizer on small tensors. Unless it is ``"rows"``, every rank steps all parameters."""
 
     def __post_init__(self) -> None:
         _check_values(self)

@@ -9,11 +9,13 @@ apply     tensor parallel, ZeRO, pipeline
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
@@ -88,7 +90,8 @@ def make_parallel(
     if config.zero.stage == 3 and mesh.shape.dp > 1:
         zero = FullySharded(module, mesh=mesh, blocks=own.values())
     else:
-        zero = PlainParameters(module, mesh=mesh, stage=config.zero.stage)
+        stages = _pipeline_stages(plan, blocks)
+        zero = PlainParameters(module, mesh=mesh, stage=config.zero.stage, pipeline_stages=stages)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),
@@ -112,3 +115,12 @@ def make_parallel(
     precision.attach(device_type=device.type, norm=gradients.norm, zero=zero)
     guard = BatchGuard(config.batch, mesh, device)
     return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)
+
+
+def _pipeline_stages(plan: Plan, blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, int]:
+    """Parameters whose gradients the backward of one pipeline stage alone makes -> that stage."""
+    stages: dict[nn.Parameter, set[int]] = {}
+    for block in plan.blocks:
+        for parameter in blocks[block.fqn].parameters():
+            stages.setdefault(parameter, set()).update(block.stages)
+    return {parameter: next(iter(of_blocks)) for parameter, of_blocks in stages.items() if len(of_blocks) == 1}

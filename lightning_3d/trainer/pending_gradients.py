@@ -73,6 +73,7 @@ class PendingGradients:
         assert self._new is not None
         assert loss.grad is not None
         self._zero.add_gradients(self._new, scale=float(loss.grad))
+        self._zero.show_gradients()
         self._new = None
 
 

@@ -6,17 +6,20 @@ from collections.abc import Sequence
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
+from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import runner_of
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
+from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
 
 
-def refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: bool) -> None:
+def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, *, sync_batchnorm: bool) -> None:
     """Raise for what can't run on this mesh."""
     if mesh.shape.pp * mesh.shape.tp > 1 and not module.automatic_optimization:
         raise StepError(
@@ -33,8 +36,10 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, *, sync_batchnorm: b
             f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} each rank holds a part."
             " Remove the callback, or use size 1 for both."
         )
-    if mesh.shape.world_size > 1:
+    if mesh.shape.pp * mesh.shape.tp > 1 or (config.stage == 3 and mesh.shape.dp > 1):
         _refuse_lost(module)
+    if mesh.shape.world_size > 1:
+        _refuse_sparse(module)
     if sync_batchnorm:
         raise StepError(
             "Trainer(sync_batchnorm=True) is not built yet for strategy='3d'. Without pipeline and tensor parallel you"
@@ -55,6 +60,9 @@ def _refuse_lost(module: LightningModule) -> None:
                 f"{fqn} has gradient hooks, which would be lost: shards take the place of parameters. Change gradients"
                 " in on_before_optimizer_step instead."
             )
+
+
+def _refuse_sparse(module: nn.Module) -> None:
     for fqn, inner in module.named_modules():
         if isinstance(inner, nn.Embedding) and inner.sparse:
             raise StepError(
@@ -62,9 +70,12 @@ def _refuse_lost(module: LightningModule) -> None:
             )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, mesh: Mesh) -> None:
-    """Raise for optimizers that would not train what they should."""
+def check_optimizers(
+    optimizers: Sequence[Optimizer], module: LightningModule, mesh: Mesh, config: ZeroConfig
+) -> dict[Optimizer, OptimizerKind]:
+    """Raise for optimizers that would not train what they should; else how much of a parameter each has to see."""
     held = set(module.parameters())
+    kinds: dict[Optimizer, OptimizerKind] = {}
     for optimizer in optimizers:
         name = type(optimizer).__name__
         stale = [p for group in optimizer.param_groups for p in group["params"] if p not in held]
@@ -74,15 +85,28 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, m
                 f" {tuple(stale[0].shape)}): the model was made parallel after the optimizer was made. Make it in"
                 " configure_optimizers, from self.parameters()."
             )
-        if mesh.shape.pp * mesh.shape.tp > 1 and isinstance(optimizer, LBFGS):
+        kinds[optimizer] = kind = _kind(optimizer, config)
+        if kind == "all" and mesh.shape.pp * mesh.shape.tp > 1:
             raise StepError(
-                f"{name} runs training_step several times per step and needs all gradients in one place, but"
-                f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp}. Use another"
-                " optimizer, or size 1 for both."
+                f"{name} steps all parameters together, or runs training_step several times per step, but with"
+                f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} no rank has them"
+                " all. Use another optimizer, or size 1 for both; or set zero.optimizer_steps if it does not."
             )
-        at_once = [key for key in ("fused", "foreach") if any(group.get(key) for group in optimizer.param_groups)]
-        if mesh.shape.tp > 1 and at_once:
+        is_sharded = mesh.shape.tp > 1 or (config.stage == 3 and mesh.shape.dp > 1)
+        if kind != "rows" and is_sharded:
             raise StepError(
-                f"{name}({at_once[0]}=True) steps all parameters in one call, but with"
-                f" tensor_parallel_size={mesh.shape.tp} they lie on several meshes. Leave it out."
+                f"{name} needs whole parameters (it does not work element by element), but with"
+                f" tensor_parallel_size={mesh.shape.tp} and zero.stage={config.stage} on {mesh.shape.dp} replicas each"
+                " rank has a part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
+                " zero.optimizer_steps='rows' if it does work element by element."
             )
+        if kind != "rows" and config.stage > 0 and mesh.shape.dp > 1:
+            rank_zero_warn(
+                f"{name} needs whole parameters: every rank steps all of them, so zero.stage={config.stage} does not"
+                " shard its state."
+            )
+    return kinds
+
+
+def _kind(optimizer: Optimizer, config: ZeroConfig) -> OptimizerKind:
+    return optimizer_kind(optimizer) if config.optimizer_steps == "auto" else config.optimizer_steps

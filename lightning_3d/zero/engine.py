@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.shard import RankShard, plain
 
 
@@ -52,6 +54,14 @@ class Zero(ABC):
         self.shows_gradients = True
         """Whether the user's code may look at gradients before the optimizer's step, so that they have to be whole."""
 
+    @abstractmethod
+    def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
+        """Settle which part of each parameter its optimizer steps, before training; ends with `release`."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Leave the parameters alone, after training."""
+
     # ---- a step
 
     @abstractmethod
@@ -72,7 +82,7 @@ class Zero(ABC):
 
     @abstractmethod
     def show_gradients(self) -> None:
-        """After the last backward of a step: make the gradients whole if they may be seen; every rank calls it."""
+        """After a backward: make the gradients whole if they may be seen; every rank calls it."""
 
     @abstractmethod
     def settle(self) -> None:

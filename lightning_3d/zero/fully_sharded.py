@@ -5,16 +5,18 @@ One ``fully_shard`` unit per block and one for what is left, below one root per 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.shard import RankShard
 
 
@@ -37,6 +39,14 @@ class FullySharded(Zero):
         assert isinstance(self.root, FSDPModule)
         self._fsdp: FSDPModule = self.root
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
+
+    @override
+    def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
+        """Nothing: FSDP2 has divided them."""
+
+    @override
+    def release(self) -> None:
+        """Nothing: FSDP2's units stay."""
 
     @override
     def begin_step(self, *, splits_backward: bool) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.zero.buckets import make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
 from lightning_3d.zero.gathering import Gathering
+from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.reducer import GradientReducer
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
@@ -30,25 +32,47 @@ class PlainParameters(Zero):
     """Stages 0 to 2, and a single replica.
 
     Args:
-        stages: Parameter -> index of the stage of this rank that uses it; those of glue may be left out.
+        pipeline_stages: Parameter -> the one pipeline stage whose backward makes its gradient; not of those in glue.
     """
 
     def __init__(
-        self, module: nn.Module, *, mesh: Mesh, stage: int, stages: Mapping[nn.Parameter, int] | None = None
+        self, module: nn.Module, *, mesh: Mesh, stage: int, pipeline_stages: Mapping[nn.Parameter, int]
     ) -> None:
         super().__init__(module)
         self._stage = stage
-        self._is_last_backward = True
+        self._is_in_pipeline = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
         self._replicas = Replicas(mesh.group("dp")) if mesh.shape.dp > 1 else None
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
+        self._by_rows = dict(self.shards)
+        self._pipeline_stages = pipeline_stages
+        self._reducers: list[GradientReducer] = []
+        if self._replicas is not None:
+            self._gathering = Gathering(self._replicas)
+
+    @override
+    def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
+        self.shards = dict(self._by_rows)
+        for optimizer, kind in kinds.items():
+            if kind != "rows":
+                chosen = {p for group in optimizer.param_groups for p in group["params"]} & self.shards.keys()
+                self.shards.update((parameter, RankShard(parameter=parameter)) for parameter in chosen)
         if self._replicas is None:
             return
-        self._gathering = Gathering(self._replicas)
-        ordered = [self.shards[parameter] for parameter in reversed(present)]  # about as a backward finishes them
-        buckets = make_buckets(ordered, self._replicas, num_bytes=_BUCKET_BYTES, dtype=None)
-        self._reducer = GradientReducer(buckets, self._receive, self._backward_ended)
+        groups: dict[int | None, list[RankShard]] = {}
+        for parameter in reversed(self.shards):  # about as a backward finishes them
+            groups.setdefault(self._pipeline_stages.get(parameter), []).append(self.shards[parameter])
+        for group in groups.values():
+            buckets = make_buckets(group, self._replicas, num_bytes=_BUCKET_BYTES, dtype=None)
+            self._reducers.append(GradientReducer(buckets, self._receive, self._backward_ended))
+
+    @override
+    def release(self) -> None:
+        self.settle()
+        for reducer in self._reducers:
+            reducer.remove()
+        self._reducers = []
 
     def _shard(self, parameter: nn.Parameter, mesh: Mesh) -> RankShard:
         if self._replicas is None or self._stage == 0 or parameter.dim() == 0:
@@ -69,23 +93,23 @@ class PlainParameters(Zero):
 
     @override
     def begin_step(self, *, splits_backward: bool) -> None:
-        if self._replicas is not None:
-            self._reducer.is_on = self._stage == 2 and not splits_backward
-            self._is_last_backward = False
+        self._is_in_pipeline = True
+        for reducer in self._reducers:
+            reducer.is_on = self._stage == 2 and not splits_backward
 
     @override
     def end_step(self) -> None:
-        if self._replicas is not None:
-            self._reducer.flush()
+        for reducer in self._reducers:
+            if not reducer.is_on:
+                reducer.flush()
 
     @override
     def set_accumulating(self, accumulating: bool) -> None:
-        if self._replicas is not None:
-            self._reducer.is_on = self._stage == 2 or not accumulating
-            self._is_last_backward = not accumulating
+        for reducer in self._reducers:
+            reducer.is_on = self._stage == 2 or not accumulating
 
     def _backward_ended(self) -> None:
-        if self._is_last_backward:
+        if not self._is_in_pipeline:
             self.show_gradients()
 
     @override

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.torch_internals.autograd import when_backward_ends
 from lightning_3d.zero.buckets import Bucket
@@ -34,7 +35,13 @@ class GradientReducer:
         }
         self._num_launched = 0
         self._ends = False  # whether the end of this backward is awaited
-        self._hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in self._place]
+        self._hooks = [self._hook(parameter) for parameter in self._place]
+
+    def _hook(self, parameter: nn.Parameter) -> RemovableHandle:
+        is_trained = parameter.requires_grad
+        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._accumulated)
+        parameter.requires_grad_(is_trained)  # it may be trained later
+        return handle
 
     def remove(self) -> None:
         """Leave the parameters alone from now on."""
