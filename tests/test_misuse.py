@@ -364,12 +364,12 @@ MISUSES = [
         name="LBFGS in a pipeline",
         model=WithLBFGS,
         error="StepError",
-        message="LBFGS runs training_step several times per step",
+        message="LBFGS steps all parameters together, or runs training_step several times per step",
     ),
     Misuse(
         name="optimizer made too early",
         model=EarlyOptimizer,
-        strategy=DP,
+        strategy={"zero": {"stage": 3}},
         error="StepError",
         message=r"SGD holds 12 parameters that are not the module's \(the first of shape \(32, 8\)\)",
     ),
@@ -567,7 +567,9 @@ def _fit_twice(strategy: Mapping[str, Any]) -> None:
         _trainer(ThreeDStrategy(**strategy)).fit(model, _regression())
 
 
-@pytest.mark.parametrize("strategy", [DP, {"pipeline_parallel_size": 2}], ids=["data", "pipeline"])
+@pytest.mark.parametrize(
+    "strategy", [{"zero": {"stage": 3}}, {"pipeline_parallel_size": 2}], ids=["sharded", "pipeline"]
+)
 def test_model_of_another_trainer_is_refused(workers: WorkerPools, strategy: Mapping[str, Any]) -> None:
     with pytest.raises(WorkerError, match=r"StepError: TinyMLP was made parallel before. Build a new model") as caught:
         workers(2).run(_fit_twice, strategy, timeout=LIMIT)

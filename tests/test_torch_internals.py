@@ -128,6 +128,16 @@ def test_nodes_behind_an_output() -> None:
     assert second.grad_fn not in nodes
 
 
+@canary(autograd, "when_backward_ends")
+def test_end_of_a_backward() -> None:
+    calls: list[str] = []
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    second.register_post_accumulate_grad_hook(lambda _: autograd.when_backward_ends(lambda: calls.append("end")))
+    first.register_post_accumulate_grad_hook(lambda _: calls.append("first"))
+    (first * second.exp()).sum().backward()
+    assert calls == ["first", "end"]
+
+
 @canary(tensors, "storage_id", "typed_storage")
 def test_storages() -> None:
     with fake_tensors.FakeTensorMode():

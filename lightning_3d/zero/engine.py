@@ -1,4 +1,4 @@
-"""What every ZeRO stage offers to the strategy."""
+"""The interface of all ZeRO stages to the strategy."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.replicas import Replicas, Wait
 from lightning_3d.zero.shard import RankShard, plain
 
-_IN_PLACE_BYTES = 2**18  # a collective of its own costs more than the copies of a smaller one
+_IN_PLACE_BYTES = 2**20  # a collective of its own costs more than the copies of a smaller one
 
 _ATTRIBUTES = ("requires_grad", "grad", "shape", "dtype", "device", "is_leaf", "grad_fn", "ndim")
 _ABOUT = {  # what a parameter says of itself without its values

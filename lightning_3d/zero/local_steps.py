@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.zero.engine import Zero
@@ -27,6 +27,8 @@ class LocalSteps:
     @contextmanager
     def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Change the steps of these optimizers inside."""
+        for optimizer in optimizers:
+            self._take_own_rows(optimizer)
         hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         hooks += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
         try:
@@ -34,6 +36,14 @@ class LocalSteps:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _take_own_rows(self, optimizer: Optimizer) -> None:
+        """Of states that an optimizer makes when it is made (Adagrad)."""
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, nn.Parameter) and parameter in self._zero.shards:
+                own = self._zero.shards[parameter].own
+                full = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+                state.update((key, own(value).clone()) for key, value in full.items())
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         rest = args[1:] if args and args[0] is optimizer else args

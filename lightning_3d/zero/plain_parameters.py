@@ -62,7 +62,8 @@ class PlainParameters(Zero):
             return
         groups: dict[int | None, list[RankShard]] = {}
         for parameter in reversed(self.shards):  # about as a backward finishes them
-            groups.setdefault(self._pipeline_stages.get(parameter), []).append(self.shards[parameter])
+            if parameter.numel():
+                groups.setdefault(self._pipeline_stages.get(parameter), []).append(self.shards[parameter])
         for group in groups.values():
             buckets = make_buckets(group, self._replicas, num_bytes=_BUCKET_BYTES, dtype=None)
             self._reducers.append(GradientReducer(buckets, self._receive, self._backward_ended))
@@ -75,7 +76,7 @@ class PlainParameters(Zero):
         self._reducers = []
 
     def _shard(self, parameter: nn.Parameter, mesh: Mesh) -> RankShard:
-        if self._replicas is None or self._stage == 0 or parameter.dim() == 0:
+        if self._replicas is None or self._stage == 0 or parameter.dim() == 0 or not parameter.numel():
             return RankShard(parameter=parameter)
         dp = mesh.device_mesh["dp_shard", "tp"] if isinstance(parameter, DTensor) else mesh.device_mesh["dp_shard"]
         return RankShard(parameter=parameter, size=self._replicas.size, rank=self._replicas.rank, mesh=dp)

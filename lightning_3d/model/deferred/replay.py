@@ -189,7 +189,7 @@ def fingerprint(wanted: Iterable[Contents]) -> int:
 
 def hash_of(tensor: Tensor) -> int:
     """A checksum of a tensor's data."""
-    return int(torch.hash_tensor(tensor.detach()).view(torch.int64))
+    return int(torch.hash_tensor(tensor.detach()).view(torch.int64)) if tensor.numel() else 0
 
 
 def _described(leaf: Any) -> Any:

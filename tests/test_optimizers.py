@@ -1,0 +1,214 @@
+"""Optimizers of torch and others on local shards, in every kind of layout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adafactor,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Muon,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
+from tests.models import TinyMLP, features, loader, reference_loader
+from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.workers import WorkerError, WorkerPools
+
+
+class Lion(Optimizer):
+    """Element by element; Chen et al. 2023, https://arxiv.org/abs/2302.06675."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                    # Not the sign, which rounding turns around.
+                    parameter.sub_(torch.tanh(10 * torch.lerp(momentum, parameter.grad, 0.1)), alpha=group["lr"])
+                    momentum.lerp_(parameter.grad, 0.01)
+        return loss
+
+
+class Lamb(Optimizer):
+    """Scales each parameter's step by its norm; You et al. 2020, https://arxiv.org/abs/1904.00962."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    ratio = parameter.norm() / (parameter.grad.norm() + 1e-3)
+                    parameter.sub_(parameter.grad * ratio.clamp(max=1.0), alpha=group["lr"])
+        return loss
+
+
+class ClippingAdam(Adam):
+    """Clips all gradients together in its step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+        return loss
+
+
+class _Trained(TinyMLP):
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        if optimizer == "Muon":  # takes matrices alone
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_("weight" in name)
+
+    def configure_optimizers(self) -> Any:
+        return _make(self.optimizer)([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+EPS = 1e-3
+ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": partial(SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, foreach": partial(SGD, lr=0.05, momentum=0.9, foreach=True),
+    "SGD, fused": partial(SGD, lr=0.05, momentum=0.9, fused=True),
+    "Adam": partial(Adam, lr=0.01, eps=EPS, amsgrad=True),
+    "AdamW, foreach": partial(AdamW, lr=0.01, eps=EPS, foreach=True),
+    "AdamW, fused": partial(AdamW, lr=0.01, eps=EPS, fused=True),
+    "NAdam": partial(NAdam, lr=0.01, eps=EPS),
+    "RAdam": partial(RAdam, lr=0.01, eps=EPS),
+    "Adamax": partial(Adamax, lr=0.01, eps=EPS),
+    "Adadelta": partial(Adadelta, lr=0.5, eps=EPS),
+    "Adagrad": partial(Adagrad, lr=0.01, eps=EPS, initial_accumulator_value=0.1),
+    "RMSprop": partial(RMSprop, lr=0.01, eps=EPS, momentum=0.5, centered=True),
+    "ASGD": partial(ASGD, lr=0.05),
+    "Rprop": partial(Rprop, lr=0.01),
+    "Lion": partial(Lion, lr=0.01),
+}
+OTHERS: dict[str, Callable[[Any], Optimizer]] = {
+    "Lamb": Lamb,
+    "Adafactor": partial(Adafactor, lr=0.01),
+    "Muon": partial(Muon, lr=0.01),
+    "ClippingAdam": partial(ClippingAdam, lr=0.01, eps=EPS),
+}
+KINDS: dict[str, OptimizerKind] = {
+    **dict.fromkeys(ELEMENTWISE, "rows"),
+    "Lamb": "parameters",
+    "Adafactor": "parameters",
+    "Muon": "parameters",
+    "ClippingAdam": "all",
+    "LBFGS": "all",
+}
+
+
+def _make(name: str) -> Callable[[Any], Optimizer]:
+    return {**ELEMENTWISE, **OTHERS, "LBFGS": partial(LBFGS, lr=0.1, max_iter=3)}[name]
+
+
+def _job(name: str) -> Job:
+    return Job(model=partial(_Trained, name), data=features, sees_gradients=False, num_val_batches=1)
+
+
+_REFERENCES: dict[str, ReferenceRun] = {}
+
+
+def _reference(name: str) -> ReferenceRun:
+    if name not in _REFERENCES:
+        _REFERENCES[name] = run_reference(_job(name))
+    return _REFERENCES[name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_are_found(name: str) -> None:
+    parameters = [nn.Parameter(torch.ones(4, 3))] + [nn.Parameter(torch.ones(4))] * (name != "Muon")
+    optimizer = _make(name)(parameters)
+    before = [parameter.detach().clone() for parameter in parameters]
+    states, state = torch.get_rng_state(), copy.deepcopy(optimizer.state_dict())
+    assert optimizer_kind(optimizer) == KINDS[name]
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+    assert str(optimizer.state_dict()) == str(state)
+    assert torch.equal(torch.get_rng_state(), states)
+
+
+def test_torch_s_elementwise_optimizers_are_found_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_3d.zero.optimizer_kind._ELEMENTWISE", ())
+    for name, make in ELEMENTWISE.items():
+        assert optimizer_kind(make([nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))])) == "rows", name
+
+
+LAYOUTS = (*(Layout(dp=2, zero=stage) for stage in (0, 1, 2, 3)), Layout(tp=2), Layout(pp=2))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_optimizers(workers: WorkerPools, name: str, layout: Layout) -> None:
+    result = run_layout(workers, _job(name), layout)
+    assert_parity(_reference(name), result, tolerance=1e-5)
+    if layout.dp > 1 and layout.zero > 0 and name not in ("SGD, foreach", "SGD, fused", "ASGD"):
+        for held in result.held:
+            whole = sum(_reference(name).parameters.values())
+            assert 0 < sum(held.optimizer_state.values()) <= 3 * whole / 2 * 1.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_step_whole_parameters_or_are_refused(workers: WorkerPools, name: str, layout: Layout) -> None:
+    is_whole = layout.zero < 3 and layout.tp == 1 and (layout.pp == 1 or KINDS[name] == "parameters")
+    if is_whole:
+        assert_parity(_reference(name), run_layout(workers, _job(name), layout), tolerance=1e-5)
+        return
+    with pytest.raises(WorkerError, match=rf"StepError: {_class(name)} (needs whole|steps all) parameters"):
+        run_layout(workers, _job(name), layout)
+
+
+def _train_with_closures(stage: Literal[0, 1, 2] | None) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    ranks = 1 if stage is None else 2
+    strategy = "auto" if stage is None else ThreeDStrategy(zero={"stage": stage})
+    trainer = L.Trainer(strategy=strategy, devices=ranks, max_epochs=1, enable_checkpointing=False, **QUIET)
+    model, data = _Trained("LBFGS"), features(32)
+    train = reference_loader(data, global_batch_size=8, seed=1)
+    if ranks > 1:
+        train = loader(data, global_batch_size=8, data_parallel_size=ranks)
+    trainer.fit(model, train, loader(data, global_batch_size=8, data_parallel_size=ranks))
+    return {fqn: value.detach().clone() for fqn, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_closures_that_run_several_times(workers: WorkerPools, stage: Literal[0, 1, 2]) -> None:
+    expected = _train_with_closures(None)
+    for trained in workers(2).run(_train_with_closures, stage):
+        for fqn, value in expected.items():
+            torch.testing.assert_close(trained[fqn], value, atol=1e-5, rtol=0)
+
+
+def _class(name: str) -> str:
+    make = _make(name)
+    return (make.func if isinstance(make, partial) else make).__name__  # type: ignore[attr-defined]
