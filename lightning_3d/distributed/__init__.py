@@ -1,1 +1,1 @@
-"""Ranks: the mesh and its process groups, agreement between ranks, gradients, random numbers, ZeRO."""
+"""Ranks: the mesh and its process groups, agreement between ranks, random numbers."""
