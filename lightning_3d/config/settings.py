@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast, get_origin, get_type_hints
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML ships no types; omegaconf depends on it
@@ -34,7 +35,7 @@ TENSOR_STYLES = ("column", "row", "replicate", "vocabulary")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroConfig:
-    """How much of the training state the data-parallel ranks share (ZeRO, Rajbhandari et al. 2020, on FSDP2)."""
+    """How much of the training state the data-parallel ranks share (ZeRO, Rajbhandari et al. 2020)."""
 
     section: ClassVar[str] = "zero"
 
@@ -47,8 +48,27 @@ class ZeroConfig:
     by element (AdamW). ``"parameters"``: whole parameters (Muon, LAMB). ``"all"``: all parameters together (LBFGS).
     ``"auto"`` tries each optimizer on small tensors. Unless it is ``"rows"``, every rank steps all parameters."""
 
+    communication_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype in which gradients are reduced; ``"auto"`` is their own. They are divided by the number of replicas
+    before, so that float16 does not overflow where the mean does not."""
+
+    bucket_size: Annotated[float, AtLeast(0)] | Literal["auto"] = "auto"
+    """MiB of parameters whose gradients are reduced together at stages 0 to 2; ``"auto"`` is 25, as in DDP. At stage 3
+    a block is a bucket."""
+
     def __post_init__(self) -> None:
         _check_values(self)
+        if self.stage == 3 and self.bucket_size != "auto":
+            raise ConfigError(
+                f"zero.bucket_size={self.bucket_size} does not go with zero.stage=3, where each block is a bucket: use"
+                " 'auto', or stage 0, 1 or 2"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """``communication_dtype``; None for that of the gradients."""
+        dtype: torch.dtype | None = getattr(torch, self.communication_dtype, None)
+        return dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

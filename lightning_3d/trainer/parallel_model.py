@@ -88,10 +88,10 @@ def make_parallel(
     router = Router(blocks, absent=blocks.keys() - own.keys())
     zero: Zero
     if config.zero.stage == 3 and mesh.shape.dp > 1:
-        zero = FullySharded(module, mesh=mesh, blocks=own.values())
+        zero = FullySharded(module, mesh=mesh, blocks=own.values(), reduce_dtype=config.zero.dtype)
     else:
         stages = _pipeline_stages(plan, blocks)
-        zero = PlainParameters(module, mesh=mesh, stage=config.zero.stage, pipeline_stages=stages)
+        zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),

@@ -128,7 +128,7 @@ def _put(slots: Tensor, values: Tensor, scale: float, *, adds: bool) -> None:
 
 
 def make_buckets(
-    shards: Iterable[RankShard], replicas: Replicas, *, num_bytes: int, dtype: torch.dtype | None
+    shards: Iterable[RankShard], replicas: Replicas, *, num_bytes: float, dtype: torch.dtype | None
 ) -> list[Bucket]:
     """Deal parameters to buckets in the order given.
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -25,17 +26,20 @@ class FullySharded(Zero):
 
     Args:
         blocks: The blocks that this rank runs.
+        reduce_dtype: Of gradients that are reduced; their own if None.
     """
 
-    def __init__(self, module: nn.Module, *, mesh: Mesh, blocks: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, module: nn.Module, *, mesh: Mesh, blocks: Iterable[nn.Module], reduce_dtype: torch.dtype | None
+    ) -> None:
         super().__init__(module)
-        dp = mesh.device_mesh["dp_shard"]
+        dp, policy = mesh.device_mesh["dp_shard"], MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         absent = {parameter for parameter in self.root.parameters() if parameter.is_meta}
         tied = _tied_parameters(self.root)
         for block in blocks:
             if not tied.intersection(block.parameters()):  # tied parameters belong to the root unit
-                fully_shard(block, mesh=dp, reshard_after_forward=True)
-        fully_shard(self.root, mesh=dp, reshard_after_forward=True, ignored_params=absent)
+                fully_shard(block, mesh=dp, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(self.root, mesh=dp, mp_policy=policy, reshard_after_forward=True, ignored_params=absent)
         assert isinstance(self.root, FSDPModule)
         self._fsdp: FSDPModule = self.root
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.zero.buckets import make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
@@ -25,7 +26,7 @@ from lightning_3d.zero.reducer import GradientReducer
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
 
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_SIZE = 25  # MiB
 
 
 class PlainParameters(Zero):
@@ -36,10 +37,11 @@ class PlainParameters(Zero):
     """
 
     def __init__(
-        self, module: nn.Module, *, mesh: Mesh, stage: int, pipeline_stages: Mapping[nn.Parameter, int]
+        self, module: nn.Module, *, mesh: Mesh, config: ZeroConfig, pipeline_stages: Mapping[nn.Parameter, int]
     ) -> None:
         super().__init__(module)
-        self._stage = stage
+        self._stage, self._dtype = config.stage, config.dtype
+        self._bucket_bytes = 2**20 * (_BUCKET_SIZE if config.bucket_size == "auto" else config.bucket_size)
         self._is_in_pipeline = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
@@ -65,7 +67,7 @@ class PlainParameters(Zero):
             if parameter.numel():
                 groups.setdefault(self._pipeline_stages.get(parameter), []).append(self.shards[parameter])
         for group in groups.values():
-            buckets = make_buckets(group, self._replicas, num_bytes=_BUCKET_BYTES, dtype=None)
+            buckets = make_buckets(group, self._replicas, num_bytes=self._bucket_bytes, dtype=self._dtype)
             self._reducers.append(GradientReducer(buckets, self._receive, self._backward_ended))
 
     @override
@@ -82,11 +84,11 @@ class PlainParameters(Zero):
         return RankShard(parameter=parameter, size=self._replicas.size, rank=self._replicas.rank, mesh=dp)
 
     def _receive(self, shard: RankShard, own: Tensor) -> None:
-        parameter = shard.parameter
+        parameter, own = shard.parameter, own.to(shard.parameter.dtype)
         if shard.size > 1:
             self._held[parameter] = own if parameter not in self._held else self._held[parameter].add_(own)
         elif parameter.grad is None:
-            parameter.grad = shard.like_parameter(own.to(parameter.dtype))
+            parameter.grad = shard.like_parameter(own)
         else:
             parameter.grad.add_(shard.like_parameter(own))
 
