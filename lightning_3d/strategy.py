@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -43,6 +43,7 @@ from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.trainer.full_params import full_params
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.precision import ThreeDPrecision
@@ -50,6 +51,7 @@ from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined
 from lightning_3d.zero.local_steps import LocalSteps
+from lightning_3d.zero.plain_parameters import PlainParameters
 
 
 class ThreeDStrategy(ParallelStrategy):
@@ -326,6 +328,25 @@ class ThreeDStrategy(ParallelStrategy):
     def finish_timeline(self) -> Timeline:
         """The timeline of this rank's pipeline since ``start_timeline``. Every rank calls it."""
         return self._parts.runner.finish_timeline()
+
+    @contextmanager
+    def summon_full_params(self, module: nn.Module | None = None, *, writeback: bool = True) -> Iterator[None]:
+        """Let parameters be plain and whole on every rank inside, in every layout, to be read or written.
+
+        Every rank enters and leaves. Inside, steps of the Trainer and of optimizers must not run.
+
+        Args:
+            module: The LightningModule (by default) or a module in it.
+            writeback: Whether what is written inside stays; all ranks must write the same.
+        """
+        parts, root = self._parts, self._module
+        parts.zero.settle()
+        if type(parts.zero) is PlainParameters and self.mesh.shape.pp * self.mesh.shape.tp == 1 and writeback:
+            yield  # they are
+            return
+        device = self.root_device
+        with full_params(root, module or root, parts.plan, self.mesh, device, writeback=writeback):
+            yield
 
     def report(self) -> list[RankReport]:
         """The share of the model that each rank holds, by rank. Every rank calls it; ``report_table`` shows it."""
