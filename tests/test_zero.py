@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_3d import ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import Layout
 from tests.workers import WorkerPools
@@ -50,13 +53,17 @@ class _CountSecondStep(L.Callback):
             self.counting.__exit__(None, None, None)
 
 
-def _sent(layout: Layout) -> float:
-    """What a step communicates over the data-parallel ranks, in multiples of the parameters of this rank's stage."""
+def _sent(layout: Layout, **zero: Any) -> tuple[float, Tensor]:
+    """What a step communicates over the data-parallel ranks, in multiples of the parameters of this rank's stage; and
+    what some weight is after two.
+    """
     count = _CountSecondStep()
+    L.seed_everything(1, verbose=False)
+    strategy = ThreeDStrategy(zero={"stage": layout.zero, **zero}) if zero else layout.strategy()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=layout.world_size,
-        strategy=layout.strategy(),
+        strategy=strategy,
         max_steps=2,
         callbacks=[count],
         logger=False,
@@ -67,12 +74,13 @@ def _sent(layout: Layout) -> float:
     model = TinyGPT(tied=False)
     trainer.fit(model, loader(tokens(32), global_batch_size=16, data_parallel_size=layout.dp))
     full = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-    return count.counting.num_bytes / (4 * full)
+    norm = next((p for fqn, p in model.named_parameters() if "attention.out.weight" in fqn and not p.is_meta), None)
+    return count.counting.num_bytes / (4 * full), torch.empty(0) if norm is None else norm.detach().clone()
 
 
 @pytest.mark.parametrize(("stage", "theory"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_step_sends_what_theory_says(workers: WorkerPools, stage: Literal[0, 1, 2, 3], theory: int) -> None:
-    (sent, _) = workers(2).run(_sent, Layout(dp=2, zero=stage))
+    (sent, _), _ = workers(2).run(_sent, Layout(dp=2, zero=stage))
     least = theory - 0.2 if stage == 3 else theory  # what belongs to no block is gathered once
     assert least <= sent <= theory * 1.03
 
@@ -82,5 +90,26 @@ def test_with_a_pipeline_stage_2_reduces_every_microbatch(
     workers: WorkerPools, stage: Literal[0, 1, 2], theory: int
 ) -> None:
     layout = Layout(pp=2, dp=2, zero=stage, num_microbatches=NUM_MICROBATCHES)
-    for sent in workers(4).run(_sent, layout):
+    for sent, _ in workers(4).run(_sent, layout):
         assert theory <= sent <= theory * 1.05
+
+
+@pytest.mark.parametrize(("stage", "theory"), [(0, 1.0), (1, 1.5), (2, 1.5), (3, 2.5)])
+def test_gradients_travel_in_another_dtype(workers: WorkerPools, stage: Literal[0, 1, 2, 3], theory: float) -> None:
+    layout = Layout(dp=2, zero=stage)
+    (_, exact), _ = workers(2).run(_sent, layout)
+    for dtype in ("bfloat16", "float16"):
+        (sent, rounded), _ = workers(2).run(partial(_sent, layout, communication_dtype=dtype))
+        assert theory - (0.2 if stage == 3 else 0) <= sent <= theory * 1.03
+        if stage < 3:
+            assert not torch.equal(exact, rounded)
+            torch.testing.assert_close(exact, rounded, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_buckets_of_any_size_reduce_alike(workers: WorkerPools, stage: Literal[0, 1, 2]) -> None:
+    layout = Layout(dp=2, zero=stage)
+    (_, exact), _ = workers(2).run(_sent, layout)
+    for size in (0, 0.01):
+        (_, other), _ = workers(2).run(partial(_sent, layout, bucket_size=size))
+        torch.testing.assert_close(exact, other, atol=1e-6, rtol=0)

@@ -30,6 +30,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -310,7 +311,7 @@ class WorkerPool:
                 answers = crew.call(pickle.dumps((workspace, function, args)), timeout)
                 finished = sum(isinstance(answer, _Success) for answer in answers.values()) == self.size
                 if not finished:
-                    raise _error(crew, answers, self.size, f"{function.__module__}.{function.__qualname__}", timeout)
+                    raise _error(crew, answers, self.size, _name_of(function), timeout)
             finally:
                 if not finished:  # an interrupt (Ctrl-C, pytest-timeout) leaves ranks in the middle of the run, too
                     self.close()
@@ -339,6 +340,11 @@ class WorkerPools:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for pool in self._pools.values():
             pool.close()
+
+
+def _name_of(function: Callable[..., object]) -> str:
+    named = function.func if isinstance(function, partial) else function
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _error(crew: _Crew, answers: dict[int, _Success | _Failure], size: int, what: str, timeout: float) -> WorkerError:
