@@ -1,0 +1,81 @@
+"""Bytes of parameters, gradients and optimizer states that each rank holds, against ZeRO's formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.models import ADAM_EPS, TinyGPT, loader, tokens
+from tests.parity import QUIET, Layout
+from tests.workers import WorkerPools
+
+Stage = Literal[0, 1, 2, 3]
+
+
+class _Weighing(torch.optim.AdamW):
+    """Weighs the gradients that it steps, and those of the whole module."""
+
+    module: L.LightningModule | None = None
+    num_bytes = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        stepped = [p.grad for group in self.param_groups for p in group["params"]]
+        if self.module is not None:
+            self.num_bytes = _num_bytes([*stepped, *(p.grad for p in self.module.parameters())])
+        return loss
+
+
+class _Weighed(TinyGPT):
+    def configure_optimizers(self) -> Any:
+        optimizer = _Weighing(self.parameters(), eps=ADAM_EPS)
+        optimizer.module = self
+        return optimizer
+
+
+def _num_bytes(tensors: Iterable[object]) -> int:
+    """Of distinct memory."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, Tensor)]
+    spans = {(t.untyped_storage().data_ptr(), t.storage_offset()): t.nbytes for t in local if t.numel()}
+    return sum(spans.values())
+
+
+def _weigh(layout: Layout, precision: Any) -> dict[str, float]:
+    trainer = L.Trainer(
+        strategy=layout.strategy(),
+        devices=layout.world_size,
+        max_steps=2,
+        precision=precision,
+        enable_checkpointing=False,
+        limit_val_batches=1,
+        **QUIET,
+    )
+    module = _Weighed(num_layers=2, tied=False)
+    full = 4 * sum(parameter.numel() for parameter in module.parameters())
+    data = loader(tokens(32), global_batch_size=16, data_parallel_size=layout.dp)
+    trainer.fit(module, data, data)
+    optimizer = trainer.optimizers[0]
+    assert isinstance(optimizer, _Weighing)
+    states = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, Tensor) and t.dim()]
+    weights = _num_bytes(module.parameters())
+    return {"parameters": weights / full, "gradients": optimizer.num_bytes / full, "states": _num_bytes(states) / full}
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_hold_what_zero_says(workers: WorkerPools, stage: Stage, num_ranks: int, precision: str) -> None:
+    share = 1 / num_ranks
+    formula = {
+        "parameters": share if stage == 3 else 1,
+        "gradients": 1 if stage == 0 else share,  # at stage 1 once they are reduced
+        "states": 2 if stage == 0 else 2 * share,
+    }
+    for held in workers(num_ranks).run(_weigh, Layout(dp=num_ranks, zero=stage), precision):
+        assert held == pytest.approx(formula, rel=0.03)
