@@ -14,6 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import lightning as L
@@ -24,6 +25,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
@@ -41,26 +43,39 @@ BARS = (
 )
 
 
-class _Clock(L.Callback):
-    def __init__(self) -> None:
-        self.starts: list[float] = []
+class Clock(L.Callback):
+    """Times steps from one batch to the next.
+
+    Args:
+        num_warm_up: Steps that do not count.
+    """
+
+    def __init__(self, num_warm_up: int) -> None:
+        self._num_warm_up = num_warm_up
+        self._starts: list[float] = []
+
+    def tick(self) -> None:
+        """A batch has come."""
+        self._starts.append(time.perf_counter())
 
     def on_train_batch_start(self, *args: Any) -> None:
-        self.starts.append(time.perf_counter())
+        """As Lightning calls it."""
+        self.tick()
 
     def seconds(self) -> float:
         """The median step."""
-        pairs = zip(self.starts[WARM_UP:], self.starts[WARM_UP + 1 :], strict=False)
-        return statistics.median(end - start for start, end in pairs)
+        starts = self._starts[self._num_warm_up :]
+        return statistics.median(end - start for start, end in pairwise(starts))
 
 
-def _lightning(strategy: Any) -> float:
-    clock = _Clock()
+def train(strategy: Any, num_ranks: int, model: GPT, batches: DataLoader[Any], num_warm_up: int) -> float:
+    """Seconds of a step of a Trainer."""
+    clock = Clock(num_warm_up)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=RANKS,
+        devices=num_ranks,
         strategy=strategy,
-        max_steps=WARM_UP + STEPS,
+        max_steps=len(batches),
         callbacks=[clock],
         logger=False,
         enable_checkpointing=False,
@@ -68,8 +83,16 @@ def _lightning(strategy: Any) -> float:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    trainer.fit(GPT(VOCABULARY), random_tokens(WARM_UP + STEPS, BATCH, LENGTH, VOCABULARY))
+    trainer.fit(model, batches)
     return clock.seconds()
+
+
+def _batches() -> DataLoader[Any]:
+    return random_tokens(WARM_UP + STEPS, BATCH, LENGTH, VOCABULARY)
+
+
+def _lightning(strategy: Any) -> float:
+    return train(strategy, RANKS, GPT(VOCABULARY), _batches(), WARM_UP)
 
 
 class _Forward(nn.Module):
@@ -85,10 +108,10 @@ class _Forward(nn.Module):
 
 def _raw(wrap: Callable[[_Forward], nn.Module]) -> float:
     torch.manual_seed(0)
-    model, clock = wrap(_Forward(GPT(VOCABULARY))), _Clock()
+    model, clock = wrap(_Forward(GPT(VOCABULARY))), Clock(WARM_UP)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for batch in random_tokens(WARM_UP + STEPS, BATCH, LENGTH, VOCABULARY):
-        clock.on_train_batch_start()
+    for batch in _batches():
+        clock.tick()
         loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
@@ -100,7 +123,8 @@ def _raw(wrap: Callable[[_Forward], nn.Module]) -> float:
 def _fsdp(model: _Forward) -> nn.Module:
     for block in model.model.blocks:
         fully_shard(block)
-    return fully_shard(model)
+    fully_shard(model)
+    return model
 
 
 CONTENDERS: dict[str, Callable[[], float]] = {

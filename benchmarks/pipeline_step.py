@@ -38,7 +38,7 @@ class ByHand:
         last = nn.Sequential(*model.blocks[half:], model.norm, model.head)
         self.module = (first, last)[rank]
         stage = PipelineStage(self.module, rank, 2, torch.device("cpu"))
-        self.schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=_loss)
+        self.schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=next_token_loss)
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-3)
 
     def step(self, tokens: Tensor, targets: Tensor) -> None:
@@ -50,7 +50,8 @@ class ByHand:
         self.optimizer.step()
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of `GPT.training_step`, of logits (B, T, V) and targets (B, T)."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
