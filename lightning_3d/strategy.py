@@ -111,6 +111,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._accumulating = False
         self._is_deferring = False  # inside tensor_init_context, which may nest
         self._patches = ExitStack()  # undone in teardown
+        self._optimizer_hooks = ExitStack()  # undone for other optimizers, and in teardown
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
     @classmethod
@@ -248,19 +249,25 @@ class ThreeDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)
-            kinds = check_optimizers(self.optimizers, self._module, self.mesh, self.config.zero)
-            self._parts.zero.divide(kinds)
-            self._patches.callback(self._parts.zero.release)
-            self._parts.zero.shows_gradients = gradients_seen(trainer, self._module)
-            self._local_steps = LocalSteps(self._parts.zero)
-            self._patches.enter_context(self._local_steps.hooked(self.optimizers))
         self.setup_precision_plugin()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        zero, shows = self._parts.zero, self.config.zero.show_gradients
+        zero.shows_gradients = gradients_seen(trainer, self._module) if shows == "auto" else shows
+        self._optimizer_hooks.close()
+        zero.divide(check_optimizers(self.optimizers, self._module, self.mesh, self.config.zero))
+        self._optimizer_hooks.callback(zero.release)
+        self._local_steps = LocalSteps(zero)
+        self._optimizer_hooks.enter_context(self._local_steps.hooked(self.optimizers))
 
     # ---- steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._num_steps += 1
+        self._parts.zero.begin_forward()
         batch, *rest = (*args, *kwargs.values())
         batch = self._parts.guard(batch)
         with self._precision.train_step_context():
@@ -283,6 +290,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     def _evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
         self._num_steps += 1
+        self._parts.zero.begin_forward()
         with torch.inference_mode(False), torch.no_grad():  # DTensors do not survive inference mode
             batch = self._parts.guard(detached_from_inference(batch))
             return self._parts.runner.evaluate(name, batch, rest, number=self._num_steps)
@@ -493,6 +501,7 @@ class ThreeDStrategy(ParallelStrategy):
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._optimizer_hooks.close()
         self._patches.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

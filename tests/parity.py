@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +88,7 @@ class Layout:
     tensor_plan: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     verify: bool = True
+    show_gradients: bool | Literal["auto"] = "auto"
     compile_backend: Literal["inductor", "aot_eager"] | None = None
     """What compiles the blocks; None leaves them eager."""
 
@@ -103,7 +104,7 @@ class Layout:
             pipeline_parallel_size=self.pp,
             data_parallel_size=self.dp,
             tensor_parallel_size=self.tp,
-            zero={"stage": self.zero},
+            zero={"stage": self.zero, "show_gradients": self.show_gradients},
             pipeline={
                 "num_microbatches": self.num_microbatches,
                 "partition": self.partition,
@@ -318,6 +319,7 @@ def run_layout(
 def _train_rank(
     job: Job, layout: Layout, measures_sent: bool
 ) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str], dict[str, tuple[Sent, Sent]]]:
+    layout = layout if job.sees_gradients else replace(layout, show_gradients=False)
     recorder, strategy = _recorder(job, _norm_of_strategy), layout.strategy()
     inputs = BlockInputs()
     trainer = _trainer(job, strategy, layout.world_size, recorder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -245,11 +244,6 @@ class SparseTable(TinyGPT):
         self.tokens.sparse = True
 
 
-class AllAtOnce(TinyGPT):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), foreach=True)
-
-
 class SettingWeights(Block):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -265,7 +259,6 @@ REFUSED: list[tuple[Callable[[], TinyGPT], str]] = [
     (SecondOrderLoss, "gradients of gradients through a cross entropy on sharded logits are not built"),
     (HookedParameter, "norm.weight has gradient hooks, which would be lost"),
     (SparseTable, r"tokens is an Embedding\(sparse=True\)"),
-    (AllAtOnce, r"AdamW\(foreach=True\) steps all parameters in one call"),
     (SettingGPT, r"parameter.data = ... inside of a block"),
 ]
 

@@ -44,6 +44,7 @@ from lightning_3d.torch_internals import (
     fake_tensors,
     lightning_helpers,
     modules,
+    optimizers,
     pipelining,
     pytree,
     tensors,
@@ -126,6 +127,25 @@ def test_nodes_behind_an_output() -> None:
     nodes = autograd.reachable_nodes([output])
     assert first.grad_fn in nodes
     assert second.grad_fn not in nodes
+
+
+@canary(optimizers, "has_step_hooks", "first_step_post_hook")
+def test_hooks_of_optimizers() -> None:
+    class Bare(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            pass
+
+    calls: list[str] = []
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    assert optimizers.has_step_hooks(optimizer)
+    assert not optimizers.has_step_hooks(Bare())
+    assert not optimizers.has_step_hooks(nn.Linear(1, 1))
+    optimizer.register_step_post_hook(lambda *_: calls.append("users"))
+    handle = optimizers.first_step_post_hook(optimizer, lambda *_: calls.append("first"))
+    optimizer.step()
+    handle.remove()
+    optimizer.step()
+    assert calls == ["first", "users", "users"]
 
 
 @canary(autograd, "when_backward_ends")

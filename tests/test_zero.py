@@ -80,7 +80,7 @@ def _sent(layout: Layout, **zero: Any) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize(("stage", "theory"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_step_sends_what_theory_says(workers: WorkerPools, stage: Literal[0, 1, 2, 3], theory: int) -> None:
-    (sent, _), _ = workers(2).run(_sent, Layout(dp=2, zero=stage))
+    (sent, _), _ = workers(2).run(_sent, Layout(dp=2, zero=stage, show_gradients=False))
     least = theory - 0.2 if stage == 3 else theory  # what belongs to no block is gathered once
     assert least <= sent <= theory * 1.03
 
@@ -89,17 +89,17 @@ def test_a_step_sends_what_theory_says(workers: WorkerPools, stage: Literal[0, 1
 def test_with_a_pipeline_stage_2_reduces_every_microbatch(
     workers: WorkerPools, stage: Literal[0, 1, 2], theory: int
 ) -> None:
-    layout = Layout(pp=2, dp=2, zero=stage, num_microbatches=NUM_MICROBATCHES)
+    layout = Layout(pp=2, dp=2, zero=stage, num_microbatches=NUM_MICROBATCHES, show_gradients=False)
     for sent, _ in workers(4).run(_sent, layout):
         assert theory <= sent <= theory * 1.05
 
 
 @pytest.mark.parametrize(("stage", "theory"), [(0, 1.0), (1, 1.5), (2, 1.5), (3, 2.5)])
 def test_gradients_travel_in_another_dtype(workers: WorkerPools, stage: Literal[0, 1, 2, 3], theory: float) -> None:
-    layout = Layout(dp=2, zero=stage)
+    layout = Layout(dp=2, zero=stage, show_gradients=False)
     (_, exact), _ = workers(2).run(_sent, layout)
     for dtype in ("bfloat16", "float16"):
-        (sent, rounded), _ = workers(2).run(partial(_sent, layout, communication_dtype=dtype))
+        (sent, rounded), _ = workers(2).run(partial(_sent, layout, communication_dtype=dtype, show_gradients=False))
         assert theory - (0.2 if stage == 3 else 0) <= sent <= theory * 1.03
         if stage < 3:
             assert not torch.equal(exact, rounded)
@@ -108,7 +108,7 @@ def test_gradients_travel_in_another_dtype(workers: WorkerPools, stage: Literal[
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_buckets_of_any_size_reduce_alike(workers: WorkerPools, stage: Literal[0, 1, 2]) -> None:
-    layout = Layout(dp=2, zero=stage)
+    layout = Layout(dp=2, zero=stage, show_gradients=False)
     (_, exact), _ = workers(2).run(_sent, layout)
     for size in (0, 0.01):
         (_, other), _ = workers(2).run(partial(_sent, layout, bucket_size=size))

@@ -119,7 +119,7 @@ def empty_state(shard: RankShard, info: TensorInfo) -> Tensor:
 
     """
     parameter = shard.parameter
-    if not info.shape:
+    if math.prod(info.shape) == 1 and info.shape != tuple(parameter.shape):
         return torch.empty(
             info.shape, dtype=info.dtype
         )  # a step count; torch moves it off the CPU where it has to be elsewhere

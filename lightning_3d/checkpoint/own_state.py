@@ -9,7 +9,7 @@ there but perhaps placed differently, so that two ranks writing their parts of i
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -76,14 +76,34 @@ def optimizer_state(
                     f"state {name!r} of {fqn} in {type(unwrapped(optimizer)).__name__} is a {type(value).__name__}: "
                     "only optimizers whose states are tensors and plain values can be saved"
                 )
+    apart = _apart(state, fqns, parameters, shards)
     of_shards = {fqn: shards[parameter] for fqn, parameter in zip(fqns, parameters, strict=True) if parameter in shards}
-    placed = {fqn: _placed(values, of_shards[fqn]) if fqn in of_shards else values for fqn, values in state.items()}
+    placed = {
+        fqn: _placed(values, of_shards[fqn], apart) if fqn in of_shards else values for fqn, values in state.items()
+    }
     groups = [{**group, "params": [fqns[i] for i in group["params"]]} for group in packed["param_groups"]]
     return {"state": state_in_original_order(placed, marked(module)), "param_groups": groups}
 
 
-def _placed(values: Mapping[str, Any], shard: RankShard) -> dict[str, Any]:
-    return {name: shard.like_parameter(v) if isinstance(v, Tensor) else v for name, v in values.items()}
+def _apart(
+    state: Mapping[str, Mapping[str, Any]], fqns: Sequence[str], parameters: Sequence[nn.Parameter], shards: Shards
+) -> set[str]:
+    """Names of states that are no rows of their parameters, though a shard's rows may have their shape by chance."""
+    shard_of = {fqn: shards[parameter] for fqn, parameter in zip(fqns, parameters, strict=True) if parameter in shards}
+    return {
+        name
+        for fqn, values in state.items()
+        if fqn in shard_of
+        for name, value in values.items()
+        if isinstance(value, Tensor) and value.shape != shard_of[fqn].own(shard_of[fqn].parameter).shape
+    }
+
+
+def _placed(values: Mapping[str, Any], shard: RankShard, apart: Collection[str]) -> dict[str, Any]:
+    return {
+        name: shard.like_parameter(value) if isinstance(value, Tensor) and name not in apart else value
+        for name, value in values.items()
+    }
 
 
 def restore_model(module: nn.Module, state: dict[str, Any]) -> None:

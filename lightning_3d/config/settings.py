@@ -48,6 +48,16 @@ class ZeroConfig:
     by element (AdamW). ``"parameters"``: whole parameters (Muon, LAMB). ``"all"``: all parameters together (LBFGS).
     ``"auto"`` tries each optimizer on small tensors. Unless it is ``"rows"``, every rank steps all parameters."""
 
+    show_gradients: bool | Literal["auto"] = "auto"
+    """Whether stages 1 and 2 gather the reduced gradients, so that ``grad`` is whole before the optimizer's step as
+    under DDP, which sends the parameters' size once more. ``"auto"``: where your module or a callback of yours
+    overrides a hook from the backward to the end of the batch, or optimizes manually. Else ``grad`` is None there."""
+
+    overlap_gather: bool = False
+    """Whether the parameters that stages 1 and 2 gather after the optimizer's step may still be on their way in the
+    next forward, which waits for each where it is read. What reads parameters beneath torch's functions (TorchScript,
+    ``torch.func``, extensions in C++) does not wait."""
+
     communication_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype in which gradients are reduced; ``"auto"`` is their own. They are divided by the number of replicas
     before, so that float16 does not overflow where the mean does not."""

@@ -90,7 +90,7 @@ def make_parallel(
     if config.zero.stage == 3 and mesh.shape.dp > 1:
         zero = FullySharded(module, mesh=mesh, blocks=own.values(), reduce_dtype=config.zero.dtype)
     else:
-        stages = _pipeline_stages(plan, blocks)
+        stages = _pipeline_stages(plan, blocks) if mesh.shape.pp > 1 else {}
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(

@@ -83,14 +83,17 @@ _SEE_GRADIENTS = (
     "on_after_backward",
     "on_before_optimizer_step",
     "on_before_zero_grad",
+    "on_train_batch_end",
     "optimizer_step",
     "optimizer_zero_grad",
 )
 
 
 def gradients_seen(trainer: Trainer, module: LightningModule) -> bool:
-    """Whether the user's code may look at gradients between a backward and the optimizer's step."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
+    """Whether the user's code may look at gradients between a backward and the end of the batch."""
+    every: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
+    own = ("lightning.", "lightning_3d.")
+    callbacks = [callback for callback in every if not type(callback).__module__.startswith(own)]
     return not module.automatic_optimization or any(
         is_overridden(hook, module, LightningModule)
         or any(is_overridden(hook, callback, Callback) for callback in callbacks if hasattr(Callback, hook))

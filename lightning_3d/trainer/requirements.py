@@ -15,6 +15,7 @@ from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import runner_of
+from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
 
@@ -64,9 +65,10 @@ def _refuse_lost(module: LightningModule) -> None:
 
 def _refuse_sparse(module: nn.Module) -> None:
     for fqn, inner in module.named_modules():
-        if isinstance(inner, nn.Embedding) and inner.sparse:
+        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse:
             raise StepError(
-                f"{fqn} is an Embedding(sparse=True), whose gradients have no sharded form. Use sparse=False."
+                f"{fqn} is an {type(inner).__name__}(sparse=True), whose gradients have no sharded form. Use"
+                " sparse=False."
             )
 
 
@@ -78,6 +80,11 @@ def check_optimizers(
     kinds: dict[Optimizer, OptimizerKind] = {}
     for optimizer in optimizers:
         name = type(optimizer).__name__
+        if not has_step_hooks(optimizer):
+            raise StepError(
+                f"{name} is no torch.optim.Optimizer, or does not call super().__init__(): strategy='3d' needs the"
+                " hooks of its step. Derive it from torch.optim.Optimizer."
+            )
         stale = [p for group in optimizer.param_groups for p in group["params"] if p not in held]
         if stale:
             raise StepError(

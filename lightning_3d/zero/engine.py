@@ -85,6 +85,10 @@ class Zero(ABC):
         """After a backward: make the gradients whole if they may be seen; every rank calls it."""
 
     @abstractmethod
+    def begin_forward(self) -> None:
+        """Before any step of the user's module."""
+
+    @abstractmethod
     def settle(self) -> None:
         """Bring all parameters to where they are between steps."""
 

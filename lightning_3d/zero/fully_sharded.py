@@ -86,6 +86,10 @@ class FullySharded(Zero):
         """Nothing: they are where ``zero_grad`` looks for them."""
 
     @override
+    def begin_forward(self) -> None:
+        """Nothing: units gather their parameters when they run."""
+
+    @override
     def settle(self) -> None:
         for unit in self.root.modules():
             if isinstance(unit, FSDPModule):

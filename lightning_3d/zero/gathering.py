@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
+import torch
 from torch import Tensor, nn
 
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
@@ -41,6 +42,7 @@ class PendingParameter(nn.Parameter):
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, PendingParameter):
                     value.arrive()
+            return func(*args, **(kwargs or {}))
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -92,18 +94,17 @@ class Gathering:
         """Begin to gather; every rank calls it.
 
         Args:
-            shards: Of parameters of one dtype and device.
+            shards: Of parameters.
             tensors: For each shard a tensor like its parameter, of which this rank's rows are valid.
         """
-        together: list[tuple[RankShard, Tensor]] = []
+        together: dict[tuple[torch.dtype, torch.device], list[tuple[RankShard, Tensor]]] = {}
         for shard, tensor in zip(shards, tensors, strict=True):
             held = plain(tensor.detach())
             if shard.num_rows % shard.size or held.nbytes < _IN_PLACE_BYTES or not held.is_contiguous():
-                together.append((shard, tensor))
+                together.setdefault((held.dtype, held.device), []).append((shard, tensor))
             else:
                 self._arrivals.append(_Arrival([tensor], self._replicas.all_gather(held, shard.own(tensor)), None))
-        if together:
-            self._arrivals.append(self._begin_together(together))
+        self._arrivals += [self._begin_together(alike) for alike in together.values()]
 
     def _begin_together(self, together: Sequence[tuple[RankShard, Tensor]]) -> _Arrival:
         size = self._replicas.size

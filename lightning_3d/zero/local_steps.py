@@ -7,6 +7,7 @@ every layout, and no step pays for the dispatch of DTensors.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
 
 
@@ -22,7 +24,9 @@ class LocalSteps:
 
     def __init__(self, zero: Zero) -> None:
         self._zero = zero
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
         self._swapped: dict[Optimizer, _Swapped] = {}
+        self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
 
     @contextmanager
     def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
@@ -30,7 +34,7 @@ class LocalSteps:
         for optimizer in optimizers:
             self._take_own_rows(optimizer)
         hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
-        hooks += [optimizer.register_step_post_hook(self._after) for optimizer in optimizers]
+        hooks += [first_step_post_hook(optimizer, self._after) for optimizer in optimizers]
         try:
             yield
         finally:
@@ -38,7 +42,7 @@ class LocalSteps:
                 hook.remove()
 
     def _take_own_rows(self, optimizer: Optimizer) -> None:
-        """Of states that an optimizer makes when it is made (Adagrad)."""
+        """Cut states that an optimizer makes when it is made (Adagrad)."""
         for parameter, state in optimizer.state.items():
             if isinstance(parameter, nn.Parameter) and parameter in self._zero.shards:
                 own = self._zero.shards[parameter].own
@@ -46,6 +50,9 @@ class LocalSteps:
                 state.update((key, own(value).clone()) for key, value in full.items())
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        self._depth[optimizer] += 1
+        if self._depth[optimizer] > 1:
+            return args, kwargs
         rest = args[1:] if args and args[0] is optimizer else args
         closure = rest[0] if rest else kwargs.get("closure")
         if closure is None:
@@ -53,7 +60,7 @@ class LocalSteps:
             return args, kwargs
 
         def run() -> Any:
-            self.leave(optimizer)  # a closure may be called again
+            self._put_back(optimizer)  # a closure may be called again
             result = closure()
             self._enter(optimizer)
             return result
@@ -63,9 +70,12 @@ class LocalSteps:
         return args, {**kwargs, "closure": run}
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        swapped = self.leave(optimizer)
+        self._depth[optimizer] -= 1
+        if self._depth[optimizer] > 0:
+            return
+        self.leave(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
-        self._zero.begin_gather(p for p in parameters if p in swapped)
+        self._zero.begin_gather(p for p in parameters if p.requires_grad)
         self._zero.drop_gradients(parameters)
 
     def _enter(self, optimizer: Optimizer) -> None:
@@ -73,15 +83,27 @@ class LocalSteps:
         parts: dict[nn.Parameter, nn.Parameter] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in self._zero.shards and (part := self._zero.shards[parameter].to_step()) is not parameter:
+                if parameter in self._zero.shards and (part := self._part(parameter)) is not parameter:
                     part.grad = self._zero.gradient(parameter)
                     parts[parameter] = part
         self._swapped[optimizer] = _Swapped(optimizer, parts)
 
-    def leave(self, optimizer: Optimizer) -> Mapping[nn.Parameter, nn.Parameter]:
-        """Give an optimizer the module's parameters back, also after a step that failed; returns what it had."""
-        swapped = self._swapped.pop(optimizer, None)
-        return {} if swapped is None else swapped.back()
+    def _part(self, parameter: nn.Parameter) -> nn.Parameter:
+        shard = self._zero.shards[parameter]
+        part, before = shard.to_step(), self._parts.get(parameter)
+        if before is not None and before.data_ptr() == part.data_ptr() and before.shape == part.shape:
+            return before
+        self._parts[parameter] = part
+        return part
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """Give an optimizer the module's parameters back, also after a step that failed."""
+        del self._depth[optimizer]
+        self._put_back(optimizer)
+
+    def _put_back(self, optimizer: Optimizer) -> None:
+        if (swapped := self._swapped.pop(optimizer, None)) is not None:
+            swapped.back()
 
 
 class _Swapped:
@@ -94,12 +116,13 @@ class _Swapped:
             group["params"] = [parts.get(parameter, parameter) for parameter in group["params"]]
         _rekey(optimizer, parts)
 
-    def back(self) -> Mapping[nn.Parameter, nn.Parameter]:
+    def back(self) -> None:
         """The other way."""
         for group, parameters in zip(self._optimizer.param_groups, self._originals, strict=True):
             group["params"] = parameters
         _rekey(self._optimizer, {part: parameter for parameter, part in self._parts.items()})
-        return {parameter: part for parameter, part in self._parts.items() if part.grad is not None}
+        for part in self._parts.values():
+            part.grad = None
 
 
 def _rekey(optimizer: Optimizer, names: Mapping[nn.Parameter, nn.Parameter]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,18 +27,21 @@ from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 
 OptimizerKind = Literal["rows", "parameters", "all"]
 """``"rows"``: it works element by element, so any rows of a parameter can be stepped alone. ``"parameters"``: it needs
-whole parameters (their norms, their singular vectors). ``"all"``: it needs all parameters together, or was not
-understood."""
+whole parameters (their norms, their singular vectors). ``"all"``: it needs all parameters together, holds them
+elsewhere than in its groups, or was not understood."""
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, RMSprop, Adadelta, Adamax, ASGD, Rprop)
-_ROWS, _CUT, _STEPS = 6, 4, 3
-_TOLERANCE = 1e-5  # relative; element by element the differences are rounding at most
+_ROWS, _CUT, _STEPS = 160, 100, 4  # large enough for optimizers that treat small matrices otherwise
+_SHAPE = (_ROWS, 136, 2, 2)
+_LR = 1e-2  # a schedule may begin with 0
+_TOLERANCE = 1e-6  # relative to how far parameters move, in float64
 
 
 def optimizer_kind(optimizer: Optimizer) -> OptimizerKind:
     """Find the kind of an optimizer; the same on all ranks. Nothing of it is changed.
 
-    Optimizers of its class with its settings step small random tensors: whole, cut in two, and beside another.
+    Optimizers of its class with the settings of each of its groups step random tensors: whole, cut in two, and beside
+    another; the last gradient is not finite in one element.
     """
     if type(optimizer) in _ELEMENTWISE:
         return "rows"
@@ -46,21 +49,35 @@ def optimizer_kind(optimizer: Optimizer) -> OptimizerKind:
     with random_states_kept():
         torch.manual_seed(0)
         try:
-            kinds = {_kind(optimizer, dim) for dim in sorted(dims or {1})}
+            settings = _distinct([_settings(optimizer, group) for group in optimizer.param_groups])
+            kinds = {_kind(type(optimizer), own, dim) for own in settings for dim in sorted(dims or {1})}
         except Exception:  # of the user's class: whatever it can't do with such tensors
             return "all"
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
 
 
-def _kind(optimizer: Optimizer, dim: int) -> OptimizerKind:
-    shape = (_ROWS, 4, 3, 3)[:dim]
-    first, second = _Trial.random(shape), _Trial.random(shape)
-    alone = first.stepped(optimizer)
-    beside, _ = _step_together(optimizer, [first, second])
-    if not _is_close(alone, beside):
+def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the constructor that make the group's settings."""
+    known = inspect.signature(type(optimizer).__init__).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
+    left_out = ("params", "initial_lr", "fused", "foreach", "capturable")
+    settings = {key: v for key, v in group.items() if (key in known or takes_any) and key not in left_out}
+    return {**settings, "lr": _LR} if settings.get("lr") is not None else settings
+
+
+def _distinct(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({repr(sorted(own.items())): own for own in settings}.values())
+
+
+def _kind(cls: type[Optimizer], settings: dict[str, Any], dim: int) -> OptimizerKind:
+    first, second = _Trial.random(_SHAPE[:dim]), _Trial.random(_SHAPE[:dim])
+    (alone,) = _step(cls, settings, [first])
+    beside, _ = _step(cls, settings, [first, second])
+    (elsewhere,) = _step(cls, settings, [first], moves=True)
+    if not (_is_close(alone, beside) and _is_close(alone, elsewhere)):
         return "all"
-    cut = torch.cat([part.stepped(optimizer) for part in (first.rows(0, _CUT), first.rows(_CUT, _ROWS))])
-    return "rows" if _is_close(alone, cut) else "parameters"
+    cut = [_step(cls, settings, [part])[0] for part in (first.rows(0, _CUT), first.rows(_CUT, _ROWS))]
+    return "rows" if _is_close(alone, torch.cat(cut)) else "parameters"
 
 
 class _Trial:
@@ -71,41 +88,46 @@ class _Trial:
 
     @staticmethod
     def random(shape: tuple[int, ...]) -> _Trial:
-        scale = torch.ones(shape)
+        scale = torch.ones(shape, dtype=torch.float64)
         scale[_CUT:] = 10.0  # so that the norms of the parts differ
-        return _Trial(torch.randn(shape) * scale, [torch.randn(shape) * scale for _ in range(_STEPS)])
+        gradients = [torch.randn(shape, dtype=torch.float64) * scale for _ in range(_STEPS)]
+        gradients[-1].view(-1)[0] = torch.inf
+        return _Trial(torch.randn(shape, dtype=torch.float64) * scale, gradients)
 
     def rows(self, start: int, stop: int) -> _Trial:
         return _Trial(self.values[start:stop], [gradient[start:stop] for gradient in self.gradients])
 
-    def stepped(self, optimizer: Optimizer) -> Tensor:
-        (values,) = _step_together(optimizer, [self])
-        return values
 
+def _step(
+    cls: type[Optimizer], settings: dict[str, Any], trials: Sequence[_Trial], *, moves: bool = False
+) -> list[Tensor]:
+    """How far an optimizer has moved each parameter after every step.
 
-def _step_together(optimizer: Optimizer, trials: Iterable[_Trial]) -> list[Tensor]:
-    trials = list(trials)
+    Args:
+        moves: Whether other parameters take the place of those that the optimizer was made for, as in training.
+    """
     parameters = [nn.Parameter(trial.values.clone()) for trial in trials]
-    like = _like(optimizer, parameters)
+    optimizer = cls(parameters, **settings)
+    if moves:
+        parameters = [nn.Parameter(trial.values.clone()) for trial in trials]
+        optimizer.param_groups[0]["params"] = parameters
+    moved: list[list[Tensor]] = [[] for _ in trials]
     for step in range(_STEPS):
         for parameter, trial in zip(parameters, trials, strict=True):
             parameter.grad = trial.gradients[step].clone()
-        like.step()
-    return [parameter.detach() for parameter in parameters]
-
-
-def _like(optimizer: Optimizer, parameters: list[nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class and settings."""
-    group = optimizer.param_groups[0]
-    known = inspect.signature(type(optimizer).__init__).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    settings: dict[str, Any] = {key: value for key, value in group.items() if key in known or takes_any}
-    for key in ("params", "initial_lr", "fused", "foreach", "capturable"):
-        settings.pop(key, None)
-    if not settings.get("lr", True):  # a schedule may begin with 0
-        settings["lr"] = 1e-2
-    return type(optimizer)(parameters, **settings)
+        optimizer.step()
+        for parameter, trial, far in zip(parameters, trials, moved, strict=True):
+            far.append(parameter.detach() - trial.values)
+    return [torch.stack(far, dim=1) for far in moved]
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
-    return bool((a - b).abs().max() <= _TOLERANCE * a.abs().max())
+    """Whether movements (rows, steps, ...) are alike in every step, elements that are not finite included."""
+    for one, other in zip(a.unbind(1), b.unbind(1), strict=True):
+        finite = one.isfinite()
+        if not torch.equal(finite, other.isfinite()):
+            return False
+        one, other = one[finite], other[finite]
+        if one.numel() and (one - other).abs().max() > _TOLERANCE * one.abs().max():
+            return False
+    return True

@@ -33,14 +33,15 @@ class PlainParameters(Zero):
     """Stages 0 to 2, and a single replica.
 
     Args:
-        pipeline_stages: Parameter -> the one pipeline stage whose backward makes its gradient; not of those in glue.
+        pipeline_stages: Parameter -> the one pipeline stage whose backward makes its gradient; not of those in glue,
+            and none without a pipeline.
     """
 
     def __init__(
         self, module: nn.Module, *, mesh: Mesh, config: ZeroConfig, pipeline_stages: Mapping[nn.Parameter, int]
     ) -> None:
         super().__init__(module)
-        self._stage, self._dtype = config.stage, config.dtype
+        self._stage, self._dtype, self._overlaps = config.stage, config.dtype, config.overlap_gather
         self._bucket_bytes = 2**20 * (_BUCKET_SIZE if config.bucket_size == "auto" else config.bucket_size)
         self._is_in_pipeline = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
@@ -56,15 +57,16 @@ class PlainParameters(Zero):
     @override
     def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
         self.shards = dict(self._by_rows)
-        for optimizer, kind in kinds.items():
-            if kind != "rows":
-                chosen = {p for group in optimizer.param_groups for p in group["params"]} & self.shards.keys()
-                self.shards.update((parameter, RankShard(parameter=parameter)) for parameter in chosen)
+        if any(kind != "rows" for kind in kinds.values()):  # also what may join that optimizer later
+            by_rows = [optimizer for optimizer, kind in kinds.items() if kind == "rows"]
+            kept = {p for optimizer in by_rows for group in optimizer.param_groups for p in group["params"]}
+            self.shards.update((p, RankShard(parameter=p)) for p in self.shards.keys() - kept)
         if self._replicas is None:
             return
+        self.release()
         groups: dict[int | None, list[RankShard]] = {}
         for parameter in reversed(self.shards):  # about as a backward finishes them
-            if parameter.numel():
+            if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
                 groups.setdefault(self._pipeline_stages.get(parameter), []).append(self.shards[parameter])
         for group in groups.values():
             buckets = make_buckets(group, self._replicas, num_bytes=self._bucket_bytes, dtype=self._dtype)
@@ -75,7 +77,7 @@ class PlainParameters(Zero):
         self.settle()
         for reducer in self._reducers:
             reducer.remove()
-        self._reducers = []
+        self._reducers, self._held = [], {}
 
     def _shard(self, parameter: nn.Parameter, mesh: Mesh) -> RankShard:
         if self._replicas is None or self._stage == 0 or parameter.dim() == 0 or not parameter.numel():
@@ -98,6 +100,7 @@ class PlainParameters(Zero):
     def begin_step(self, *, splits_backward: bool) -> None:
         self._is_in_pipeline = True
         for reducer in self._reducers:
+            reducer.begin()
             reducer.is_on = self._stage == 2 and not splits_backward
 
     @override
@@ -109,6 +112,7 @@ class PlainParameters(Zero):
     @override
     def set_accumulating(self, accumulating: bool) -> None:
         for reducer in self._reducers:
+            reducer.begin()
             reducer.is_on = self._stage == 2 or not accumulating
 
     def _backward_ended(self) -> None:
@@ -132,6 +136,11 @@ class PlainParameters(Zero):
             gradient = shard.parameter.grad
             shard.parameter.grad = whole if gradient is None else gradient.add_(whole)
         self._held = {}
+
+    @override
+    def begin_forward(self) -> None:
+        if not self._overlaps:
+            self.settle()
 
     @override
     def settle(self) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.autograd import when_backward_ends
 from lightning_3d.zero.buckets import Bucket
 from lightning_3d.zero.shard import RankShard, plain
@@ -48,6 +50,20 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
 
+    def begin(self) -> None:
+        """Before a step.
+
+        Raises:
+            StepError: the last backward was left by an exception, with gradients on their way.
+        """
+        if self._ends:
+            raise StepError(
+                "The last backward ended by an exception, and its gradients were being reduced over the data-parallel"
+                " ranks: they are lost. An exception in a backward can't be skipped with several replicas; end the run"
+                " and resume from a checkpoint."
+            )
+
+    @torch.no_grad()
     def _accumulated(self, parameter: Tensor) -> None:
         if not self.is_on:
             return
@@ -63,7 +79,7 @@ class GradientReducer:
     def _take(self, parameter: nn.Parameter) -> None:
         bucket, shard = self._place[parameter]
         assert parameter.grad is not None
-        bucket.fill(shard, plain(parameter.grad))
+        bucket.fill(shard, plain(parameter.grad.detach()))
         parameter.grad = None
 
     def _launch_next(self) -> None:
@@ -72,10 +88,12 @@ class GradientReducer:
             bucket.launch()
         self._num_launched += 1
 
+    @torch.no_grad()
     def _end(self) -> None:
         self.flush()
         self._backward_ended()
 
+    @torch.no_grad()
     def flush(self) -> None:
         """Reduce all gradients that are there; every rank calls it."""
         late = self._flush()

@@ -1,0 +1,405 @@
+"""Optimizers, models and steps that plain ZeRO once trained wrongly, or hung on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.zero.optimizer_kind import optimizer_kind
+from tests.models import TinyMLP, features, loader, reference_loader
+from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
+from tests.test_optimizers import Lamb
+from tests.workers import WorkerError, WorkerPools
+
+Stage = Literal[0, 1, 2]
+
+# ---- optimizers
+
+
+class Derived(torch.optim.Adam):
+    """Its step and its base class's both have torch's hooks."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class Listing(torch.optim.Optimizer):
+    """Remembers its parameters in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.listed = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for parameter in self.listed:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+class OwnState(torch.optim.Optimizer):
+    """Keeps momentum in a dict of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+        self.momentum: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    momentum = self.momentum.setdefault(parameter, torch.zeros_like(parameter))
+                    momentum.mul_(0.9).add_(parameter.grad)
+                    parameter.sub_(momentum, alpha=group["lr"])
+        return loss
+
+
+class DecayingFirst(torch.optim.Optimizer):
+    """Changes parameters that have no gradient, too."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.99)
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+class FlatStep(torch.optim.Optimizer):
+    """Counts steps in a tensor of shape (1,)."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", torch.zeros(1)) + 1
+                    average = state["average"] = state.get("average", torch.zeros_like(parameter)) + parameter.grad
+                    parameter.sub_(average / state["step"], alpha=group["lr"])
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "derived": partial(Derived, lr=0.01, eps=1e-3),
+    "listing": Listing,
+    "own state": OwnState,
+    "decaying first": DecayingFirst,
+    "flat step": FlatStep,
+}
+
+
+class Trained(TinyMLP):
+    """Three targets, whose bias two ranks share unevenly, and a layer that nothing uses."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.layers.append(nn.Linear(4, 3))
+        self.layers.append(nn.Linear(3, 4))
+        self.unused = nn.Linear(8, 8)
+        torch.optim.Adam([nn.Parameter(torch.ones(1))])  # gives the base class its hooks
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer](self.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_unusual_optimizers(workers: WorkerPools, name: str, stage: Stage) -> None:
+    job = Job(model=partial(Trained, name), data=features, sees_gradients=False, num_val_batches=1, steps=6)
+    assert_parity(run_reference(job), run_layout(workers, job, Layout(dp=2, zero=stage)), tolerance=1e-5)
+
+
+class PickyLamb(Lamb):
+    """Scales by norms in groups with weight decay alone, as timm's LARS does."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("weight_decay", weight_decay)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["weight_decay"]]
+        loss = super().step(closure)
+        self.param_groups = groups
+        for group in groups:
+            for parameter in group["params"] if not group["weight_decay"] else []:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-3])
+def test_kinds_are_found_at_any_learning_rate(lr: float) -> None:
+    matrix, vector = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))
+    assert optimizer_kind(Lamb([matrix, vector], lr=lr)) == "parameters"
+    assert optimizer_kind(torch.optim.Muon([matrix], lr=lr)) == "parameters"
+    assert optimizer_kind(torch.optim.Adafactor([matrix], lr=lr)) == "parameters"
+    assert optimizer_kind(Derived([matrix, vector], lr=lr)) == "rows"
+
+
+def test_kinds_are_found_in_every_group() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(4))], "weight_decay": 0.0}]
+    groups.append({"params": [nn.Parameter(torch.ones(4, 3))], "weight_decay": 0.1})
+    assert optimizer_kind(PickyLamb(groups)) == "parameters"
+
+
+# ---- models and steps
+
+
+class TwoDtypes(TinyMLP):
+    """bfloat16 parameters before float32 ones, in one optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
+        self.register_parameter("layers_", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift.float()[:4].mul(1e-3)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.shift, *(p for p in self.parameters() if p is not self.shift)], lr=0.05)
+
+
+class Scripted(TinyMLP):
+    """TorchScript reads parameters beneath torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with pytest.warns(DeprecationWarning, match="jit.script"):
+            self.layers = torch.jit.script(self.layers)
+
+
+class Integers(TinyMLP):
+    """A frozen parameter of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:, self.order]
+
+
+class KeepsGraph(TinyMLP):
+    """A backward with ``create_graph``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Using backward.. with create_graph=True")
+            self.manual_backward(loss, create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.log("loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
+
+
+MODELS: dict[str, Callable[[], L.LightningModule]] = {
+    "two dtypes": TwoDtypes,
+    "TorchScript": Scripted,
+    "integers": Integers,
+    "create_graph": KeepsGraph,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_unusual_models(workers: WorkerPools, name: str, stage: Stage) -> None:
+    tolerance = 1e-4 if name == "two dtypes" else 1e-5  # gradients of bfloat16
+    job = Job(model=MODELS[name], data=features, sees_gradients=False, num_val_batches=1)
+    assert_parity(run_reference(job), run_layout(workers, job, Layout(dp=2, zero=stage)), tolerance=tolerance)
+
+
+class GlueOfOneRank(TinyMLP):
+    """A parameter of its own that only the first rank uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bonus = nn.Parameter(torch.zeros(4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        output = self(batch[0])
+        return F.mse_loss(output + self.bonus if self.global_rank == 0 else output, batch[1])
+
+
+def _fit(stage: Stage, model: Callable[[], L.LightningModule], callbacks: list[L.Callback]) -> L.LightningModule:
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        strategy=ThreeDStrategy(zero={"stage": stage}),
+        devices=2,
+        max_epochs=2,
+        callbacks=callbacks,
+        enable_checkpointing=False,
+        **QUIET,
+    )
+    module, data = model(), loader(features(32), global_batch_size=8, data_parallel_size=2)
+    trainer.fit(module, data, data)
+    return module
+
+
+def _train_glue(stage: Stage) -> float:
+    module = _fit(stage, GlueOfOneRank, [])
+    assert isinstance(module, GlueOfOneRank)
+    return float(module.bonus.detach().abs().sum())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_glue_that_one_rank_uses(workers: WorkerPools, stage: Stage) -> None:
+    first, second = workers(2).run(_train_glue, stage)
+    assert first == second > 0
+
+
+class _ReadsLate(L.Callback):
+    def __init__(self) -> None:
+        self.num_seen = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.num_seen += sum(parameter.grad is not None for parameter in pl_module.parameters())
+
+
+class _NewOptimizer(L.Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.strategy.setup_optimizers(trainer)
+
+
+class _AveragesInHook(TinyMLP):
+    """Reads whole weights in a hook on its optimizer's step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        optimizer.register_step_post_hook(self._read)
+        return optimizer
+
+    def _read(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = optimizer.param_groups[0]["params"]
+        assert all(a is b for a, b in zip(parameters, self.parameters(), strict=True))
+        self.seen.append(sum(float(parameter.detach().abs().sum()) for parameter in parameters))
+
+
+def _read_late(stage: Stage) -> int:
+    late = _ReadsLate()
+    module = _fit(stage, TinyMLP, [late])
+    return late.num_seen - 8 * len(list(module.parameters()))
+
+
+def _read_in_hook(stage: Stage) -> list[float]:
+    module = _fit(stage, _AveragesInHook, [])
+    assert isinstance(module, _AveragesInHook)
+    return module.seen
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_and_weights_are_whole_after_the_step(workers: WorkerPools, stage: Stage) -> None:
+    assert workers(2).run(_read_late, stage) == [0, 0]
+    first, second = workers(2).run(_read_in_hook, stage)
+    assert first == second
+    assert len(first) == 8
+
+
+def _replace_optimizer(stage: Stage | None) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    ranks = 1 if stage is None else 2
+    trainer = L.Trainer(
+        strategy="auto" if stage is None else ThreeDStrategy(zero={"stage": stage}),
+        devices=ranks,
+        max_epochs=2,
+        callbacks=[_NewOptimizer()],
+        enable_checkpointing=False,
+        **QUIET,
+    )
+    module, data = TinyMLP(), features(32)
+    train = reference_loader(data, global_batch_size=8, seed=1)
+    if ranks > 1:
+        train = loader(data, global_batch_size=8, data_parallel_size=ranks)
+    trainer.fit(module, train, loader(data, global_batch_size=8, data_parallel_size=ranks))
+    return {fqn: value.detach().clone() for fqn, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_optimizers_that_are_replaced(workers: WorkerPools, stage: Stage) -> None:
+    expected = _replace_optimizer(None)
+    for trained in workers(2).run(_replace_optimizer, stage):
+        for fqn, value in expected.items():
+            torch.testing.assert_close(trained[fqn], value, atol=1e-5, rtol=0)
+
+
+class SkipsErrors(TinyMLP):
+    """Goes on after a backward that fails."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        try:
+            if self.global_step == 1:
+                self.layers[0].weight.register_hook(_fail)  # type: ignore[union-attr]
+            super().backward(loss, *args, **kwargs)
+        except ValueError:
+            pass
+
+
+def _fail(gradient: Tensor) -> Tensor:
+    raise ValueError("out of memory")
+
+
+def test_gradients_lost_in_a_failed_backward_are_told(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match="StepError: The last backward ended by an exception"):
+        workers(2).run(_fit, 1, SkipsErrors, [])
+
+
+def _save_and_resume(first: Stage, second: Stage) -> None:
+    path = Path("flat.ckpt")
+    for stage, resumed in ((first, None), (second, path)):
+        trainer = L.Trainer(
+            strategy=ThreeDStrategy(zero={"stage": stage}, save_distributed_checkpoint=False),
+            devices=2,
+            max_epochs=1 if resumed is None else 2,
+            enable_checkpointing=False,
+            **QUIET,
+        )
+        data = loader(features(32), global_batch_size=8, data_parallel_size=2)
+        trainer.fit(Trained("flat step"), data, data, ckpt_path=resumed)
+        trainer.save_checkpoint(path)
+    if trainer.is_global_zero:
+        saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+        assert all(values["step"].tolist() == [8.0] for values in saved.values())
+        assert {tuple(values["average"].shape) for values in saved.values()} >= {(3,), (3, 4), (32, 8)}
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 0), (0, 2), (2, 1)])
+def test_states_of_one_element_are_saved(workers: WorkerPools, first: Stage, second: Stage) -> None:
+    workers(2).run(_save_and_resume, first, second)
