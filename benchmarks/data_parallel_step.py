@@ -31,7 +31,7 @@ from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
 from lightning_3d import ThreeDStrategy
 
-RANKS, BATCH, LENGTH, VOCABULARY, WARM_UP, STEPS, ROUNDS = 2, 8, 128, 8192, 3, 12, 5
+RANKS, BATCH, LENGTH, VOCABULARY, WARM_UP, STEPS, ROUNDS = 2, 8, 128, 8192, 3, 8, 3
 BARS = (
     ("stage 0", "raw DDP", 1.03),
     ("stage 0", "Lightning DDP", 0.97),
