@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -186,6 +187,12 @@ def test_others_step_whole_parameters_or_are_refused(workers: WorkerPools, name:
         return
     with pytest.raises(WorkerError, match=rf"StepError: {_class(name)} (needs whole|steps all) parameters"):
         run_layout(workers, _job(name), layout)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_of_whole_parameters_are_clipped(workers: WorkerPools, stage: Literal[0, 1, 2]) -> None:
+    job = replace(_job("Lamb"), gradient_clip_val=0.05, sees_gradients=True)
+    assert_parity(run_reference(job), run_layout(workers, job, Layout(dp=2, zero=stage)), tolerance=1e-5)
 
 
 def _train_with_closures(stage: Literal[0, 1, 2] | None) -> dict[str, Tensor]:

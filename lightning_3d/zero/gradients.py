@@ -34,13 +34,12 @@ class Gradients:
     ) -> None:
         self._zero, self._mesh, self._device = zero, mesh, device
         self._fqns = {p: fqn for fqn, p in module.named_parameters() if not p.is_meta}
-        owned = {p for p, fqn in self._fqns.items() if state_ranks[fqn][0] == mesh.pp_rank}
-        self._counted = {parameter for parameter in owned if self._is_first_copy(parameter)}
+        self._owned = {p for p, fqn in self._fqns.items() if state_ranks[fqn][0] == mesh.pp_rank}
         self._shared = _shared_parameters(self._fqns, state_ranks)
         self._groups = _stage_groups(self._shared, mesh)
 
     def _is_first_copy(self, parameter: nn.Parameter) -> bool:
-        """Whether, of all ranks that hold the same values, this one is the first along each axis."""
+        """Whether, of all ranks that hold the same part of its gradient, this one is the first along each axis."""
         coordinate = {"dp": self._mesh.dp_rank, "cp": self._mesh.cp_rank, "tp": self._mesh.tp_rank}
         if self._zero.shards[parameter].size > 1:
             del coordinate["dp"]
@@ -58,7 +57,7 @@ class Gradients:
         Every rank calls it.
         """
         chosen = self._fqns if parameters is None else parameters
-        local = [self._zero.gradient(p) for p in chosen if p in self._counted]
+        local = [self._zero.gradient(p) for p in chosen if p in self._owned and self._is_first_copy(p)]
         norms = foreach_norm(found, norm_type) if (found := [g for g in local if g is not None]) else []
         stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=self._device)
         if norm_type == float("inf"):
