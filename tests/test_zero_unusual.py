@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
@@ -311,6 +312,21 @@ class _AveragesInHook(TinyMLP):
         parameters = optimizer.param_groups[0]["params"]
         assert all(a is b for a, b in zip(parameters, self.parameters(), strict=True))
         self.seen.append(sum(float(parameter.detach().abs().sum()) for parameter in parameters))
+
+
+def _read_by_lambda(stage: Stage) -> bool:
+    seen: list[bool] = []
+
+    def look(trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        seen.extend(parameter.grad is not None for parameter in pl_module.parameters())
+
+    _fit(stage, TinyMLP, [LambdaCallback(on_before_optimizer_step=look)])
+    return bool(seen) and all(seen)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_lambda_callbacks_see_gradients(workers: WorkerPools, stage: Stage) -> None:
+    assert workers(2).run(_read_by_lambda, stage) == [True, True]
 
 
 def _read_late(stage: Stage) -> int:

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.dtensor import StridedShard, local_shape_and_offset
-from lightning_3d.zero.shard import RankShard
+from lightning_3d.zero.shard import RankShard, Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +111,14 @@ def full_value(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-def empty_state(shard: RankShard, info: TensorInfo) -> Tensor:
-    """Room for an optimizer state of a shard: placed as a part of the parameter if it has its shape, else plain.
+def empty_state(parameter: nn.Parameter, info: TensorInfo, shards: Shards) -> Tensor:
+    """Room for an optimizer state of `parameter`: placed as its shard is if it has its shape, else a plain tensor.
 
     Raises:
         CheckpointError: The parameter is sharded and the shape of the state is neither its own nor a scalar's.
 
     """
-    parameter = shard.parameter
+    shard = shards.get(parameter, RankShard(parameter=parameter))
     if math.prod(info.shape) == 1 and info.shape != tuple(parameter.shape):
         return torch.empty(
             info.shape, dtype=info.dtype

@@ -37,7 +37,7 @@ from lightning_3d.checkpoint.own_state import (
     tied_fqns,
     unwrapped,
 )
-from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards
+from lightning_3d.zero.shard import NO_SHARDS, Shards
 
 # ------------------------------------------------------------------------------------------------------------- gather
 
@@ -225,14 +225,13 @@ def _own_part(
     state: dict[str, dict[str, Any]] = {}
     for fqn, parameter in zip(fqns, parameters_of(optimizer), strict=True):
         if fqn in saved["state"] and not parameter.is_meta:
-            shard = shards.get(parameter, RankShard(parameter=parameter))
-            state[fqn] = {name: _part_of(value, shard) for name, value in saved["state"][fqn].items()}
+            state[fqn] = {name: _part_of(value, parameter, shards) for name, value in saved["state"][fqn].items()}
     return {"state": state, "param_groups": saved["param_groups"]}
 
 
-def _part_of(value: object, shard: RankShard) -> object:
+def _part_of(value: object, parameter: nn.Parameter, shards: Shards) -> object:
     if not isinstance(value, Tensor):
         return value
-    part = empty_state(shard, TensorInfo(shape=tuple(value.shape), dtype=value.dtype))
+    part = empty_state(parameter, TensorInfo(shape=tuple(value.shape), dtype=value.dtype), shards)
     fill(part, value)
     return part

@@ -45,7 +45,7 @@ from lightning_3d.checkpoint.own_state import (
     restore_optimizer,
 )
 from lightning_3d.errors import CheckpointError
-from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards
+from lightning_3d.zero.shard import NO_SHARDS, Shards
 
 TreePath = tuple[str | int, ...]
 
@@ -280,8 +280,7 @@ class Folder:
         for path, entry in self.entries.items():
             if path[:2] == (section, "state") and path[2] in own:
                 parameter = own[str(path[2])]
-                shard = shards.get(parameter, RankShard(parameter=parameter))
-                room[path] = None if entry.tensor is None else empty_state(shard, entry.tensor)
+                room[path] = None if entry.tensor is None else empty_state(parameter, entry.tensor, shards)
         return room
 
     def read(self, room: Mapping[TreePath, Any]) -> dict[str, Any]:

@@ -76,8 +76,8 @@ def optimizer_state(
                     f"state {name!r} of {fqn} in {type(unwrapped(optimizer)).__name__} is a {type(value).__name__}: "
                     "only optimizers whose states are tensors and plain values can be saved"
                 )
-    apart = _apart(state, fqns, parameters, shards)
     of_shards = {fqn: shards[parameter] for fqn, parameter in zip(fqns, parameters, strict=True) if parameter in shards}
+    apart = _apart(state, of_shards)
     placed = {
         fqn: _placed(values, of_shards[fqn], apart) if fqn in of_shards else values for fqn, values in state.items()
     }
@@ -85,17 +85,13 @@ def optimizer_state(
     return {"state": state_in_original_order(placed, marked(module)), "param_groups": groups}
 
 
-def _apart(
-    state: Mapping[str, Mapping[str, Any]], fqns: Sequence[str], parameters: Sequence[nn.Parameter], shards: Shards
-) -> set[str]:
+def _apart(state: Mapping[str, Mapping[str, Any]], of_shards: Mapping[str, RankShard]) -> set[str]:
     """Names of states that are no rows of their parameters, though a shard's rows may have their shape by chance."""
-    shard_of = {fqn: shards[parameter] for fqn, parameter in zip(fqns, parameters, strict=True) if parameter in shards}
     return {
         name
-        for fqn, values in state.items()
-        if fqn in shard_of
-        for name, value in values.items()
-        if isinstance(value, Tensor) and value.shape != shard_of[fqn].own(shard_of[fqn].parameter).shape
+        for fqn, shard in of_shards.items()
+        for name, value in state.get(fqn, {}).items()
+        if isinstance(value, Tensor) and value.shape != shard.own(shard.parameter).shape
     }
 
 

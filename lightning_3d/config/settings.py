@@ -77,8 +77,8 @@ class ZeroConfig:
     @property
     def dtype(self) -> torch.dtype | None:
         """``communication_dtype``; None for that of the gradients."""
-        dtype: torch.dtype | None = getattr(torch, self.communication_dtype, None)
-        return dtype
+        dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        return dtypes.get(self.communication_dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,10 @@ step, which then needs memory for one set of gradients, not two.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
@@ -91,21 +94,29 @@ _SEE_GRADIENTS = (
 
 def gradients_seen(trainer: Trainer, module: LightningModule) -> bool:
     """Whether the user's code may look at gradients between a backward and the end of the batch."""
-    every: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
-    own = ("lightning.", "lightning_3d.")
-    callbacks = [callback for callback in every if not type(callback).__module__.startswith(own)]
-    return not module.automatic_optimization or any(
-        is_overridden(hook, module, LightningModule)
-        or any(is_overridden(hook, callback, Callback) for callback in callbacks if hasattr(Callback, hook))
-        for hook in _SEE_GRADIENTS
-    )
+    callbacks = [callback for callback in _callbacks(trainer) if _is_users(callback)]
+    return not module.automatic_optimization or _are_overridden(_SEE_GRADIENTS, module, callbacks)
 
 
 def zeroes_unseen(trainer: Trainer, module: LightningModule) -> bool:
     """Whether ``zero_grad`` after an optimizer's step shows the gradients to nobody."""
-    hook = "on_before_zero_grad"
-    overrides = [hook, "optimizer_zero_grad"]
-    return not (
-        any(is_overridden(name, module, LightningModule) for name in overrides)
-        or any(is_overridden(hook, callback, Callback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return not _are_overridden(("on_before_zero_grad", "optimizer_zero_grad"), module, _callbacks(trainer))
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
+    return callbacks
+
+
+def _is_users(callback: Callback) -> bool:
+    own = ("lightning.", "lightning_3d.")
+    return isinstance(callback, LambdaCallback) or not type(callback).__module__.startswith(own)
+
+
+def _are_overridden(hooks: Iterable[str], module: LightningModule, callbacks: Iterable[Callback]) -> bool:
+    """Whether the module, or a callback that has such a hook, overrides one of them."""
+    return any(
+        is_overridden(hook, module, LightningModule)
+        or (hasattr(Callback, hook) and any(is_overridden(hook, callback, Callback) for callback in callbacks))
+        for hook in hooks
     )

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
+from lightning_3d.zero.shard import plain
 
 _MIB = 2**20
 
@@ -70,8 +70,7 @@ def report_table(reports: Sequence[RankReport]) -> Table:
 
 
 def _num_elements(tensors: Iterable[Tensor]) -> int:
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return sum(tensor.numel() for tensor in local if not tensor.is_meta)
+    return sum(local.numel() for local in map(plain, tensors) if not local.is_meta)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -34,22 +34,18 @@ class Bucket:
         self._length = 0
         for shard in shards:
             self._offsets[shard.parameter] = self._length
-            self._length += self._piece(shard)
+            self._length += shard.elements_per_rank
         self._flags = {shard.parameter: self._length + index for index, shard in enumerate(shards)}
         self._length += len(shards)
         self._buffer: Tensor | None = None
         self._result: Wait | None = None
         self._filled: set[nn.Parameter] = set()
-
-    def _piece(self, shard: RankShard) -> int:
-        """Elements of a row that belong to a parameter."""
-        held = plain(shard.parameter)
-        return shard.rows_per_rank * (held.numel() // max(1, shard.num_rows))
+        self._num_trained = len(shards)  # counted anew when the first gradient of a backward comes
 
     @property
     def is_full(self) -> bool:
         """Whether the gradients of all parameters that are trained now are in."""
-        return all(p in self._filled or not p.requires_grad for p in self._offsets)
+        return not self.is_trained or len(self._filled) >= self._num_trained
 
     @property
     def is_trained(self) -> bool:
@@ -66,7 +62,7 @@ class Bucket:
         buffer = self._make_buffer()
         adds = shard.parameter in self._filled
         scale, offset = 1.0 / self._replicas.size, self._offsets[shard.parameter]
-        width = self._piece(shard)
+        width = shard.elements_per_rank
         own = gradient.reshape(shard.num_rows, -1)
         per_rank = shard.rows_per_rank if self._num_rows > 1 else shard.num_rows
         num_whole = shard.num_rows // per_rank if per_rank else 0
@@ -81,6 +77,7 @@ class Bucket:
 
     def _make_buffer(self) -> Tensor:
         if self._buffer is None:
+            self._num_trained = sum(parameter.requires_grad for parameter in self._offsets)
             device = plain(self.shards[0].parameter).device
             self._buffer = torch.empty(self._num_rows, self._length, dtype=self._dtype, device=device)
         return self._buffer
@@ -91,7 +88,7 @@ class Bucket:
         for shard in self.shards:
             if shard.parameter not in self._filled:
                 offset = self._offsets[shard.parameter]
-                buffer[:, offset : offset + self._piece(shard)] = 0.0
+                buffer[:, offset : offset + shard.elements_per_rank] = 0.0
                 buffer[:, self._flags[shard.parameter]] = 0.0
         reduce = self._replicas.reduce_scatter if self._num_rows > 1 else self._replicas.all_reduce
         self._result, self._buffer = reduce(buffer), None

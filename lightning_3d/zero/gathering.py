@@ -108,7 +108,7 @@ class Gathering:
 
     def _begin_together(self, together: Sequence[tuple[RankShard, Tensor]]) -> _Arrival:
         size = self._replicas.size
-        widths = [shard.rows_per_rank * (plain(t.detach()).numel() // max(1, shard.num_rows)) for shard, t in together]
+        widths = [shard.elements_per_rank for shard, _ in together]
         row = plain(together[0][1].detach()).new_empty(sum(widths))
         for (shard, tensor), part in zip(together, row.split(widths), strict=True):
             own = shard.own(tensor)

@@ -46,6 +46,11 @@ class RankShard:
         """Rows of the first ranks; later ones may have fewer, or none."""
         return -(-self.num_rows // self.size)
 
+    @property
+    def elements_per_rank(self) -> int:
+        """Elements of these rows."""
+        return self.rows_per_rank * (plain(self.parameter).numel() // max(1, self.num_rows))
+
     def own(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor like the parameter, plain or a DTensor; a view."""
         held = plain(tensor.detach())
