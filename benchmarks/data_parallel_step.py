@@ -14,21 +14,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import lightning as L
 import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
+from benchmarks.rounds import Contenders, compare
 from lightning_3d import ThreeDStrategy
 
 RANKS, BATCH, LENGTH, VOCABULARY, WARM_UP, STEPS, ROUNDS = 2, 8, 128, 8192, 3, 8, 3
@@ -95,6 +93,10 @@ def _lightning(strategy: Any) -> float:
     return train(strategy, RANKS, GPT(VOCABULARY), _batches(), WARM_UP)
 
 
+def _ours(stage: int) -> float:
+    return _lightning(ThreeDStrategy(zero={"stage": stage}))
+
+
 class _Forward(nn.Module):
     """A forward that is the training step, for wrappers that run nothing else."""
 
@@ -127,34 +129,20 @@ def _fsdp(model: _Forward) -> nn.Module:
     return model
 
 
-CONTENDERS: dict[str, Callable[[], float]] = {
-    "raw DDP": lambda: _raw(DistributedDataParallel),
-    "stage 0": lambda: _lightning(ThreeDStrategy(zero={"stage": 0})),
-    "stage 1": lambda: _lightning(ThreeDStrategy(zero={"stage": 1})),
-    "Lightning DDP": lambda: _lightning("ddp"),
-    "stage 2": lambda: _lightning(ThreeDStrategy(zero={"stage": 2})),
-    "raw FSDP2": lambda: _raw(_fsdp),
-    "stage 3": lambda: _lightning(ThreeDStrategy(zero={"stage": 3})),
+CONTENDERS: Contenders = {
+    "raw DDP": partial(_raw, DistributedDataParallel),
+    "stage 0": partial(_ours, 0),
+    "stage 1": partial(_ours, 1),
+    "Lightning DDP": partial(_lightning, "ddp"),
+    "stage 2": partial(_ours, 2),
+    "raw FSDP2": partial(_raw, _fsdp),
+    "stage 3": partial(_ours, 3),
 }
-
-
-def measure(name: str) -> float:
-    """Seconds of a step of one contender."""
-    seconds = CONTENDERS[name]()
-    dist.barrier()
-    return seconds
 
 
 def main() -> None:
     """Print the table."""
-    rounds = [{name: run_ranks(measure, RANKS, name) for name in CONTENDERS} for _ in range(ROUNDS)]
-    table = Table("", "against", "ratio", "by round", "bar", title=f"one step, {RANKS} processes, {ROUNDS} rounds")
-    for name, peer, bar in BARS:
-        ratios = [seconds[name] / seconds[peer] for seconds in rounds]
-        listed = " ".join(f"{ratio:.2f}" for ratio in ratios)
-        table.add_row(name, peer, f"{statistics.median(ratios):.3f}", listed, "" if bar is None else f"{bar:.2f}")
-    Console().print(table)
-    Console().print({name: f"{statistics.median(s[name] for s in rounds) * 1e3:.0f} ms" for name in CONTENDERS})
+    compare(CONTENDERS, BARS, num_ranks=RANKS, num_rounds=ROUNDS, title=f"{RANKS} processes")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,9 @@ FSDP2 at stage 3.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,9 +19,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.data_parallel_step import Clock, train
-from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
 from benchmarks.pipeline_step import next_token_loss
+from benchmarks.rounds import Contenders, compare
 from lightning_3d import ThreeDStrategy
 
 RANKS, BATCH, LENGTH, VOCABULARY, MICROBATCHES, WARM_UP, STEPS, ROUNDS = 4, 8, 128, 8192, 4, 3, 8, 3
@@ -64,13 +60,13 @@ def _ours(stage: int) -> float:
     return train(strategy, RANKS, GPT(VOCABULARY), random_tokens(WARM_UP + STEPS, BATCH, LENGTH, VOCABULARY), WARM_UP)
 
 
-CONTENDERS: dict[str, Callable[[], float]] = {
-    "by hand, DDP": lambda: _by_hand(shards=False),
-    "stage 1": lambda: _ours(1),
-    "by hand, FSDP2": lambda: _by_hand(shards=True),
-    "stage 3": lambda: _ours(3),
-    "stage 0": lambda: _ours(0),
-    "stage 2": lambda: _ours(2),
+CONTENDERS: Contenders = {
+    "by hand, DDP": partial(_by_hand, shards=False),
+    "stage 1": partial(_ours, 1),
+    "by hand, FSDP2": partial(_by_hand, shards=True),
+    "stage 3": partial(_ours, 3),
+    "stage 0": partial(_ours, 0),
+    "stage 2": partial(_ours, 2),
 }
 BARS = (
     ("stage 1", "by hand, DDP", 1.0),
@@ -80,22 +76,9 @@ BARS = (
 )
 
 
-def measure(name: str) -> float:
-    """Seconds of a step of one contender."""
-    seconds = CONTENDERS[name]()
-    dist.barrier()
-    return seconds
-
-
 def main() -> None:
     """Print the table."""
-    rounds = [{name: run_ranks(measure, RANKS, name) for name in CONTENDERS} for _ in range(ROUNDS)]
-    table = Table("", "against", "ratio", "by round", "bar", title=f"one step, pipeline 2 x data 2, {ROUNDS} rounds")
-    for name, peer, bar in BARS:
-        ratios = [seconds[name] / seconds[peer] for seconds in rounds]
-        listed = " ".join(f"{ratio:.2f}" for ratio in ratios)
-        table.add_row(name, peer, f"{statistics.median(ratios):.3f}", listed, "" if bar is None else f"{bar:.2f}")
-    Console().print(table)
+    compare(CONTENDERS, BARS, num_ranks=RANKS, num_rounds=ROUNDS, title="pipeline 2 x data 2")
 
 
 if __name__ == "__main__":
