@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,7 +88,8 @@ class Layout:
     tensor_plan: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     verify: bool = True
-    show_gradients: bool | Literal["auto"] = "auto"
+    zero_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of `zero`, besides the stage."""
     compile_backend: Literal["inductor", "aot_eager"] | None = None
     """What compiles the blocks; None leaves them eager."""
 
@@ -97,14 +98,17 @@ class Layout:
         return self.pp * self.dp * self.tp
 
     def __str__(self) -> str:
-        return f"pp{self.pp}-dp{self.dp}-tp{self.tp}-zero{self.zero}-{self.schedule}-mb{self.num_microbatches}"
+        return (
+            f"pp{self.pp}-dp{self.dp}-tp{self.tp}-zero{self.zero}-{self.schedule}-mb{self.num_microbatches}"
+            + "".join(f"-{name}={value}" for name, value in self.zero_settings.items())
+        )
 
     def strategy(self) -> ThreeDStrategy:
         return ThreeDStrategy(
             pipeline_parallel_size=self.pp,
             data_parallel_size=self.dp,
             tensor_parallel_size=self.tp,
-            zero={"stage": self.zero, "show_gradients": self.show_gradients},
+            zero={"stage": self.zero, **self.zero_settings},
             pipeline={
                 "num_microbatches": self.num_microbatches,
                 "partition": self.partition,
@@ -319,7 +323,8 @@ def run_layout(
 def _train_rank(
     job: Job, layout: Layout, measures_sent: bool
 ) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str], dict[str, tuple[Sent, Sent]]]:
-    layout = layout if job.sees_gradients else replace(layout, show_gradients=False)
+    if not job.sees_gradients:
+        layout = replace(layout, zero_settings={"show_gradients": False, **layout.zero_settings})
     recorder, strategy = _recorder(job, _norm_of_strategy), layout.strategy()
     inputs = BlockInputs()
     trainer = _trainer(job, strategy, layout.world_size, recorder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning as L
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_3d import ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import Layout
 from tests.workers import WorkerPools
 
 NUM_MICROBATCHES = 4
+UNSEEN = {"show_gradients": False}
 SENT = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
 """Collective -> how often its full tensor goes over the wire, but for the share of one rank."""
 
@@ -53,17 +53,16 @@ class _CountSecondStep(L.Callback):
             self.counting.__exit__(None, None, None)
 
 
-def _sent(layout: Layout, **zero: Any) -> tuple[float, Tensor]:
+def _sent(layout: Layout) -> tuple[float, Tensor]:
     """What a step communicates over the data-parallel ranks, in multiples of the parameters of this rank's stage; and
     what some weight is after two.
     """
     count = _CountSecondStep()
     L.seed_everything(1, verbose=False)
-    strategy = ThreeDStrategy(zero={"stage": layout.zero, **zero}) if zero else layout.strategy()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=layout.world_size,
-        strategy=strategy,
+        strategy=layout.strategy(),
         max_steps=2,
         callbacks=[count],
         logger=False,
@@ -80,7 +79,7 @@ def _sent(layout: Layout, **zero: Any) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize(("stage", "theory"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_a_step_sends_what_theory_says(workers: WorkerPools, stage: Literal[0, 1, 2, 3], theory: int) -> None:
-    (sent, _), _ = workers(2).run(_sent, Layout(dp=2, zero=stage, show_gradients=False))
+    (sent, _), _ = workers(2).run(_sent, Layout(dp=2, zero=stage, zero_settings=UNSEEN))
     least = theory - 0.2 if stage == 3 else theory  # what belongs to no block is gathered once
     assert least <= sent <= theory * 1.03
 
@@ -89,17 +88,19 @@ def test_a_step_sends_what_theory_says(workers: WorkerPools, stage: Literal[0, 1
 def test_with_a_pipeline_stage_2_reduces_every_microbatch(
     workers: WorkerPools, stage: Literal[0, 1, 2], theory: int
 ) -> None:
-    layout = Layout(pp=2, dp=2, zero=stage, num_microbatches=NUM_MICROBATCHES, show_gradients=False)
+    layout = Layout(pp=2, dp=2, zero=stage, num_microbatches=NUM_MICROBATCHES, zero_settings=UNSEEN)
     for sent, _ in workers(4).run(_sent, layout):
         assert theory <= sent <= theory * 1.05
 
 
 @pytest.mark.parametrize(("stage", "theory"), [(0, 1.0), (1, 1.5), (2, 1.5), (3, 2.5)])
 def test_gradients_travel_in_another_dtype(workers: WorkerPools, stage: Literal[0, 1, 2, 3], theory: float) -> None:
-    layout = Layout(dp=2, zero=stage, show_gradients=False)
+    layout = Layout(dp=2, zero=stage, zero_settings=UNSEEN)
     (_, exact), _ = workers(2).run(_sent, layout)
     for dtype in ("bfloat16", "float16"):
-        (sent, rounded), _ = workers(2).run(partial(_sent, layout, communication_dtype=dtype, show_gradients=False))
+        (sent, rounded), _ = workers(2).run(
+            _sent, replace(layout, zero_settings={**UNSEEN, "communication_dtype": dtype})
+        )
         assert theory - (0.2 if stage == 3 else 0) <= sent <= theory * 1.03
         if stage < 3:
             assert not torch.equal(exact, rounded)
@@ -108,8 +109,8 @@ def test_gradients_travel_in_another_dtype(workers: WorkerPools, stage: Literal[
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_buckets_of_any_size_reduce_alike(workers: WorkerPools, stage: Literal[0, 1, 2]) -> None:
-    layout = Layout(dp=2, zero=stage, show_gradients=False)
+    layout = Layout(dp=2, zero=stage, zero_settings=UNSEEN)
     (_, exact), _ = workers(2).run(_sent, layout)
     for size in (0, 0.01):
-        (_, other), _ = workers(2).run(partial(_sent, layout, bucket_size=size))
+        (_, other), _ = workers(2).run(_sent, replace(layout, zero_settings={**UNSEEN, "bucket_size": size}))
         torch.testing.assert_close(exact, other, atol=1e-6, rtol=0)
