@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: env demo test lint clean
+.PHONY: env demo test test-matrix lint clean
 
 env: $(INSTALLED)
 
@@ -20,6 +20,10 @@ demo: env
 
 test: lint
 	$(BIN)/python -m pytest
+
+# Tables of layouts that are too slow for every change.
+test-matrix: env
+	$(BIN)/python -m pytest -m matrix
 
 lint: env
 	$(BIN)/ruff check
