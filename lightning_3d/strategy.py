@@ -297,6 +297,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        self._parts.runner.before_backward(closure_loss)
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._parts.runner.after_backward()
         if not self._accumulating:

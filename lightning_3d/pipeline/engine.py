@@ -25,7 +25,7 @@ from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.microbatches import Microbatch, batch_size, signature, split_batch
-from lightning_3d.pipeline.schedule import Schedule
+from lightning_3d.pipeline.schedule import AroundBackward, Schedule
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.study import Study
@@ -111,6 +111,7 @@ class PipelineEngine:
 
     Args:
         rank_module: The root of this rank's shards, around ``module``.
+        around_backward: Gives the context of each backward of a microbatch on a stage.
     """
 
     def __init__(
@@ -123,8 +124,10 @@ class PipelineEngine:
         mesh: Mesh,
         randomness: StepRandomness,
         device: torch.device,
+        around_backward: AroundBackward,
     ) -> None:
         self._module, self._rank_module, self._router = module, rank_module, router
+        self._around_backward = around_backward
         self._plan, self._randomness, self._device = plan, randomness, device
         self._group = mesh.group("pp")
         self._stages = plan.stages_on(mesh.pp_rank)
@@ -164,7 +167,7 @@ class PipelineEngine:
                 torch.distributed.barrier(self._group)
                 self._recorder.begin()
                 self._planned = schedule.planned()
-            schedule.run(partial(self._forward, step), self._recorder)
+            schedule.run(partial(self._forward, step), self._around_backward, self._recorder)
         self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=batch_size(parts[-1].batch))
         reports = share(
             lambda: self._reports(step),

@@ -44,6 +44,9 @@ _MULTI = {
 Forward = Callable[[int, int, tuple[Tensor, ...]], Any]
 """(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
 
+AroundBackward = Callable[..., AbstractContextManager[None]]
+"""(stage, is_last=whether it is the stage's last one in the step) -> context of the backward of a microbatch."""
+
 
 class Schedule:
     """Runs the microbatches of one step through this rank's stages.
@@ -87,17 +90,18 @@ class Schedule:
         self._indices = torch.arange(num_microbatches)
         self._stages = torch_stages
 
-    def run(self, forward: Forward, recorder: SpanRecorder | None = None) -> None:
+    def run(self, forward: Forward, around_backward: AroundBackward, recorder: SpanRecorder | None = None) -> None:
         """Run all microbatches, forward and backward.
 
         Args:
+            around_backward: Gives the context of each backward that is in one piece.
             recorder: Measures the computations.
 
         Raises:
             BaseException: what ``forward`` or the backward raised, without torch's words around it.
         """
         for stage in self._stages:
-            stage.recorder = recorder
+            stage.recorder, stage.around_backward = recorder, around_backward
         failure = None
         try:
             self._schedule.step(index=self._indices, run=forward, target=self._indices, return_outputs=False)
@@ -166,6 +170,7 @@ class _Stage(ShapedStage):
     """A stage whose computations can be measured."""
 
     recorder: SpanRecorder | None = None
+    around_backward: AroundBackward
 
     def __init__(
         self,
@@ -193,7 +198,8 @@ class _Stage(ShapedStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with self._measured("backward" if full_backward else "input", bwd_chunk_id):
+        around = self.around_backward(self.stage_index, is_last=last_backward) if full_backward else nullcontext()
+        with self._measured("backward" if full_backward else "input", bwd_chunk_id), around:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:

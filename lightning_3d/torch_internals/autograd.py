@@ -84,3 +84,8 @@ def reachable_nodes(outputs: Iterable[Tensor]) -> set[object]:
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Have `call` called once the backward that runs now has ended; to be used in hooks of a backward."""
     Variable._execution_engine.queue_callback(call)
+
+
+def current_backward() -> int:
+    """A number of the backward that runs now, another one in a backward inside of it; to be used in hooks."""
+    return torch._C._current_graph_task_id()

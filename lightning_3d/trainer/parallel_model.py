@@ -110,6 +110,7 @@ def make_parallel(
             mesh=mesh,
             randomness=randomness,
             device=device,
+            around_backward=zero.stage_backward,
         )
         runner = PipelineRunner(module, zero, engine, gradients, splits_backward=config.pipeline.splits_backward)
     precision.attach(device_type=device.type, norm=gradients.norm, zero=zero)

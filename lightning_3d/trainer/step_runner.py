@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import StepError
@@ -34,6 +35,10 @@ class StepRunner(Protocol):
     @abstractmethod
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         """Run ``<name>(batch, *rest)`` without gradients; returns what it returns."""
+
+    @abstractmethod
+    def before_backward(self, loss: Tensor) -> None:
+        """Called before Lightning runs the backward of a loss."""
 
     @abstractmethod
     def after_backward(self) -> None:
@@ -68,6 +73,9 @@ class WholeModelRunner(StepRunner):
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         with self._randomness.replica(number):
             return tree_map(plain, self._zero.root(lambda: getattr(self._module, name)(batch, *rest)))
+
+    def before_backward(self, loss: Tensor) -> None:
+        self._zero.before_backward(loss)
 
     def after_backward(self) -> None:
         """Nothing: the gradients are where Lightning looks for them."""
@@ -113,6 +121,9 @@ class PipelineRunner(StepRunner):
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         return self._engine.run(name, batch, rest, number=number, backward=False)
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Nothing: the backward has run."""
 
     def after_backward(self) -> None:
         self._pending.check_released()

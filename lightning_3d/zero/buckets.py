@@ -10,6 +10,7 @@ parameter: how many ranks have a gradient of it, so that one that no rank has st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,6 +18,36 @@ from torch import Tensor, nn
 
 from lightning_3d.zero.replicas import Replicas, Wait
 from lightning_3d.zero.shard import RankShard, plain
+
+
+class _Place:
+    """Where a parameter's gradient lies in the rows of a bucket.
+
+    Args:
+        num_rows: Of the bucket.
+    """
+
+    def __init__(self, shard: RankShard, num_rows: int) -> None:
+        shape, self.shard = plain(shard.parameter).shape, shard
+        self.own_shape = shard.own(shard.parameter).shape
+        self._per_rank = shard.rows_per_rank if num_rows > 1 else shard.num_rows
+        self._num_whole = shard.num_rows // self._per_rank if self._per_rank else 0
+        self._whole = (self._num_whole, self._per_rank, *shape[1:])
+        self._num_left = shard.num_rows - self._num_whole * self._per_rank
+
+    def put(self, slots: Tensor, gradient: Tensor, scale: float, *, adds: bool) -> None:
+        """Write `scale` times a gradient, or add it.
+
+        Args:
+            slots: Of shape (rows of the bucket, elements of this parameter in each).
+        """
+        own = gradient if gradient.dim() else gradient.view(1)
+        if self._num_whole:
+            whole = own if not self._num_left else own[: -self._num_left]
+            _put(slots[: self._num_whole].view(self._whole), whole.view(self._whole), scale, adds=adds)
+        if self._num_left:
+            last = own[-self._num_left :]
+            _put(slots[self._num_whole, : last.numel()].view(last.shape), last, scale, adds=adds)
 
 
 class Bucket:
@@ -28,70 +59,64 @@ class Bucket:
     """
 
     def __init__(self, shards: Sequence[RankShard], replicas: Replicas, dtype: torch.dtype) -> None:
-        self.shards, self._replicas, self._dtype = tuple(shards), replicas, dtype
+        self.parameters: tuple[nn.Parameter, ...] = tuple(shard.parameter for shard in shards)
+        self._replicas, self._dtype, self._device = replicas, dtype, plain(shards[0].parameter).device
         self._num_rows = replicas.size if shards[0].size > 1 else 1
-        self._offsets: dict[nn.Parameter, int] = {}
-        self._length = 0
-        for shard in shards:
-            self._offsets[shard.parameter] = self._length
-            self._length += shard.elements_per_rank
-        self._flags = {shard.parameter: self._length + index for index, shard in enumerate(shards)}
-        self._length += len(shards)
+        self._places = [_Place(shard, self._num_rows) for shard in shards]
+        self._widths = [*(shard.elements_per_rank for shard in shards), len(shards)]
         self._buffer: Tensor | None = None
+        self._slots: tuple[Tensor, ...] = ()  # parts of the buffer: of each parameter, and the numbers at the end
         self._result: Wait | None = None
-        self._filled: set[nn.Parameter] = set()
+        self._filled: set[int] = set()
         self._num_trained = len(shards)  # counted anew when the first gradient of a backward comes
 
     @property
     def is_full(self) -> bool:
         """Whether the gradients of all parameters that are trained now are in."""
-        return not self.is_trained or len(self._filled) >= self._num_trained
+        return len(self._filled) >= self._num_trained if self._filled else not self.is_trained
 
     @property
     def is_trained(self) -> bool:
         """Whether any of its parameters is trained now."""
-        return any(p.requires_grad for p in self._offsets)
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it holds gradients that are not collected."""
+        return bool(self._filled) or self.is_launched
 
     @property
     def is_launched(self) -> bool:
         """Whether its collective is under way."""
         return self._result is not None
 
-    def fill(self, shard: RankShard, gradient: Tensor) -> None:
-        """Take in a gradient, or add to it if it was taken in before."""
-        buffer = self._make_buffer()
-        adds = shard.parameter in self._filled
-        scale, offset = 1.0 / self._replicas.size, self._offsets[shard.parameter]
-        width = shard.elements_per_rank
-        own = gradient.reshape(shard.num_rows, -1)
-        per_rank = shard.rows_per_rank if self._num_rows > 1 else shard.num_rows
-        num_whole = shard.num_rows // per_rank if per_rank else 0
-        slots = buffer[:num_whole, offset : offset + width].view(num_whole, per_rank, -1) if width else None
-        if slots is not None:
-            _put(slots, own[: num_whole * per_rank].view(slots.shape), scale, adds=adds)
-        if rest := shard.num_rows - num_whole * per_rank:
-            last = own[-rest:]
-            _put(buffer[num_whole, offset : offset + last.numel()].view(last.shape), last, scale, adds=adds)
-        buffer[:, self._flags[shard.parameter]] = 1.0
-        self._filled.add(shard.parameter)
+    def fill(self, index: int, gradient: Tensor) -> None:
+        """Take in a gradient, or add to it if it was taken in before.
+
+        Args:
+            index: Of the parameter among this bucket's.
+        """
+        if self._buffer is None:
+            self._make_buffer()
+        self._places[index].put(self._slots[index], gradient, 1.0 / self._replicas.size, adds=index in self._filled)
+        self._filled.add(index)
 
     def _make_buffer(self) -> Tensor:
-        if self._buffer is None:
-            self._num_trained = sum(parameter.requires_grad for parameter in self._offsets)
-            device = plain(self.shards[0].parameter).device
-            self._buffer = torch.empty(self._num_rows, self._length, dtype=self._dtype, device=device)
+        self._num_trained = sum(parameter.requires_grad for parameter in self.parameters)
+        self._buffer = torch.empty(self._num_rows, sum(self._widths), dtype=self._dtype, device=self._device)
+        self._slots = self._buffer.split(self._widths, dim=1)
+        self._slots[-1].fill_(1.0)
         return self._buffer
 
     def launch(self) -> None:
         """Begin the collective; gradients that are not in count as zero."""
-        buffer = self._make_buffer()
-        for shard in self.shards:
-            if shard.parameter not in self._filled:
-                offset = self._offsets[shard.parameter]
-                buffer[:, offset : offset + shard.elements_per_rank] = 0.0
-                buffer[:, self._flags[shard.parameter]] = 0.0
+        buffer = self._make_buffer() if self._buffer is None else self._buffer
+        for index in range(len(self.parameters)):
+            if index not in self._filled:
+                self._slots[index].zero_()
+                self._slots[-1][:, index] = 0.0
         reduce = self._replicas.reduce_scatter if self._num_rows > 1 else self._replicas.all_reduce
-        self._result, self._buffer = reduce(buffer), None
+        self._result, self._buffer, self._slots = reduce(buffer), None, ()
 
     def collect(self) -> list[tuple[RankShard, Tensor]]:
         """Wait for the collective.
@@ -100,21 +125,17 @@ class Bucket:
             This rank's part of the mean of every gradient that some rank has: of the shape of the shard's rows.
         """
         assert self._result is not None
-        row = self._result()
-        missing = {shard.parameter for shard in self.shards} - self._filled
-        if any(parameter.requires_grad for parameter in missing):
-            num_ranks = row[-len(self.shards) :].tolist()
-            pairs = zip(self.shards, num_ranks, strict=True)
-            missing = {shard.parameter for shard, num in pairs if num == 0.0}
-        collected = []
-        for shard in self.shards:
-            if shard.parameter not in missing:
-                like = shard.own(shard.parameter)
-                offset = self._offsets[shard.parameter]
-                collected.append((shard, row[offset : offset + like.numel()].view(like.shape)))
-        self._result = None
-        self._filled = set()
-        return collected
+        *parts, num_ranks = self._result().split(self._widths)
+        missing = set(range(len(self.parameters))) - self._filled
+        if any(self.parameters[index].requires_grad for index in missing):
+            missing = {index for index, num in enumerate(num_ranks.tolist()) if num == 0.0}
+        self._result, self._filled = None, set()
+        pairs = enumerate(zip(self._places, parts, strict=True))
+        return [
+            (place.shard, part[: place.own_shape.numel()].view(place.own_shape))
+            for index, (place, part) in pairs
+            if index not in missing
+        ]
 
 
 def _put(slots: Tensor, values: Tensor, scale: float, *, adds: bool) -> None:
@@ -122,6 +143,17 @@ def _put(slots: Tensor, values: Tensor, scale: float, *, adds: bool) -> None:
         slots.add_(values, alpha=scale)
     else:
         torch.mul(values, scale, out=slots)
+
+
+_LARGEST, _SMALLEST, _LEAST_NUMBER = 25 * 2**20, 2**20, 4
+
+
+def bucket_bytes(shards: Iterable[RankShard]) -> float:
+    """Bytes of parameters per bucket where nobody sets them: 25 MiB as in DDP, but several buckets of at least 1 MiB in
+    a small model, since only those before the last are reduced while the backward runs.
+    """
+    total = sum(plain(shard.parameter).nbytes for shard in shards)
+    return min(_LARGEST, max(_SMALLEST, total / _LEAST_NUMBER))
 
 
 def make_buckets(
@@ -135,17 +167,13 @@ def make_buckets(
     """
     buckets: list[Bucket] = []
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[RankShard]] = {}
-
-    def close(key: tuple[torch.dtype, torch.device, bool]) -> None:
-        buckets.append(Bucket(open_buckets.pop(key), replicas, dtype or key[0]))
-
+    sizes: Counter[tuple[torch.dtype, torch.device, bool]] = Counter()
     for shard in shards:
         held = plain(shard.parameter)
         key = held.dtype, held.device, shard.size > 1
-        members = open_buckets.setdefault(key, [])
-        members.append(shard)
-        if sum(plain(member.parameter).nbytes for member in members) >= num_bytes:
-            close(key)
-    for key in list(open_buckets):
-        close(key)
-    return buckets
+        open_buckets.setdefault(key, []).append(shard)
+        sizes[key] += held.nbytes
+        if sizes[key] >= num_bytes:
+            buckets.append(Bucket(open_buckets.pop(key), replicas, dtype or key[0]))
+            del sizes[key]
+    return [*buckets, *(Bucket(members, replicas, dtype or key[0]) for key, members in open_buckets.items())]

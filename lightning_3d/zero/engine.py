@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +73,14 @@ class Zero(ABC):
             splits_backward: Whether weight gradients come apart from the backward of their block.
         """
 
+    def stage_backward(self, stage: int, *, is_last: bool) -> AbstractContextManager[None]:
+        """Around the backward of a microbatch on a pipeline stage, unless weight gradients come apart from it.
+
+        Args:
+            is_last: Whether it is this stage's last one in the step.
+        """
+        return nullcontext()
+
     @abstractmethod
     def end_step(self) -> None:
         """After the microbatches: reduce the gradients that are not reduced yet."""
@@ -79,6 +88,10 @@ class Zero(ABC):
     @abstractmethod
     def set_accumulating(self, accumulating: bool) -> None:
         """Without a pipeline: whether the next backward is followed by another before the optimizer's step."""
+
+    @abstractmethod
+    def before_backward(self, loss: Tensor) -> None:
+        """Without a pipeline: before Lightning runs the backward of a loss."""
 
     @abstractmethod
     def show_gradients(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -72,6 +72,10 @@ class FullySharded(Zero):
     @override
     def set_accumulating(self, accumulating: bool) -> None:
         self._fsdp.set_is_last_backward(not accumulating)
+
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        """Nothing: units have hooks on their outputs."""
 
     @override
     def show_gradients(self) -> None:

@@ -8,7 +8,8 @@ for them they are made whole (`Zero.show_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,13 @@ from typing_extensions import override
 
 from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.zero.buckets import make_buckets
+from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
 from lightning_3d.zero.gathering import Gathering
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.reducer import GradientReducer
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
-
-_BUCKET_SIZE = 25  # MiB
 
 
 class PlainParameters(Zero):
@@ -42,15 +41,15 @@ class PlainParameters(Zero):
     ) -> None:
         super().__init__(module)
         self._stage, self._dtype, self._overlaps = config.stage, config.dtype, config.overlap_gather
-        self._bucket_bytes = 2**20 * (_BUCKET_SIZE if config.bucket_size == "auto" else config.bucket_size)
-        self._is_in_pipeline = False
+        self._bucket_bytes = None if config.bucket_size == "auto" else 2**20 * config.bucket_size
+        self._splits_backward = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
         self._replicas = Replicas(mesh.group("dp")) if mesh.shape.dp > 1 else None
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)
         self._pipeline_stages = pipeline_stages
-        self._reducers: list[GradientReducer] = []
+        self._reducers: dict[int | None, GradientReducer] = {}  # by the pipeline stage that makes the gradients
         if self._replicas is not None:
             self._gathering = Gathering(self._replicas)
 
@@ -68,16 +67,17 @@ class PlainParameters(Zero):
         for parameter in reversed(self.shards):  # about as a backward finishes them
             if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
                 groups.setdefault(self._pipeline_stages.get(parameter), []).append(self.shards[parameter])
-        for group in groups.values():
-            buckets = make_buckets(group, self._replicas, num_bytes=self._bucket_bytes, dtype=self._dtype)
-            self._reducers.append(GradientReducer(buckets, self._receive, self._backward_ended))
+        for stage, group in groups.items():
+            num_bytes = bucket_bytes(group) if self._bucket_bytes is None else self._bucket_bytes
+            buckets = make_buckets(group, self._replicas, num_bytes=num_bytes, dtype=self._dtype)
+            self._reducers[stage] = GradientReducer(buckets, self._receive, self.show_gradients)
 
     @override
     def release(self) -> None:
         self.settle()
-        for reducer in self._reducers:
+        for reducer in self._reducers.values():
             reducer.remove()
-        self._reducers, self._held = [], {}
+        self._reducers, self._held = {}, {}
 
     def _shard(self, parameter: nn.Parameter, mesh: Mesh) -> RankShard:
         if self._replicas is None or self._stage == 0 or parameter.dim() == 0 or not parameter.numel():
@@ -98,26 +98,46 @@ class PlainParameters(Zero):
 
     @override
     def begin_step(self, *, splits_backward: bool) -> None:
-        self._is_in_pipeline = True
-        for reducer in self._reducers:
+        self._splits_backward = splits_backward
+        for reducer in self._reducers.values():
             reducer.begin()
-            reducer.is_on = self._stage == 2 and not splits_backward
+            reducer.is_on = reducer.ends_itself = False
+
+    @override
+    @contextmanager
+    def stage_backward(self, stage: int, *, is_last: bool) -> Iterator[None]:
+        reducer = self._reducers.get(stage)
+        if reducer is None or self._splits_backward or not (is_last or self._stage == 2):
+            yield
+            return
+        reducer.collect()
+        reducer.is_on = True
+        yield
+        reducer.is_on = False
+        reducer.launch_rest()
 
     @override
     def end_step(self) -> None:
-        for reducer in self._reducers:
-            if not reducer.is_on:
+        for reducer in self._reducers.values():
+            if reducer.is_launched:
+                reducer.collect()
+            else:
                 reducer.flush()
 
     @override
     def set_accumulating(self, accumulating: bool) -> None:
-        for reducer in self._reducers:
+        for reducer in self._reducers.values():
             reducer.begin()
-            reducer.is_on = self._stage == 2 or not accumulating
+            reducer.is_on, reducer.ends_itself = self._stage == 2 or not accumulating, True
 
-    def _backward_ended(self) -> None:
-        if not self._is_in_pipeline:
-            self.show_gradients()
+    @override
+    def before_backward(self, loss: Tensor) -> None:
+        if loss.requires_grad and self._reducers:
+            loss.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: Tensor) -> None:
+        for reducer in self._reducers.values():
+            reducer.begin_backward()
 
     @override
     def show_gradients(self) -> None:

@@ -1,15 +1,20 @@
-"""When gradients are reduced: in buckets during a backward, in one order on all ranks."""
+"""When gradients are reduced: in buckets during a backward, in one order on all ranks.
+
+A reentrant checkpoint runs a backward inside of the backward, and a parameter may get a part of its gradient in each.
+Such parts, and from then on all gradients, wait in the parameters until the outer backward has ended.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import StepError
-from lightning_3d.torch_internals.autograd import when_backward_ends
+from lightning_3d.torch_internals.autograd import current_backward, when_backward_ends
 from lightning_3d.zero.buckets import Bucket
 from lightning_3d.zero.shard import RankShard, plain
 
@@ -22,26 +27,27 @@ class GradientReducer:
     Args:
         buckets: In the order in which their gradients are expected.
         give: Takes this rank's part of a reduced gradient.
-        backward_ended: Called after a backward that was reduced.
+        backward_ended: Called after a backward that was reduced to its end, which `ends_itself` asks for.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], give: Callable[[RankShard, Tensor], None], backward_ended: Callable[[], None]
     ) -> None:
-        self._backward_ended = backward_ended
-        self._buckets, self._give = list(buckets), give
+        self._buckets, self._give, self._backward_ended = list(buckets), give, backward_ended
         self.is_on = True
         """Whether backwards reduce; else gradients accumulate in the parameters."""
-        self._place: dict[nn.Parameter, tuple[Bucket, RankShard]] = {
-            shard.parameter: (bucket, shard) for bucket in buckets for shard in bucket.shards
-        }
+        self.ends_itself = True
+        """Whether the end of a backward reduces what is left and waits for all; else `launch_rest` and `collect` do."""
         self._num_launched = 0
-        self._ends = False  # whether the end of this backward is awaited
-        self._hooks = [self._hook(parameter) for parameter in self._place]
+        self._backward: int | None = None  # whose gradients are taken in
+        self._is_reentrant = False
+        self._hooks = [self._hook(bucket, index) for bucket in self._buckets for index in range(len(bucket.parameters))]
 
-    def _hook(self, parameter: nn.Parameter) -> RemovableHandle:
+    def _hook(self, bucket: Bucket, index: int) -> RemovableHandle:
+        parameter = bucket.parameters[index]
         is_trained = parameter.requires_grad
-        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._accumulated)
+        hook = partial(self._accumulated, bucket, index)
+        handle: RemovableHandle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
         parameter.requires_grad_(is_trained)  # it may be trained later
         return handle
 
@@ -50,36 +56,47 @@ class GradientReducer:
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether `collect` has something to wait for."""
+        return self._num_launched > 0
+
     def begin(self) -> None:
         """Before a step.
 
         Raises:
             StepError: the last backward was left by an exception, with gradients on their way.
         """
-        if self._ends:
+        self._backward = None
+        if any(bucket.has_begun for bucket in self._buckets):
             raise StepError(
                 "The last backward ended by an exception, and its gradients were being reduced over the data-parallel"
                 " ranks: they are lost. An exception in a backward can't be skipped with several replicas; end the run"
                 " and resume from a checkpoint."
             )
 
-    @torch.no_grad()
-    def _accumulated(self, parameter: Tensor) -> None:
+    def begin_backward(self) -> None:
+        """In a hook of a backward, before its gradients come."""
+        if self.is_on and self._backward is None:
+            self._backward = current_backward()
+            if self.ends_itself:
+                when_backward_ends(self._end)
+
+    def _accumulated(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if not self.is_on:
             return
-        if not self._ends:
-            self._ends = True
-            when_backward_ends(self._end)
-        assert isinstance(parameter, nn.Parameter)
-        if not self._place[parameter][0].is_launched:  # else it is used in several parts of one backward: see `flush`
-            self._take(parameter)
+        self.begin_backward()
+        self._is_reentrant |= current_backward() != self._backward
+        if self._is_reentrant:
+            return
+        self._take(bucket, index)
         while self._num_launched < len(self._buckets) and self._buckets[self._num_launched].is_full:
             self._launch_next()
 
-    def _take(self, parameter: nn.Parameter) -> None:
-        bucket, shard = self._place[parameter]
+    def _take(self, bucket: Bucket, index: int) -> None:
+        parameter = bucket.parameters[index]
         assert parameter.grad is not None
-        bucket.fill(shard, plain(parameter.grad.detach()))
+        bucket.fill(index, plain(parameter.grad.detach()))
         parameter.grad = None
 
     def _launch_next(self) -> None:
@@ -88,30 +105,34 @@ class GradientReducer:
             bucket.launch()
         self._num_launched += 1
 
-    @torch.no_grad()
     def _end(self) -> None:
         self.flush()
         self._backward_ended()
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Reduce all gradients that are there; every rank calls it."""
-        late = self._flush()
-        while late:  # gradients of another part of the same backward, to be reduced with what came before
-            late = self._flush()
+        self.launch_rest()
+        self.collect()
 
-    def _flush(self) -> bool:
+    @torch.no_grad()
+    def launch_rest(self) -> None:
+        """Begin to reduce all gradients that are there; every rank calls it."""
         while self._num_launched < len(self._buckets):
-            for shard in self._buckets[self._num_launched].shards:
-                if shard.parameter.grad is not None and shard.parameter.requires_grad:
-                    self._take(shard.parameter)
+            bucket = self._buckets[self._num_launched]
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.grad is not None and parameter.requires_grad:
+                    self._take(bucket, index)
             self._launch_next()
-        self._num_launched, self._ends = 0, False
-        late = False
+        self._backward = None
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Wait for what `launch_rest` has completed, and hand it over."""
+        self._num_launched, is_late = 0, False
         for bucket in self._buckets:
-            if not bucket.is_launched:
-                continue
-            late |= any(shard.parameter.grad is not None for shard in bucket.shards if shard.parameter.requires_grad)
-            for shard, gradient in bucket.collect():
-                self._give(shard, gradient)
-        return late
+            if bucket.is_launched:
+                is_late |= any(p.grad is not None and p.requires_grad for p in bucket.parameters)
+                for shard, gradient in bucket.collect():
+                    self._give(shard, gradient)
+        if is_late:  # of a reentrant checkpoint, after the bucket was launched; to be added to what came before
+            self.flush()

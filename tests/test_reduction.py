@@ -1,0 +1,175 @@
+"""When gradients are reduced at ZeRO stages 0 to 2: parts that come late, ranks that differ, models that change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import TinyMLP, features
+from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from tests.workers import WorkerPools
+
+Stage = Literal[0, 1, 2]
+STAGES: tuple[Stage, ...] = (0, 1, 2)
+
+
+class ByPath(TinyMLP):
+    """Every data-parallel rank may take a path of its own; one process takes the paths of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(width=8)
+        self.num_steps = 0
+
+    def path(self, x: Tensor, rank: int) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_steps += self.training
+        if self.trainer.world_size > 1:
+            return self.path(x, self.trainer.strategy.mesh.dp_rank)  # type: ignore[attr-defined]
+        halves = torch.stack([self.path(x[rank::2], rank) for rank in range(2)], dim=1)  # as the sampler deals
+        return halves.flatten(0, 1)
+
+
+def _run(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return function(x)
+
+
+class Recomputed(ByPath):
+    """All layers in reentrant checkpoints: backwards inside of the backward. Ranks leave out layers.
+
+    Args:
+        shares: Whether one weight is used in two checkpoints and outside.
+        raw: Whether to call ``loss.backward()``.
+    """
+
+    def __init__(self, *, shares: bool, raw: bool = False) -> None:
+        super().__init__()
+        self.shares, self.raw, self.automatic_optimization = shares, raw, not raw
+
+    def path(self, x: Tensor, rank: int) -> Tensor:
+        first, *rest = self.layers
+        run = partial(checkpoint, use_reentrant=True) if self.training else _run
+        x, weight = x.clone().requires_grad_(self.training), first.weight
+        for layer in [first, *rest[rank:-1], *rest[-1:]] if self.num_steps % 2 and not self.raw else self.layers:
+            x = run(layer, x)
+            if self.shares and x.shape[-1] == 8:
+                x = run(lambda x: x + 0.1 * x @ weight, x)
+        return x @ weight[:4, :4] if self.shares else x
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.raw:
+            optimizer = self.optimizers()
+            assert not isinstance(optimizer, list)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+class UsedByOneRank(ByPath):
+    """Layers that one rank uses, and in other steps the other one, or neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.ModuleList(nn.Linear(8, 4) for _ in range(3))
+
+    def path(self, x: Tensor, rank: int) -> Tensor:
+        output: Tensor = self.layers(x)
+        chosen = (self.num_steps + rank) % 3
+        return output if chosen == 2 else output + self.extra[chosen](x)
+
+
+class Freezes(TinyMLP):
+    """Trains the first layer from the second step on, and the last one until then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)  # type: ignore[operator,union-attr]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layers[0].requires_grad_(batch_idx > 0)  # type: ignore[operator,union-attr]
+        self.layers[-1].requires_grad_(batch_idx == 0)  # type: ignore[operator,union-attr]
+
+
+class HooksOfUsers(TinyMLP):
+    """Hooks that change gradients, before and after they are accumulated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, *_ = self.parameters()
+        first.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01) * 3)
+        second.register_post_accumulate_grad_hook(_halve)
+
+
+def _halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+class Compiled(TinyMLP):
+    """A module that ``torch.compile`` has compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.compile(backend="aot_eager")
+
+
+class SeveralBackwards(TinyMLP):
+    """Three backwards for a step, of which the last leaves most parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        assert not isinstance(optimizer, list)
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        self.manual_backward(self.layers[0].weight.square().mean())  # type: ignore[union-attr,operator]
+        optimizer.step()
+        return loss
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what is set for it."""
+
+    model: Callable[[], L.LightningModule]
+    job: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "reentrant": Case(partial(Recomputed, shares=False)),
+    "reentrant, shared": Case(partial(Recomputed, shares=True)),
+    "reentrant, raw backward": Case(partial(Recomputed, shares=True, raw=True)),
+    "used by one rank": Case(UsedByOneRank),
+    "tiny buckets": Case(UsedByOneRank, zero={"bucket_size": 1e-4}),
+    "freezes": Case(Freezes),
+    "hooks": Case(HooksOfUsers),
+    "compiled": Case(Compiled),
+    "several backwards": Case(SeveralBackwards),
+    "incomplete window": Case(TinyMLP, job={"accumulate_grad_batches": 3, "num_missing": 8}),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_add_up(workers: WorkerPools, name: str, stage: Stage) -> None:
+    case = CASES[name]
+    job = Job(model=case.model, data=features, sees_gradients=False, num_val_batches=1, steps=4, **case.job)
+    layout = Layout(dp=2, zero=stage, zero_settings=case.zero)
+    assert_parity(run_reference(job), run_layout(workers, job, layout), tolerance=1e-5)
