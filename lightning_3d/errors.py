@@ -33,3 +33,7 @@ class StepError(ThreeDError, RuntimeError):
 
 class CheckpointError(ThreeDError, RuntimeError):
     """A checkpoint that does not fit the model or can't be read."""
+
+
+class OffloadError(ThreeDError, RuntimeError):
+    """A directory to offload to that can't be written, or is full; names it, and the bytes needed and free."""

@@ -44,6 +44,7 @@ from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.full_params import full_params
+from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.precision import ThreeDPrecision
@@ -257,9 +258,10 @@ class ThreeDStrategy(ParallelStrategy):
         zero, shows = self._parts.zero, self.config.zero.show_gradients
         zero.shows_gradients = gradients_seen(trainer, self._module) if shows == "auto" else shows
         self._optimizer_hooks.close()
-        zero.divide(check_optimizers(self.optimizers, self._module, self.mesh, self.config.zero))
+        kinds = check_optimizers(self.optimizers, self._module, self.mesh, self.config.zero)
+        zero.divide(kinds)
         self._optimizer_hooks.callback(zero.release)
-        self._local_steps = LocalSteps(zero)
+        self._local_steps = LocalSteps(zero, offloaded_steps(self.config.zero, zero, kinds, self.root_device))
         self._optimizer_hooks.enter_context(self._local_steps.hooked(self.optimizers))
 
     # ---- steps

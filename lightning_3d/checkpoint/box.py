@@ -124,7 +124,7 @@ def empty_state(parameter: nn.Parameter, info: TensorInfo, shards: Shards) -> Te
             info.shape, dtype=info.dtype
         )  # a step count; torch moves it off the CPU where it has to be elsewhere
     if info.shape == tuple(parameter.shape):
-        return shard.like_parameter(torch.empty_like(shard.own(parameter), dtype=info.dtype))
+        return shard.like_parameter(shard.empty_state(info.dtype))
     if isinstance(parameter, DTensor) or shard.size > 1:
         raise CheckpointError(
             f"an optimizer state of shape {info.shape} belongs to a sharded parameter of shape "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -66,8 +67,25 @@ class ZeroConfig:
     """MiB of parameters whose gradients are reduced together at stages 0 to 2; ``"auto"`` is 25, as in DDP. At stage 3
     a block is a bucket."""
 
+    offload_optimizer: str = "none"
+    """Where optimizer states lie and optimizers step. ``"none"``: the device. ``"cpu"``: host memory. Any other string
+    is a directory, for fast disks: states lie in memory-mapped files there, which have no names and are gone with the
+    process. The fused implementations of torch's optimizers (``fused=True``) are the fastest on CPUs."""
+
+    offload_params: str = "none"
+    """Where the shards of parameters lie at stage 3: as ``offload_optimizer``, which must not be ``"none"`` then, as
+    parameters are stepped where they lie."""
+
+    offload_window: Annotated[float, AtLeast(0)] = 64
+    """MiB of parameters that an offloaded optimizer steps at a time, while those before and after them are copied."""
+
     def __post_init__(self) -> None:
+        for name in ("offload_optimizer", "offload_params"):
+            given: object = getattr(self, name)
+            if isinstance(given, os.PathLike):
+                object.__setattr__(self, name, os.fspath(given))
         _check_values(self)
+        _check_offload(self)
         if self.stage == 3 and self.bucket_size != "auto":
             raise ConfigError(
                 f"zero.bucket_size={self.bucket_size} does not go with zero.stage=3, where each block is a bucket: use"
@@ -347,6 +365,30 @@ def _check_values(config: Any) -> None:
             nearest = nearest_value(annotation, value)
             hint = "" if nearest is None else f" (nearest: {nearest!r})"
             raise ConfigError(f"{prefix}{name}={value!r} is not allowed: use {describe(annotation)}{hint}")
+
+
+def _check_offload(config: ZeroConfig) -> None:
+    """Refuse places to offload to that are no directories, and those that do not go together."""
+    for name, place in (("offload_optimizer", config.offload_optimizer), ("offload_params", config.offload_params)):
+        reserved = place.strip().lower()
+        if place not in ("none", "cpu") and reserved in ("", "none", "cpu", "nvme", "disk", "gpu", "cuda"):
+            nearest = "cpu" if reserved == "cpu" else "none"
+            raise ConfigError(
+                f"zero.{name}={place!r} is not allowed: use 'none', 'cpu' or a directory such as './{reserved or 'dir'}'"
+                f" (nearest: {nearest!r})"
+            )
+        if place not in ("none", "cpu") and sys.platform != "linux":
+            raise ConfigError(f"zero.{name}={place!r}: offloading to files needs Linux; use 'cpu' or 'none'")
+    if config.offload_params != "none" and config.stage != 3:
+        raise ConfigError(
+            f"zero.offload_params={config.offload_params!r} needs zero.stage=3: at stage {config.stage} every rank's"
+            " forward uses whole parameters all the time. Use stage 3, or offload_params='none'"
+        )
+    if config.offload_params != "none" and config.offload_optimizer == "none":
+        raise ConfigError(
+            f"zero.offload_params={config.offload_params!r} does not go with zero.offload_optimizer='none': parameters"
+            " are stepped where they lie. Set zero.offload_optimizer='cpu' or to a directory, too"
+        )
 
 
 def _check_partition(partition: str | tuple[str, ...]) -> None:

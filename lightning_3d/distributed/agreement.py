@@ -53,6 +53,21 @@ def gather_numbers(number: int, device: torch.device) -> list[int]:
     return [int(value) for value in everyone]
 
 
+def raise_alike(error: Exception | None, device: torch.device) -> None:
+    """Raise on every rank what a rank ran into; every rank calls it.
+
+    Args:
+        error: What this rank ran into, if anything.
+    """
+    if not any(gather_numbers(int(error is not None), device)):
+        return
+    everyone: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error)
+    rank, first = next((rank, other) for rank, other in enumerate(everyone) if other is not None)
+    first.add_note(f"on rank {rank}")
+    raise error or first
+
+
 def _portable(outcome: _Outcome) -> _Outcome:
     """The same, with an error that can't be pickled told in words."""
     if outcome.error is None:

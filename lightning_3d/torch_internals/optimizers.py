@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from operator import attrgetter
 from typing import cast
 
 from torch.optim import Optimizer
@@ -21,3 +22,8 @@ def first_step_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> Rem
     hooks = cast(OrderedDict[int, object], optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handle.id, last=False)
     return handle
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Run an optimizer's own code once more inside of a step that its hooks belong to."""
+    attrgetter("step.__wrapped__")(type(optimizer))(optimizer)

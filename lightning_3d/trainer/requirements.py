@@ -17,7 +17,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import runner_of
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
-from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
+from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind, steps_apart
 
 
 def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, *, sync_batchnorm: bool) -> None:
@@ -93,6 +93,8 @@ def check_optimizers(
                 " configure_optimizers, from self.parameters()."
             )
         kinds[optimizer] = kind = _kind(optimizer, config)
+        if config.offload_optimizer != "none":
+            _check_offloaded(optimizer, kind, config)
         if kind == "all" and mesh.shape.pp * mesh.shape.tp > 1:
             raise StepError(
                 f"{name} steps all parameters together, or runs training_step several times per step, but with"
@@ -113,6 +115,22 @@ def check_optimizers(
                 " shard its state."
             )
     return kinds
+
+
+def _check_offloaded(optimizer: Optimizer, kind: OptimizerKind, config: ZeroConfig) -> None:
+    """Raise for optimizers that can't step parameters window by window."""
+    name = type(optimizer).__name__
+    if kind == "all" or (config.optimizer_steps == "auto" and not steps_apart(optimizer)):
+        raise StepError(
+            f"{name} steps all parameters together, or runs training_step several times per step, but with"
+            f" zero.offload_optimizer={config.offload_optimizer!r} they are stepped one window after the other. Use"
+            " another optimizer, or zero.offload_optimizer='none'; or set zero.optimizer_steps if it does not."
+        )
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        raise StepError(
+            f"{name} has capturable=True, for steps on an accelerator, but with"
+            f" zero.offload_optimizer={config.offload_optimizer!r} it steps on the CPU. Leave one of them out."
+        )
 
 
 def _kind(optimizer: Optimizer, config: ZeroConfig) -> OptimizerKind:

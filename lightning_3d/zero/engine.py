@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.zero.offload.store import HostMemory, Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.shard import RankShard, plain
 
@@ -52,6 +53,8 @@ class Zero(ABC):
         self.root = RankModule(module)
         self.shards: dict[nn.Parameter, RankShard] = {}
         """Parameters that this rank holds -> the part that its optimizers step."""
+        self.parameter_store: Store = HostMemory()
+        """Holds parameters that do not lie on the device."""
         self.shows_gradients = True
         """Whether the user's code may look at gradients before the optimizer's step, so that they have to be whole."""
 
@@ -62,6 +65,10 @@ class Zero(ABC):
     @abstractmethod
     def release(self) -> None:
         """Leave the parameters alone, after training."""
+
+    def keep_states(self, new_state: Callable[[torch.Size, torch.dtype], Tensor]) -> None:
+        """Let optimizer states that come from checkpoints lie in memory made so."""
+        self.shards = {p: replace(shard, new_state=new_state) for p, shard in self.shards.items()}
 
     # ---- a step
 

@@ -9,23 +9,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.offload.steps import OffloadedSteps, Window
+from lightning_3d.zero.offload.windows import Part
 
 
 class LocalSteps:
-    """Lets optimizers step this rank's shards."""
+    """Lets optimizers step this rank's shards.
 
-    def __init__(self, zero: Zero) -> None:
-        self._zero = zero
+    Args:
+        offload: Steps them elsewhere than on the device, if that is wanted.
+    """
+
+    def __init__(self, zero: Zero, offload: OffloadedSteps | None = None) -> None:
+        self._zero, self._offload = zero, offload
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
-        self._swapped: dict[Optimizer, _Swapped] = {}
+        self._swapped: dict[Optimizer, _Swapped | Window] = {}
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
 
     @contextmanager
@@ -36,7 +43,8 @@ class LocalSteps:
         hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         hooks += [first_step_post_hook(optimizer, self._after) for optimizer in optimizers]
         try:
-            yield
+            with nullcontext() if self._offload is None else self._offload.hooked(optimizers):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
@@ -60,6 +68,12 @@ class LocalSteps:
             return args, kwargs
 
         def run() -> Any:
+            if self._offload is not None and optimizer in self._swapped:
+                raise StepError(
+                    f"{type(optimizer).__name__} calls its closure several times in a step, but with"
+                    " zero.offload_optimizer its parameters are stepped in several windows after the first call. Use"
+                    " zero.offload_optimizer='none', or another optimizer."
+                )
             self._put_back(optimizer)  # a closure may be called again
             result = closure()
             self._enter(optimizer)
@@ -74,12 +88,17 @@ class LocalSteps:
         if self._depth[optimizer] > 0:
             return
         self.leave(optimizer)
+        if self._offload is not None:
+            self._offload.finish()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
         self._zero.begin_gather(p for p in parameters if p.requires_grad)
         self._zero.drop_gradients(parameters)
 
     def _enter(self, optimizer: Optimizer) -> None:
         self._zero.settle()
+        if self._offload is not None:
+            self._swapped[optimizer] = self._offload.enter(optimizer, self._offloaded(optimizer))
+            return
         parts: dict[nn.Parameter, nn.Parameter] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -87,6 +106,18 @@ class LocalSteps:
                     part.grad = self._zero.gradient(parameter)
                     parts[parameter] = part
         self._swapped[optimizer] = _Swapped(optimizer, parts)
+
+    def _offloaded(self, optimizer: Optimizer) -> list[Part]:
+        parts: list[Part] = []
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter not in self._zero.shards:
+                    part, gradient = parameter, parameter.grad
+                else:
+                    part, gradient = self._part(parameter), self._zero.gradient(parameter)
+                if gradient is not None:
+                    parts.append(Part(parameter=parameter, values=part, gradient=gradient, group=index))
+        return parts
 
     def _part(self, parameter: nn.Parameter) -> nn.Parameter:
         shard = self._zero.shards[parameter]

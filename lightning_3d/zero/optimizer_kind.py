@@ -24,6 +24,7 @@ from torch.optim import (
 )
 
 from lightning_3d.torch_internals.lightning_helpers import random_states_kept
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 OptimizerKind = Literal["rows", "parameters", "all"]
 """``"rows"``: it works element by element, so any rows of a parameter can be stepped alone. ``"parameters"``: it needs
@@ -54,6 +55,38 @@ def optimizer_kind(optimizer: Optimizer) -> OptimizerKind:
         except Exception:  # of the user's class: whatever it can't do with such tensors
             return "all"
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
+
+
+def steps_apart(optimizer: Optimizer) -> bool:
+    """Whether it makes no difference that a step is several calls, each for some of the parameters.
+
+    Settings in the groups are in each call those from before the step; the optimizer is of another kind than "all".
+    """
+    if type(optimizer) in _ELEMENTWISE:
+        return True
+    dims = {min(parameter.dim(), 4) for group in optimizer.param_groups for parameter in group["params"]} - {0}
+    with random_states_kept():
+        torch.manual_seed(0)
+        for own in _distinct([_settings(optimizer, group) for group in optimizer.param_groups]):
+            trials = [_Trial.random(_SHAPE[: max(dims, default=1)]) for _ in range(2)]
+            together, apart = (_step(type(optimizer), own, trials, apart=apart) for apart in (False, True))
+            if not all(map(_is_close, together, apart)):
+                return False
+    return True
+
+
+def num_states(optimizer: Optimizer) -> int:
+    """Tensors like a parameter that an optimizer makes for it, after the first step; 0 if it can't be tried."""
+    with random_states_kept():
+        trial = _Trial.random(_SHAPE[:2])
+        try:
+            made = type(optimizer)([nn.Parameter(trial.values)], **_settings(optimizer, optimizer.param_groups[0]))
+            (parameter,) = made.param_groups[0]["params"]
+            parameter.grad = trial.gradients[0]
+            made.step()
+        except Exception:  # as in `optimizer_kind`
+            return 0
+    return sum(leaf.shape == parameter.shape for leaf in tree_leaves(made.state[parameter]) if isinstance(leaf, Tensor))
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,12 +132,18 @@ class _Trial:
 
 
 def _step(
-    cls: type[Optimizer], settings: dict[str, Any], trials: Sequence[_Trial], *, moves: bool = False
+    cls: type[Optimizer],
+    settings: dict[str, Any],
+    trials: Sequence[_Trial],
+    *,
+    moves: bool = False,
+    apart: bool = False,
 ) -> list[Tensor]:
     """How far an optimizer has moved each parameter after every step.
 
     Args:
         moves: Whether other parameters take the place of those that the optimizer was made for, as in training.
+        apart: Whether each parameter is stepped by a call of its own.
     """
     parameters = [nn.Parameter(trial.values.clone()) for trial in trials]
     optimizer = cls(parameters, **settings)
@@ -115,10 +154,22 @@ def _step(
     for step in range(_STEPS):
         for parameter, trial in zip(parameters, trials, strict=True):
             parameter.grad = trial.gradients[step].clone()
-        optimizer.step()
+        if apart:
+            _step_each(optimizer, parameters)
+        else:
+            optimizer.step()
         for parameter, trial, far in zip(parameters, trials, moved, strict=True):
             far.append(parameter.detach() - trial.values)
     return [torch.stack(far, dim=1) for far in moved]
+
+
+def _step_each(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    (group,) = optimizer.param_groups
+    settings = dict(group)
+    for parameter in parameters:
+        group.update({**settings, "params": [parameter]})
+        optimizer.step()
+    group["params"] = settings["params"]
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

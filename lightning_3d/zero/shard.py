@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -34,6 +34,8 @@ class RankShard:
     """Index among them."""
     mesh: DeviceMesh | None = None
     """Their mesh: the dp axis, and the tp axis for a parameter that tensor parallel shards. None if `size` is 1."""
+    new_state: Callable[[torch.Size, torch.dtype], Tensor] | None = None
+    """Makes the memory of optimizer states where they do not lie with the parameter."""
 
     @property
     def num_rows(self) -> int:
@@ -69,6 +71,11 @@ class RankShard:
         part = nn.Parameter(self.own(self.parameter), requires_grad=self.parameter.requires_grad)
         vars(part).update(vars(self.parameter))
         return part
+
+    def empty_state(self, dtype: torch.dtype) -> Tensor:
+        """Memory for an optimizer state of `to_step()`'s shape, where its states lie."""
+        own = self.own(self.parameter)
+        return torch.empty_like(own, dtype=dtype) if self.new_state is None else self.new_state(own.shape, dtype)
 
     def like_parameter(self, own: Tensor) -> Tensor:
         """A gradient or a state of `to_step()`'s shape, placed as a part of the full parameter; others as they are."""

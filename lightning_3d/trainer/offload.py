@@ -1,0 +1,51 @@
+"""Where optimizer states are offloaded to, settled before training, alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_3d.config.settings import ZeroConfig
+from lightning_3d.distributed.agreement import raise_alike
+from lightning_3d.errors import OffloadError
+from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.offload.places import make_store
+from lightning_3d.zero.offload.steps import OffloadedSteps
+from lightning_3d.zero.offload.store import Store
+from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states
+
+
+def offloaded_steps(
+    config: ZeroConfig, zero: Zero, kinds: Mapping[Optimizer, OptimizerKind], device: torch.device
+) -> OffloadedSteps | None:
+    """How optimizers step elsewhere than on the device, if they do; every rank calls it.
+
+    Args:
+        kinds: Of the optimizers.
+
+    Raises:
+        OffloadError: the directory can't be written or has no room for their states, on any rank.
+    """
+    if config.offload_optimizer == "none":
+        return None
+    store: Store | None = None
+    failure: OffloadError | None = None
+    try:
+        store = make_store(config.offload_optimizer)
+        store.reserve(sum(_num_bytes(optimizer, zero, store) for optimizer in kinds))
+    except OffloadError as error:
+        failure = error
+    raise_alike(failure, device)
+    assert store is not None
+    zero.keep_states(store.zeros)
+    window_bytes = config.offload_window * 2**20
+    return OffloadedSteps(store, zero.parameter_store, window_bytes=window_bytes, device=device, kinds=kinds)
+
+
+def _num_bytes(optimizer: Optimizer, zero: Zero, store: Store) -> int:
+    """Bytes of the states that it will have on this rank, as far as a trial tells."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p in zero.shards]
+    sizes = [store.size_of(zero.shards[p].own(p).nbytes) for p in parameters if p.requires_grad]
+    return num_states(optimizer) * sum(sizes)

@@ -1,0 +1,166 @@
+"""Optimizers step windows of parameters in host memory, one after the other, as one step.
+
+Each window is stepped by the optimizer's own code, without its hooks; the last one is left to the call of ``step`` that
+is under way, whose hooks, profiler and result belong to the step as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_3d.distributed.agreement import raise_alike
+from lightning_3d.errors import OffloadError
+from lightning_3d.torch_internals.optimizers import step_without_hooks
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.zero.offload.copies import HostCopies, Lent
+from lightning_3d.zero.offload.loading import loading_to_host
+from lightning_3d.zero.offload.states import OffloadedStates
+from lightning_3d.zero.offload.store import Store
+from lightning_3d.zero.offload.windows import Part, Piece, deal
+from lightning_3d.zero.optimizer_kind import OptimizerKind
+
+
+class OffloadedSteps:
+    """Steps optimizers whose states lie in a store.
+
+    Args:
+        store: Of states.
+        parameters: Of parameters that do not lie on the device, if there are such.
+        window_bytes: Bytes of parameters that are stepped at a time.
+        device: The strategy's.
+        kinds: How much of a parameter each optimizer has to see.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        parameters: Store,
+        *,
+        window_bytes: float,
+        device: torch.device,
+        kinds: Mapping[Optimizer, OptimizerKind],
+    ) -> None:
+        self._stores, self._window_bytes, self._device = (store, parameters), window_bytes, device
+        self._kinds = kinds
+        self._states, self._copies = OffloadedStates(store), HostCopies(device)
+        self._stepped: dict[tuple[nn.Parameter, int], nn.Parameter] = {}  # the same in every step
+        self._failure: OffloadError | None = None
+
+    @contextmanager
+    def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Bring states that these optimizers have, and those that are loaded into them inside, to the store."""
+        with ExitStack() as stack:
+            for optimizer in optimizers:
+                self._bring_home(optimizer)
+                stack.enter_context(loading_to_host(optimizer, self._bring_home))
+            yield
+
+    @torch.no_grad()
+    def _bring_home(self, optimizer: Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, nn.Parameter):
+                self._states.bring_home(optimizer, parameter)
+                self._let_go(value for value in tree_leaves(state) if isinstance(value, Tensor))
+
+    @torch.no_grad()
+    def enter(self, optimizer: Optimizer, parts: Sequence[Part]) -> Window:
+        """Step all windows but the last, which is in the optimizer's groups afterwards, until its ``back``."""
+        pieces = deal(parts, self._window_bytes, by_rows=self._kinds[optimizer] == "rows")
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        self._copies.begin()
+        lent = self._fetch(optimizer, pieces[0])
+        for following in pieces[1:]:
+            window, lent = self._open(optimizer, lent), self._fetch(optimizer, following)
+            try:
+                step_without_hooks(optimizer)
+            finally:
+                window.back()
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                group.update(values)  # a step counted in the group is one step
+            if self._failure is not None:
+                return self._open(optimizer, self._copies.fetch(()))
+        return self._open(optimizer, lent)
+
+    def _fetch(self, optimizer: Optimizer, pieces: Sequence[Piece]) -> Lent:
+        for store in self._stores:
+            store.will_need(self._held(optimizer, pieces))
+        return self._copies.fetch(pieces)
+
+    def _open(self, optimizer: Optimizer, lent: Lent) -> Window:
+        if lent.arrival is not None:
+            lent.arrival.synchronize()
+        stepped = [self._parameter(*values) for values in zip(lent.pieces, lent.values, lent.gradients, strict=True)]
+        window = Window(optimizer, lent.pieces, stepped, partial(self._close, optimizer, lent, stepped))
+        try:
+            for piece, parameter in zip(lent.pieces, stepped, strict=True):
+                self._states.lend(optimizer, piece, parameter)
+        except OffloadError as error:
+            window.back()
+            self._failure = error
+            return Window(optimizer, (), (), lambda: None)
+        return window
+
+    def _parameter(self, piece: Piece, values: Tensor, gradient: Tensor) -> nn.Parameter:
+        part = piece.part.values
+        key = piece.part.parameter, 0 if piece.rows is None else piece.rows.start
+        stepped = self._stepped.setdefault(key, nn.Parameter(values, requires_grad=part.requires_grad))
+        stepped.grad = None
+        stepped.data = values
+        stepped.grad = gradient
+        vars(stepped).update(vars(part))
+        return stepped
+
+    @torch.no_grad()
+    def _close(self, optimizer: Optimizer, lent: Lent, stepped: Sequence[nn.Parameter]) -> None:
+        self._copies.give_back(lent)
+        try:
+            for piece, parameter in zip(lent.pieces, stepped, strict=True):
+                parameter.grad = None
+                self._states.take_back(optimizer, piece, parameter)
+        except OffloadError as error:
+            self._failure = error
+        self._let_go(self._held(optimizer, lent.pieces))
+
+    def _held(self, optimizer: Optimizer, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [t for piece in pieces for t in (piece.values, *self._states.of(optimizer, piece))]
+
+    def _let_go(self, tensors: Iterable[Tensor]) -> None:
+        held = list(tensors)
+        for store in self._stores:
+            store.let_go(held)
+
+    def finish(self) -> None:
+        """After a step; every rank calls it.
+
+        Raises:
+            OffloadError: a store had no room, on any rank.
+        """
+        self._copies.finish()
+        failure, self._failure = self._failure, None
+        if any(store.can_fail for store in self._stores):
+            raise_alike(failure, self._device)
+
+
+class Window:
+    """Pieces in an optimizer's groups, in place of the module's parameters."""
+
+    def __init__(
+        self, optimizer: Optimizer, pieces: Sequence[Piece], stepped: Sequence[nn.Parameter], close: Callable[[], None]
+    ) -> None:
+        self._optimizer, self._close = optimizer, close
+        self._originals = [group["params"] for group in optimizer.param_groups]
+        pairs = list(zip(pieces, stepped, strict=True))
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = [parameter for piece, parameter in pairs if piece.part.group == index]
+
+    def back(self) -> None:
+        """Put the module's parameters back."""
+        for group, parameters in zip(self._optimizer.param_groups, self._originals, strict=True):
+            group["params"] = parameters
+        self._close()
