@@ -29,7 +29,7 @@ import torchmetrics
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -42,6 +42,7 @@ from lightning_3d.torch_internals import (
     dispatch,
     dtensor,
     fake_tensors,
+    fsdp,
     lightning_helpers,
     modules,
     optimizers,
@@ -146,6 +147,24 @@ def test_hooks_of_optimizers() -> None:
     handle.remove()
     optimizer.step()
     assert calls == ["first", "users", "users"]
+
+
+@canary(optimizers, "step_without_hooks")
+def test_steps_without_hooks() -> None:
+    class Inheriting(torch.optim.AdamW):
+        pass
+
+    for kind in (torch.optim.SGD, Inheriting):
+        calls: list[str] = []
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = kind([parameter], lr=0.5)
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("hook"))
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        parameter.grad = torch.ones(2)
+        optimizers.step_without_hooks(optimizer)
+        assert (parameter < 0.6).all()
+        assert parameter.requires_grad
+        assert calls == []
 
 
 @canary(autograd, "when_backward_ends")
@@ -580,6 +599,9 @@ def _parts_of_dtensors() -> None:
     assert type(dtensor.local_tensor(tensor)) is Tensor
     again = DTensor(dtensor.local_tensor(tensor), dtensor.spec_of(tensor), requires_grad=False)
     assert (again.placements, again.device_mesh, again.shape) == (tensor.placements, mesh, tensor.shape)
+    made = dtensor.placed(full[:2], mesh, [Replicate(), Shard(0)], torch.Size([4]), (1,))
+    assert (made.shape, made.placements, made.dtype) == ((4,), (Replicate(), Shard(0)), torch.float32)
+    assert made.to_local().data_ptr() == full.data_ptr()
     inner_first = (dtensor.StridedShard(0, split_factor=2), Shard(0))
     assert inner_first[0].split_factor == 2
     shape, offset = dtensor.local_shape_and_offset(torch.Size([8]), mesh, inner_first)
@@ -593,7 +615,7 @@ def _parts_of_dtensors() -> None:
     assert ones.tolist() == [1.0, 1.0]
 
 
-@canary(dtensor, "StridedShard", "local_shape_and_offset", "local_tensor", "spec_of")
+@canary(dtensor, "placed", "StridedShard", "local_shape_and_offset", "local_tensor", "spec_of")
 @canary(dtensor, "all_gather_single", "all_reduce", "reduce_scatter_single")
 def test_parts_of_dtensors(workers: WorkerPools) -> None:
     workers(4).run(_parts_of_dtensors)
@@ -618,6 +640,45 @@ def _finished_backward() -> list[float]:
     gradient = model[0].weight.grad
     assert isinstance(gradient, DTensor)
     return gradient.full_tensor().flatten().tolist()
+
+
+def _shards_in_other_memory() -> None:
+    model, policy = nn.Linear(3, 5), CPUOffloadPolicy(pin_memory=False)
+    weight, bias = (parameter.detach().clone() for parameter in model.parameters())
+    of_two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("two", "one"))
+    for mesh in (of_two["two"], of_two["one"]):
+        unit = fully_shard(copy.deepcopy(model), mesh=mesh, offload_policy=policy, reshard_after_forward=True)
+        assert isinstance(unit, FSDPModule)
+        parameters, made = dict(unit.named_parameters()), []
+
+        def memory(shape: torch.Size, dtype: torch.dtype, made: list[Tensor] = made) -> Tensor:
+            made.append(torch.zeros(shape, dtype=dtype))
+            return made[-1]
+
+        fsdp.move_shards(unit, memory)
+        spans = [(t.data_ptr(), t.numel()) for t in made]
+        assert [(shard.data_ptr(), shard.numel()) for shard in fsdp.shards_of(unit)] == spans
+        seen: list[int] = []
+        fsdp.when_gathered(unit, lambda shards, seen=seen: seen.extend(shard.data_ptr() for shard in shards))
+        for step in range(2):
+            unit(torch.ones(1, 3)).sum().backward()
+            assert len(seen) == (step + 1) * 2 * 2, "in the forward and in the backward"
+        assert set(seen) == {pointer for pointer, _ in spans}
+        assert dict(unit.named_parameters()) == parameters
+        for fqn, parameter in unit.named_parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.to_local().untyped_storage().data_ptr() in {pointer for pointer, _ in spans}
+            torch.testing.assert_close(parameter.full_tensor().detach(), weight if fqn == "weight" else bias)
+        with torch.no_grad():
+            for parameter in unit.parameters():
+                parameter.zero_()
+        assert all(not tensor.any() for tensor in made)
+        assert not unit(torch.ones(1, 3)).any()
+
+
+@canary(fsdp, "shards_of", "move_shards", "when_gathered")
+def test_shards_in_other_memory(workers: WorkerPools) -> None:
+    workers(2).run(_shards_in_other_memory)
 
 
 @canary(pipelining, "finish_backward")

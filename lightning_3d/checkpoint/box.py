@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_3d.errors import CheckpointError
-from lightning_3d.torch_internals.dtensor import StridedShard, local_shape_and_offset
+from lightning_3d.torch_internals.dtensor import StridedShard, local_shape_and_offset, placed
 from lightning_3d.zero.shard import RankShard, Shards
 
 
@@ -66,7 +66,9 @@ def as_box(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     placements = _box_placements(tensor)
-    return tensor if placements == tensor.placements else tensor.redistribute(placements=placements)
+    if placements == tensor.placements:
+        return tensor
+    return _on_device_of_mesh(tensor).redistribute(placements=placements)
 
 
 @torch.no_grad()
@@ -75,7 +77,7 @@ def take_box(target: Tensor, box: Tensor) -> None:
     if box is not target:
         assert isinstance(target, DTensor)
         assert isinstance(box, DTensor)
-        target.copy_(box.redistribute(placements=target.placements))
+        target.to_local().copy_(box.redistribute(placements=target.placements).to_local())
 
 
 @torch.no_grad()
@@ -100,6 +102,7 @@ def full_value(tensor: Tensor) -> Tensor:
     """The full tensor on every rank of its mesh; a collective there. Plain tensors are full already."""
     if not isinstance(tensor, DTensor):
         return tensor
+    tensor = _on_device_of_mesh(tensor)
     # One axis at a time, in the reverse of the order in which they were sharded. `full_tensor()` does the like, but
     # logs a warning that one all-gather can't do it all.
     strided = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, StridedShard)]
@@ -109,6 +112,15 @@ def full_value(tensor: Tensor) -> Tensor:
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
+
+
+def _on_device_of_mesh(tensor: DTensor) -> DTensor:
+    """The same, or a copy of what is offloaded, as collectives of the mesh need it."""
+    mesh = tensor.device_mesh
+    if tensor.device.type == mesh.device_type:
+        return tensor
+    local = tensor.to_local().to(mesh.device_type)
+    return placed(local, mesh, tensor.placements, tensor.shape, tensor.stride())
 
 
 def empty_state(parameter: nn.Parameter, info: TensorInfo, shards: Shards) -> Tensor:

@@ -374,8 +374,8 @@ def _check_offload(config: ZeroConfig) -> None:
         if place not in ("none", "cpu") and reserved in ("", "none", "cpu", "nvme", "disk", "gpu", "cuda"):
             nearest = "cpu" if reserved == "cpu" else "none"
             raise ConfigError(
-                f"zero.{name}={place!r} is not allowed: use 'none', 'cpu' or a directory such as './{reserved or 'dir'}'"
-                f" (nearest: {nearest!r})"
+                f"zero.{name}={place!r} is not allowed: use 'none', 'cpu' or a directory, such as"
+                f" './{reserved or 'dir'}' (nearest: {nearest!r})"
             )
         if place not in ("none", "cpu") and sys.platform != "linux":
             raise ConfigError(f"zero.{name}={place!r}: offloading to files needs Linux; use 'cpu' or 'none'")

@@ -46,7 +46,9 @@ def check_same_model(module: nn.Module, device: torch.device) -> None:
         )
 
 
-def place_weights(module: nn.Module, holds: Callable[[str], bool], device: torch.device) -> None:
+def place_weights(
+    module: nn.Module, holds: Callable[[str], bool], device: torch.device, parameters_on: torch.device | None = None
+) -> None:
     """Give this stage its weights and buffers, the same as on rank 0, and put those of other stages on meta.
 
     The ranks differ if the model was built without a seed. Seeded ranks only exchange checksums.
@@ -55,6 +57,7 @@ def place_weights(module: nn.Module, holds: Callable[[str], bool], device: torch
         module: Complete, on every rank.
         holds: Whether this stage holds a parameter or buffer, by its FQN.
         device: Where it goes.
+        parameters_on: Where parameters go, if elsewhere.
     """
     state = _state(module)
     if len(set(gather_numbers(_checksum(state), device))) > 1:
@@ -62,7 +65,12 @@ def place_weights(module: nn.Module, holds: Callable[[str], bool], device: torch
     del state
     _replace(module, lambda fqn, tensor: tensor if holds(fqn) else _on_meta(tensor))
     computed = {fqn for tensor, fqn in _state(module).items() if isinstance(tensor, DeferredTensor)}
-    _replace(module, lambda fqn, tensor: tensor if tensor.is_meta else _moved(tensor, device))
+    elsewhere = parameters_on or device
+
+    def moved(_: str, tensor: Tensor) -> Tensor:
+        return tensor if tensor.is_meta else _moved(tensor, elsewhere if isinstance(tensor, nn.Parameter) else device)
+
+    _replace(module, moved)
     _agree({fqn: tensor for tensor, fqn in _state(module).items() if fqn in computed}, module, device)
 
 

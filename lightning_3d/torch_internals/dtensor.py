@@ -42,6 +42,14 @@ spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 """Mesh, placements, shape and strides, from which ``DTensor(local, spec)`` is made."""
 
 
+def placed(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A DTensor of a local tensor wherever that lies; ``from_local`` would move it to the mesh's device."""
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
 class NoRule(Exception):
     """An op has no sharded form for its inputs; whoever asked runs it on full tensors."""
 

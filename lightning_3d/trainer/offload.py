@@ -1,20 +1,57 @@
-"""Where optimizer states are offloaded to, settled before training, alike on all ranks."""
+"""Where parameters and optimizer states are offloaded to, settled before training, alike on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.errors import OffloadError
+from lightning_3d.torch_internals.fsdp import move_shards, shards_of, when_gathered
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.offload.places import make_store
 from lightning_3d.zero.offload.steps import OffloadedSteps
-from lightning_3d.zero.offload.store import Store
+from lightning_3d.zero.offload.store import HostMemory, Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states
+
+
+def offload_policy(place: str, device: torch.device) -> OffloadPolicy:
+    """FSDP2's policy for ``zero.offload_params``."""
+    if place == "none":
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=place == "cpu" and device.type != "cpu")  # a file can't be pinned
+
+
+def offload_parameters(place: str, root: nn.Module, device: torch.device) -> Store:
+    """Move FSDP2's shards to where ``zero.offload_params`` says; every rank calls it.
+
+    Returns:
+        What holds them.
+
+    Raises:
+        OffloadError: the directory can't be written or has no room, on any rank.
+    """
+    store: Store = HostMemory()
+    failure: OffloadError | None = None
+    if place in ("none", "cpu"):
+        return store
+    units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
+    try:
+        store = make_store(place)
+        store.reserve(sum(store.size_of(shard.nbytes) for unit in units for shard in shards_of(unit)))
+        for unit in units:
+            move_shards(unit, store.zeros)
+            store.let_go(shards_of(unit))
+            when_gathered(unit, store.let_go)
+    except OffloadError as error:
+        failure = error
+    raise_alike(failure, device)
+    return store
 
 
 def offloaded_steps(

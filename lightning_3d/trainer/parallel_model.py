@@ -31,6 +31,7 @@ from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.example_step import example_step
+from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
@@ -77,7 +78,9 @@ def make_parallel(
     blocks = plan.blocks_in(module)
     if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
         observed = observer.of_blocks(blocks)
-    place_weights(module, partial(plan.holds, mesh.pp_rank), device)
+    offloads = config.zero.offload_params != "none"
+    first = torch.device("cpu") if offloads and mesh.shape.tp == 1 else device  # FSDP2 takes them unit by unit
+    place_weights(module, partial(plan.holds, mesh.pp_rank), device, parameters_on=first)
     set_device(module, device=device)
     if mesh.shape.tp > 1:
         tensor = config.tensor
@@ -87,8 +90,11 @@ def make_parallel(
     own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     router = Router(blocks, absent=blocks.keys() - own.keys())
     zero: Zero
-    if config.zero.stage == 3 and mesh.shape.dp > 1:
-        zero = FullySharded(module, mesh=mesh, blocks=own.values(), reduce_dtype=config.zero.dtype)
+    if config.zero.stage == 3 and (mesh.shape.dp > 1 or offloads):
+        place, dtype = config.zero.offload_params, config.zero.dtype
+        policy = offload_policy(place, device)
+        zero = FullySharded(module, mesh=mesh, blocks=own.values(), reduce_dtype=dtype, offload=policy)
+        zero.parameter_store = offload_parameters(place, zero.root, device)
     else:
         stages = _pipeline_stages(plan, blocks) if mesh.shape.pp > 1 else {}
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages)

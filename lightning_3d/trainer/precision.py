@@ -80,7 +80,7 @@ class ThreeDPrecision(Precision):
         norm = self._norm(list(self.main_params(optimizer)))
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
         for gradient in gradients:
-            gradient.mul_(scale)
+            gradient.mul_(scale.to(gradient.device))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -37,7 +37,8 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, 
             f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} each rank holds a part."
             " Remove the callback, or use size 1 for both."
         )
-    if mesh.shape.pp * mesh.shape.tp > 1 or (config.stage == 3 and mesh.shape.dp > 1):
+    is_fully_sharded = config.stage == 3 and (mesh.shape.dp > 1 or config.offload_params != "none")
+    if mesh.shape.pp * mesh.shape.tp > 1 or is_fully_sharded:
         _refuse_lost(module)
     if mesh.shape.world_size > 1:
         _refuse_sparse(module)

@@ -6,10 +6,11 @@ One ``fully_shard`` unit per block and one for what is left, below one root per 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -22,24 +23,32 @@ from lightning_3d.zero.shard import RankShard
 
 
 class FullySharded(Zero):
-    """Stage 3 with several replicas.
+    """Stage 3 with several replicas, or with offloaded parameters.
 
     Args:
         blocks: The blocks that this rank runs.
         reduce_dtype: Of gradients that are reduced; their own if None.
+        offload: Where FSDP2 keeps its shards.
     """
 
     def __init__(
-        self, module: nn.Module, *, mesh: Mesh, blocks: Iterable[nn.Module], reduce_dtype: torch.dtype | None
+        self,
+        module: nn.Module,
+        *,
+        mesh: Mesh,
+        blocks: Iterable[nn.Module],
+        reduce_dtype: torch.dtype | None,
+        offload: OffloadPolicy,
     ) -> None:
         super().__init__(module)
+        shard = partial(fully_shard, offload_policy=offload)
         dp, policy = mesh.device_mesh["dp_shard"], MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
         absent = {parameter for parameter in self.root.parameters() if parameter.is_meta}
         tied = _tied_parameters(self.root)
         for block in blocks:
             if not tied.intersection(block.parameters()):  # tied parameters belong to the root unit
-                fully_shard(block, mesh=dp, mp_policy=policy, reshard_after_forward=True)
-        fully_shard(self.root, mesh=dp, mp_policy=policy, reshard_after_forward=True, ignored_params=absent)
+                shard(block, mesh=dp, mp_policy=policy, reshard_after_forward=True)
+        shard(self.root, mesh=dp, mp_policy=policy, reshard_after_forward=True, ignored_params=absent)
         assert isinstance(self.root, FSDPModule)
         self._fsdp: FSDPModule = self.root
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}

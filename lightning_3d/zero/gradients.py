@@ -59,7 +59,8 @@ class Gradients:
         chosen = self._fqns if parameters is None else parameters
         local = [self._zero.gradient(p) for p in chosen if p in self._owned and self._is_first_copy(p)]
         norms = foreach_norm(found, norm_type) if (found := [g for g in local if g is not None]) else []
-        stacked = torch.stack([norm.float() for norm in norms]) if norms else torch.zeros(1, device=self._device)
+        norms = [norm.to(self._device, torch.float32) for norm in norms]
+        stacked = torch.stack(norms) if norms else torch.zeros(1, device=self._device)
         if norm_type == float("inf"):
             total = stacked.max()
             dist.all_reduce(total, dist.ReduceOp.MAX)
@@ -78,7 +79,7 @@ class Gradients:
                     gradient = torch.zeros_like(self._zero.shards[parameter].own(parameter))
                     self._zero.set_gradient(parameter, gradient)
                 local.append(gradient)
-            flat = torch.cat([gradient.reshape(-1) for gradient in local])
+            flat = torch.cat([gradient.reshape(-1) for gradient in local]).to(self._device)
             dist.all_reduce(flat, group=self._groups[stages])
             for gradient, total in zip(local, flat.split([g.numel() for g in local]), strict=True):
                 gradient.copy_(total.view_as(gradient))

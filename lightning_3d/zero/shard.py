@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Shard as DTensorShard
 
-from lightning_3d.torch_internals.dtensor import StridedShard
+from lightning_3d.torch_internals.dtensor import StridedShard, placed
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class RankShard:
             return own
         mesh, placements = self._placements()
         shape, stride = self.parameter.shape, _contiguous_stride(self.parameter.shape)
-        return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return placed(own, mesh, placements, shape, stride)
 
     def _placements(self) -> tuple[DeviceMesh, list[Placement]]:
         if not isinstance(self.parameter, DTensor):

@@ -27,7 +27,7 @@ class Lent:
 
     pieces: Sequence[Piece]
     values: Sequence[Tensor]
-    """What the optimizer steps, for each piece."""
+    """Stepped by the optimizer, for each piece."""
     gradients: Sequence[Tensor]
     arrival: torch.Event | None
     """Waits for what is on its way."""

@@ -1,8 +1,8 @@
 """Tensors in files below a directory.
 
-A file is reserved whole when it is made, so that a full disk shows there and not when a page is written, and mapped into
-memory. The kernel reads pages when they are touched, or before, when told to; it writes changed pages when it likes and
-drops them when memory is short. What a process has touched counts as its own until it lets go.
+A file is reserved whole when it is made, so that a full disk shows there and not when a page is written, and mapped
+into memory. The kernel reads pages when they are touched, or before, when told to; it writes changed pages when it
+likes and drops them when memory is short. What a process has touched counts as its own until it lets go.
 
 The files have no names: they are gone with the process, however that ends, and runs can share a directory.
 """
@@ -131,7 +131,7 @@ class _MappedFile:
         return self._start <= tensor.data_ptr() < self._start + self.num_bytes
 
     def advise(self, tensor: Tensor, advice: int) -> None:
-        """Of all pages that the tensor touches: also where others share the first or last, no data can be lost."""
+        """Advise the kernel of all pages that a tensor touches; where others share them, no data can be lost."""
         begin = tensor.data_ptr() - self._start
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE
         if tensor.nbytes:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+
 class Store(ABC):
     """Holds tensors of the CPU device."""
 
