@@ -361,7 +361,8 @@ class ThreeDStrategy(ParallelStrategy):
 
     def report(self) -> list[RankReport]:
         """The share of the model that each rank holds, by rank. Every rank calls it; ``report_table`` shows it."""
-        return gather_reports(self._module, self.optimizers, self.mesh, self.root_device)
+        offloads = self.config.zero.offload_optimizer != "none"
+        return gather_reports(self._module, self.optimizers, self.mesh, self.root_device, offloads=offloads)
 
     @override
     def on_validation_end(self) -> None:

@@ -161,6 +161,14 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"tensor": {"verify": "false"}}, "tensor.verify='false' is not allowed: use True or False (nearest: False)"),
         ({"tensor": {"verify_tolerance": float("nan")}}, "tensor.verify_tolerance=nan is not allowed"),
         ({"tensor": {"verify_tolerance": -1.0}}, "use a number of at least 0 or 'auto' (nearest: 0)"),
+        ({"zero": {"offload_optimizer": "CPU"}}, "use 'none', 'cpu' or a directory, such as './cpu' (nearest: 'cpu')"),
+        ({"zero": {"offload_optimizer": "nvme"}}, "zero.offload_optimizer='nvme' is not allowed"),
+        ({"zero": {"offload_optimizer": ""}}, "zero.offload_optimizer='' is not allowed"),
+        ({"zero": {"offload_optimizer": None}}, "zero.offload_optimizer=None is not allowed: use a string"),
+        ({"zero": {"offload_optimizer": True}}, "zero.offload_optimizer=True is not allowed"),
+        ({"zero": {"offload_params": "cpu"}}, "zero.offload_params='cpu' needs zero.stage=3"),
+        ({"zero": {"offload_params": "x", "stage": 3}}, "does not go with zero.offload_optimizer='none'"),
+        ({"zero": {"offload_window": -1}}, "zero.offload_window=-1 is not allowed: use a number of at least 0"),
         ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is not built yet"),
         ({"pipeline": {"num_microbatches": 4}}, "Trainer(accumulate_grad_batches=4)"),
         ({"pipeline_parallel_size": 4, "pipeline": {"num_microbatches": 2}}, "use at least 4 microbatches"),
@@ -169,6 +177,13 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
 def test_wrong_values_are_refused(mapping: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         ThreeDConfig.from_mapping(mapping)
+
+
+def test_places_to_offload_to(tmp_path: Path) -> None:
+    assert ZeroConfig(offload_optimizer=tmp_path).offload_optimizer == str(tmp_path)  # type: ignore[arg-type]
+    mapping = {"zero": {"stage": 3, "offload_optimizer": "~/states", "offload_params": "cpu"}}
+    assert ThreeDConfig.from_mapping(mapping).zero.offload_optimizer == "~/states"
+    assert _from_command_line(["--strategy.zero.offload_optimizer=cpu"]).zero == ZeroConfig(offload_optimizer="cpu")
 
 
 def test_dataclasses_check_themselves() -> None:

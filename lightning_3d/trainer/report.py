@@ -29,20 +29,32 @@ class RankReport:
     """Elements of parameters held between steps; tied ones once."""
     num_optimizer_elements: int
     """Elements of optimizer state tensors."""
+    optimizer_bytes: int
+    """Of optimizer state tensors on the device."""
+    offloaded_bytes: int
+    """Of optimizer state tensors in host memory or files instead."""
     peak_memory: int
     """Bytes: allocated on the accelerator, or resident in the process without one."""
 
 
 def gather_reports(
-    module: nn.Module, optimizers: Iterable[Optimizer], mesh: Mesh, device: torch.device
+    module: nn.Module, optimizers: Iterable[Optimizer], mesh: Mesh, device: torch.device, *, offloads: bool
 ) -> list[RankReport]:
-    """The reports of all ranks, by rank; every rank calls it."""
+    """The reports of all ranks, by rank; every rank calls it.
+
+    Args:
+        offloads: Whether optimizer states on the CPU are offloaded.
+    """
     state = [t for optimizer in optimizers for values in optimizer.state.values() for t in values.values()]
+    tensors = [plain(t) for t in state if isinstance(t, Tensor)]
+    offloaded = [t for t in tensors if offloads and t.device.type == "cpu"]
     mine = RankReport(
         rank=dist.get_rank(),
         coordinate=mesh.coordinate,
         num_parameters=_num_elements(module.parameters()),
         num_optimizer_elements=_num_elements(t for t in state if isinstance(t, Tensor) and t.ndim > 0),
+        optimizer_bytes=sum(t.nbytes for t in tensors) - sum(t.nbytes for t in offloaded),
+        offloaded_bytes=sum(t.nbytes for t in offloaded),
         peak_memory=_peak_memory(device),
     )
     everyone: list[RankReport] = [mine] * mesh.shape.world_size
@@ -53,7 +65,9 @@ def gather_reports(
 def report_table(reports: Sequence[RankReport]) -> Table:
     """The reports as a table for people."""
     table = Table(title="what each rank holds")
-    for column in ("rank", "stage", "data", "tensor", "parameters", "optimizer state", "peak memory"):
+    offloads = any(report.offloaded_bytes for report in reports)
+    columns = ["rank", "stage", "data", "tensor", "parameters", "optimizer state", "peak memory"]
+    for column in [*columns, *(["offloaded"] if offloads else [])]:
         table.add_column(column, justify="right")
     for report in reports:
         at = report.coordinate
@@ -65,6 +79,7 @@ def report_table(reports: Sequence[RankReport]) -> Table:
             f"{report.num_parameters:,}",
             f"{report.num_optimizer_elements:,}",
             f"{report.peak_memory / _MIB:,.0f} MiB",
+            *([f"{report.offloaded_bytes / _MIB:,.0f} MiB"] if offloads else []),
         )
     return table
 
