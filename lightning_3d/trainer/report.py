@@ -30,9 +30,9 @@ class RankReport:
     num_optimizer_elements: int
     """Elements of optimizer state tensors."""
     optimizer_bytes: int
-    """Of optimizer state tensors on the device."""
+    """Bytes of optimizer state tensors on the device."""
     offloaded_bytes: int
-    """Of optimizer state tensors in host memory or files instead."""
+    """Bytes of those in host memory or files instead."""
     peak_memory: int
     """Bytes: allocated on the accelerator, or resident in the process without one."""
 
