@@ -365,8 +365,16 @@ class ThreeDStrategy(ParallelStrategy):
         return gather_reports(self._module, self.optimizers, self.mesh, self.root_device, offloads=offloads)
 
     @override
+    def on_validation_start(self) -> None:
+        self._parts.zero.average()
+
+    @override
     def on_validation_end(self) -> None:
         self._parts.zero.settle()
+
+    @override
+    def on_train_end(self) -> None:
+        self._parts.zero.average()
 
     # ---- precision
 
@@ -437,6 +445,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """This rank's part, or on rank 0 the whole for a single file."""
+        self._parts.zero.average()
         self._parts.zero.settle()
         if self.config.save_distributed_checkpoint:
             return model_state(self._module)

@@ -172,6 +172,30 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is not built yet"),
         ({"pipeline": {"num_microbatches": 4}}, "Trainer(accumulate_grad_batches=4)"),
         ({"pipeline_parallel_size": 4, "pipeline": {"num_microbatches": 2}}, "use at least 4 microbatches"),
+        ({"zero": {"stage": 3, "bucket_size": 1}}, "leave it out, or use stage 0 or 1 or 2"),
+        ({"zero": {"stage": 3, "bucket_size": 0}}, "zero.bucket_size=0 does not go with zero.stage=3"),
+        ({"zero": {"stage": 3, "show_gradients": True}}, "zero.show_gradients=True does not go with zero.stage=3"),
+        ({"zero": {"stage": 0, "overlap_gather": True}}, "zero.overlap_gather=True does not go with zero.stage=0"),
+        ({"zero": {"stage": 3, "overlap_gather": True}}, "leave it out, or use stage 1 or 2"),
+        ({"zero": {"power_sgd_rank": 2}}, "zero.power_sgd_rank=2 does not go with zero.stage=1"),
+        ({"zero": {"stage": 0, "power_sgd_rank": 0}}, "use an integer of at least 1"),
+        ({"zero": {"stage": 0, "power_sgd_start": 9}}, "a compression that is not asked for"),
+        ({"zero": {"stage": 0, "power_sgd_rank": 1, "power_sgd_start": 1}}, "(nearest: 2)"),
+        (
+            {"zero": {"stage": 0, "power_sgd_rank": 1, "communication_dtype": "float16"}},
+            "gradients are compressed in one way",
+        ),
+        (
+            {"tensor_parallel_size": 2, "zero": {"stage": 0, "power_sgd_rank": 1}},
+            "zero.power_sgd_rank=1 with tensor_parallel_size=2",
+        ),
+        ({"zero": {"stage": 2, "averaging_period": 4}}, "zero.averaging_period=4 does not go with zero.stage=2"),
+        ({"zero": {"stage": 0, "averaging_period": 4, "bucket_size": 9}}, "says how gradients are reduced"),
+        ({"zero": {"stage": 0, "averaging_period": 4, "power_sgd_rank": 1}}, "zero.power_sgd_rank=1 says how"),
+        (
+            {"zero": {"stage": 0, "averaging_period": 4, "communication_dtype": "bfloat16"}},
+            "zero.communication_dtype='bfloat16' says how",
+        ),
     ],
 )
 def test_wrong_values_are_refused(mapping: dict[str, Any], message: str) -> None:

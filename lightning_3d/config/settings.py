@@ -64,8 +64,22 @@ class ZeroConfig:
     before, so that float16 does not overflow where the mean does not."""
 
     bucket_size: Annotated[float, AtLeast(0)] | Literal["auto"] = "auto"
-    """MiB of parameters whose gradients are reduced together at stages 0 to 2; ``"auto"`` is 25, as in DDP. At stage 3
-    a block is a bucket."""
+    """MiB of parameters whose gradients are reduced together at stages 0 to 2; ``"auto"`` is 25 as in DDP, or less so
+    that there are four buckets, but at least 1. At stage 3 a block is a bucket."""
+
+    power_sgd_rank: Size | None = None
+    """Compress gradients at stage 0 to matrices of this rank, with error feedback (PowerSGD, Vogels et al. 2019), by
+    torch's hook for DDP. What is remembered of gradients for the next step is in no checkpoint, as under DDP: a resumed
+    run begins anew, uncompressed reductions included. ``None`` compresses nothing."""
+
+    power_sgd_start: Annotated[int, AtLeast(2)] | Literal["auto"] = "auto"
+    """Reductions that go before without compression; ``"auto"`` is 1000, as in torch."""
+
+    averaging_period: Size | None = None
+    """Reduce no gradients at stage 0, but average parameters after every this many steps of their optimizer (post-local
+    SGD, Lin et al. 2018), also before a validation or a test, for a checkpoint, and at the end of ``fit``. Gradients,
+    their norm and the states of optimizers are each replica's own; a checkpoint holds the states of the first replica.
+    ``None`` reduces gradients."""
 
     offload_optimizer: str = "none"
     """Where optimizer states lie and optimizers step. ``"none"``: the device. ``"cpu"``: host memory. Any other string
@@ -86,11 +100,7 @@ class ZeroConfig:
                 object.__setattr__(self, name, os.fspath(given))
         _check_values(self)
         _check_offload(self)
-        if self.stage == 3 and self.bucket_size != "auto":
-            raise ConfigError(
-                f"zero.bucket_size={self.bucket_size} does not go with zero.stage=3, where each block is a bucket: use"
-                " 'auto', or stage 0, 1 or 2"
-            )
+        _check_zero(self)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -251,6 +261,7 @@ class ThreeDConfig:
         _check_values(self)
         _check_pipeline(self)
         _check_compile(self)
+        _check_power_sgd(self)
         if self.context_parallel_size > 1:
             raise ConfigError(
                 f"context_parallel_size={self.context_parallel_size}: context parallel is not built yet; use 1"
@@ -388,6 +399,55 @@ def _check_offload(config: ZeroConfig) -> None:
         raise ConfigError(
             f"zero.offload_params={config.offload_params!r} does not go with zero.offload_optimizer='none': parameters"
             " are stepped where they lie. Set zero.offload_optimizer='cpu' or to a directory, too"
+        )
+
+
+_STAGES_OF: Mapping[str, tuple[tuple[int, ...], str]] = {
+    "bucket_size": ((0, 1, 2), "at stage 3 each block is a bucket"),
+    "show_gradients": ((0, 1, 2), "at stage 3 grad is the shard of a gradient"),
+    "overlap_gather": ((1, 2), "stage 0 gathers nothing, and stage 3 each block when it runs"),
+    "power_sgd_rank": ((0,), "torch's hook approximates the sum of gradients as a whole, which others scatter"),
+    "averaging_period": ((0,), "at others each replica steps a part of the parameters"),
+}
+"""Keys of ``zero`` -> the stages at which they can be set to more than their default, and why."""
+
+
+def _check_zero(zero: ZeroConfig) -> None:
+    """Refuse what a stage of ZeRO can't do, and settings that contradict each other."""
+    for name, (stages, reason) in _STAGES_OF.items():
+        value = getattr(zero, name)
+        is_set = value is not None and value is not False and value != "auto"
+        if is_set and zero.stage not in stages:
+            raise ConfigError(
+                f"zero.{name}={value!r} does not go with zero.stage={zero.stage}: {reason}; leave it out, or use stage"
+                f" {' or '.join(map(str, stages))}"
+            )
+    if zero.power_sgd_rank is None and zero.power_sgd_start != "auto":
+        raise ConfigError(
+            f"zero.power_sgd_start={zero.power_sgd_start} delays a compression that is not asked for: set"
+            " zero.power_sgd_rank, or leave it out"
+        )
+    if zero.power_sgd_rank is not None and zero.communication_dtype != "auto":
+        raise ConfigError(
+            f"zero.communication_dtype={zero.communication_dtype!r} with zero.power_sgd_rank={zero.power_sgd_rank}:"
+            " gradients are compressed in one way; leave one of them out"
+        )
+    reducing = ("communication_dtype", "bucket_size", "power_sgd_rank")
+    given = [name for name in reducing if getattr(zero, name) not in (None, "auto")]
+    if zero.averaging_period is not None and given:
+        raise ConfigError(
+            f"zero.{given[0]}={getattr(zero, given[0])!r} says how gradients are reduced, but with"
+            f" zero.averaging_period={zero.averaging_period} none are: leave one of them out"
+        )
+
+
+def _check_power_sgd(config: ThreeDConfig) -> None:
+    """Refuse compression of tensor-parallel shards."""
+    if config.zero.power_sgd_rank is not None and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"zero.power_sgd_rank={config.zero.power_sgd_rank} with tensor_parallel_size={config.tensor_parallel_size}:"
+            " each tensor-parallel rank would compress its own shards, and copies of a parameter could drift apart; use"
+            " one of them"
         )
 
 

@@ -1,7 +1,7 @@
 """The values that an annotation allows: the test, the words for it, and the allowed value nearest to a wrong one.
 
-Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``Literal``, unions, tuples of any
-length, dataclasses, and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises nothing.
+Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``None``, ``Literal``, unions, tuples
+of any length, dataclasses, and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 from dataclasses import dataclass, is_dataclass
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 
@@ -52,7 +52,7 @@ def describe(annotation: Any) -> str:
         return f"a list, of which each item is {describe(get_args(annotation)[0])}"
     if is_dataclass(annotation):
         return f"a {cast(type, annotation).__name__} (ThreeDConfig.from_mapping takes nested mappings)"
-    words: dict[object, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
+    words = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
     return words[annotation]
 
 

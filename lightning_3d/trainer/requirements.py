@@ -37,6 +37,11 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, 
             f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} each rank holds a part."
             " Remove the callback, or use size 1 for both."
         )
+    if config.averaging_period is not None and mesh.shape.dp > 1 and averaging:
+        raise StepError(
+            f"{type(averaging[0]).__name__} averages what each replica has stepped on its own with"
+            f" zero.averaging_period={config.averaging_period}, so that ranks would differ: use one of them."
+        )
     is_fully_sharded = config.stage == 3 and (mesh.shape.dp > 1 or config.offload_params != "none")
     if mesh.shape.pp * mesh.shape.tp > 1 or is_fully_sharded:
         _refuse_lost(module)

@@ -11,11 +11,12 @@ parameter: how many ranks have a gradient of it, so that one that no rank has st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.zero.power_sgd import PowerSGD
 from lightning_3d.zero.replicas import Replicas, Wait
 from lightning_3d.zero.shard import RankShard, plain
 
@@ -56,11 +57,15 @@ class Bucket:
     Args:
         shards: Of its parameters, all of one dtype and device, all shared by all replicas or all by none.
         dtype: Of what is communicated.
+        compression: Of gradients in one row.
     """
 
-    def __init__(self, shards: Sequence[RankShard], replicas: Replicas, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shards: Sequence[RankShard], replicas: Replicas, dtype: torch.dtype, compression: PowerSGD | None = None
+    ) -> None:
         self.parameters: tuple[nn.Parameter, ...] = tuple(shard.parameter for shard in shards)
         self._replicas, self._dtype, self._device = replicas, dtype, plain(shards[0].parameter).device
+        self._compression, self._scale = compression, 1.0 / replicas.size if compression is None else 1.0
         self._num_rows = replicas.size if shards[0].size > 1 else 1
         self._places = [_Place(shard, self._num_rows) for shard in shards]
         self._widths = [*(shard.elements_per_rank for shard in shards), len(shards)]
@@ -98,7 +103,7 @@ class Bucket:
         """
         if self._buffer is None:
             self._make_buffer()
-        self._places[index].put(self._slots[index], gradient, 1.0 / self._replicas.size, adds=index in self._filled)
+        self._places[index].put(self._slots[index], gradient, self._scale, adds=index in self._filled)
         self._filled.add(index)
 
     def _make_buffer(self) -> Tensor:
@@ -115,8 +120,24 @@ class Bucket:
             if index not in self._filled:
                 self._slots[index].zero_()
                 self._slots[-1][:, index] = 0.0
-        reduce = self._replicas.reduce_scatter if self._num_rows > 1 else self._replicas.all_reduce
-        self._result, self._buffer, self._slots = reduce(buffer), None, ()
+        if self._compression is not None:
+            self._result = self._compress(self._compression, buffer)
+        else:
+            reduce = self._replicas.reduce_scatter if self._num_rows > 1 else self._replicas.all_reduce
+            self._result = reduce(buffer)
+        self._buffer, self._slots = None, ()
+
+    def _compress(self, compression: PowerSGD, buffer: Tensor) -> Wait:
+        *slots, num_ranks = self._slots
+        shapes = [place.own_shape or (1,) for place in self._places]
+        compression.mean(buffer[0, : -len(slots)], [slot.view(s) for slot, s in zip(slots, shapes, strict=True)])
+        wait = self._replicas.all_reduce(num_ranks)
+
+        def result() -> Tensor:
+            wait()
+            return buffer[0]
+
+        return result
 
     def collect(self) -> list[tuple[RankShard, Tensor]]:
         """Wait for the collective.
@@ -157,15 +178,21 @@ def bucket_bytes(shards: Iterable[RankShard]) -> float:
 
 
 def make_buckets(
-    shards: Iterable[RankShard], replicas: Replicas, *, num_bytes: float, dtype: torch.dtype | None
+    shards: Iterable[RankShard],
+    replicas: Replicas,
+    *,
+    num_bytes: float,
+    dtype: torch.dtype | None,
+    compression: Callable[[int], PowerSGD | None],
 ) -> list[Bucket]:
     """Deal parameters to buckets in the order given.
 
     Args:
         num_bytes: Bytes of parameters at which a bucket is full.
         dtype: Of what is communicated; that of the gradients if None.
+        compression: Index of a bucket -> how its gradients are compressed.
     """
-    buckets: list[Bucket] = []
+    full: list[tuple[torch.dtype, list[RankShard]]] = []
     open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[RankShard]] = {}
     sizes: Counter[tuple[torch.dtype, torch.device, bool]] = Counter()
     for shard in shards:
@@ -174,6 +201,7 @@ def make_buckets(
         open_buckets.setdefault(key, []).append(shard)
         sizes[key] += held.nbytes
         if sizes[key] >= num_bytes:
-            buckets.append(Bucket(open_buckets.pop(key), replicas, dtype or key[0]))
+            full.append((key[0], open_buckets.pop(key)))
             del sizes[key]
-    return [*buckets, *(Bucket(members, replicas, dtype or key[0]) for key, members in open_buckets.items())]
+    full += [(key[0], members) for key, members in open_buckets.items()]
+    return [Bucket(members, replicas, dtype or own, compression(i)) for i, (own, members) in enumerate(full)]

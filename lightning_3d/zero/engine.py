@@ -104,6 +104,14 @@ class Zero(ABC):
     def show_gradients(self) -> None:
         """After a backward: make the gradients whole if they may be seen; every rank calls it."""
 
+    def average(self) -> None:  # noqa: B027  # most have nothing to average
+        """Average parameters that replicas have stepped on their own; every rank calls it."""
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether gradients are reduced over the replicas before the optimizer's step."""
+        return True
+
     @abstractmethod
     def begin_forward(self) -> None:
         """Before any step of the user's module."""

@@ -41,7 +41,7 @@ class Gradients:
     def _is_first_copy(self, parameter: nn.Parameter) -> bool:
         """Whether, of all ranks that hold the same part of its gradient, this one is the first along each axis."""
         coordinate = {"dp": self._mesh.dp_rank, "cp": self._mesh.cp_rank, "tp": self._mesh.tp_rank}
-        if self._zero.shards[parameter].size > 1:
+        if self._zero.shards[parameter].size > 1 or not self._zero.reduces_gradients:
             del coordinate["dp"]
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
@@ -52,7 +52,8 @@ class Gradients:
         return not any(coordinate.values())
 
     def norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> Tensor:
-        """Norm of the gradients of ``parameters`` (all by default) as if they lay in one process; a 0-d tensor.
+        """Norm of the gradients of ``parameters`` (all by default) as if they lay in one process; a 0-d tensor. Of this
+        replica's own gradients where they are not reduced.
 
         Every rank calls it.
         """
@@ -61,12 +62,13 @@ class Gradients:
         norms = foreach_norm(found, norm_type) if (found := [g for g in local if g is not None]) else []
         norms = [norm.to(self._device, torch.float32) for norm in norms]
         stacked = torch.stack(norms) if norms else torch.zeros(1, device=self._device)
+        group = None if self._zero.reduces_gradients else self._mesh.group("replica")
         if norm_type == float("inf"):
             total = stacked.max()
-            dist.all_reduce(total, dist.ReduceOp.MAX)
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
             return total
         total = stacked.pow(norm_type).sum()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return total.pow(1.0 / norm_type)
 
     def sum_shared(self) -> None:

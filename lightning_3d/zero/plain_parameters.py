@@ -19,13 +19,17 @@ from typing_extensions import override
 
 from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.zero.averaging import PeriodicAveraging
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
 from lightning_3d.zero.gathering import Gathering
 from lightning_3d.zero.optimizer_kind import OptimizerKind
+from lightning_3d.zero.power_sgd import PowerSGD
 from lightning_3d.zero.reducer import GradientReducer
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
+
+_POWER_SGD_START = 1000
 
 
 class PlainParameters(Zero):
@@ -41,6 +45,8 @@ class PlainParameters(Zero):
     ) -> None:
         super().__init__(module)
         self._stage, self._dtype, self._overlaps = config.stage, config.dtype, config.overlap_gather
+        self._power_sgd_rank = config.power_sgd_rank
+        self._power_sgd_start = _POWER_SGD_START if config.power_sgd_start == "auto" else config.power_sgd_start
         self._bucket_bytes = None if config.bucket_size == "auto" else 2**20 * config.bucket_size
         self._splits_backward = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
@@ -49,6 +55,9 @@ class PlainParameters(Zero):
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)
         self._pipeline_stages = pipeline_stages
+        self._averaging: PeriodicAveraging | None = None
+        if self._replicas is not None and config.averaging_period is not None:
+            self._averaging = PeriodicAveraging(self._replicas, config.averaging_period)
         self._reducers: dict[int | None, GradientReducer] = {}  # by the pipeline stage that makes the gradients
         if self._replicas is not None:
             self._gathering = Gathering(self._replicas)
@@ -63,14 +72,23 @@ class PlainParameters(Zero):
         if self._replicas is None:
             return
         self.release()
+        if self._averaging is not None:
+            return
         groups: dict[int | None, list[RankShard]] = {}
         for parameter in reversed(self.shards):  # about as a backward finishes them
             if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
                 groups.setdefault(self._pipeline_stages.get(parameter), []).append(self.shards[parameter])
         for stage, group in groups.items():
             num_bytes = bucket_bytes(group) if self._bucket_bytes is None else self._bucket_bytes
-            buckets = make_buckets(group, self._replicas, num_bytes=num_bytes, dtype=self._dtype)
+            buckets = make_buckets(
+                group, self._replicas, num_bytes=num_bytes, dtype=self._dtype, compression=self._compression
+            )
             self._reducers[stage] = GradientReducer(buckets, self._receive, self.show_gradients)
+
+    def _compression(self, index: int) -> PowerSGD | None:
+        if self._power_sgd_rank is None or self._replicas is None:
+            return None
+        return PowerSGD(self._replicas.group, rank=self._power_sgd_rank, start=self._power_sgd_start, seed=index)
 
     @override
     def release(self) -> None:
@@ -163,13 +181,26 @@ class PlainParameters(Zero):
             self.settle()
 
     @override
+    def average(self) -> None:
+        if self._averaging is not None:
+            self._averaging.average()
+
+    @property
+    @override
+    def reduces_gradients(self) -> bool:
+        return self._averaging is None
+
+    @override
     def settle(self) -> None:
         if self._replicas is not None:
             self._gathering.finish()
 
     @override
     def begin_gather(self, parameters: Iterable[nn.Parameter]) -> None:
-        shards = [self.shards[parameter] for parameter in parameters if self.shards[parameter].size > 1]
+        chosen = list(parameters)
+        if self._averaging is not None:
+            self._averaging.stepped(chosen)
+        shards = [self.shards[parameter] for parameter in chosen if self.shards[parameter].size > 1]
         if shards:
             self._gathering.begin(shards, [shard.parameter for shard in shards])
             self._gathering.go_on()
