@@ -177,6 +177,17 @@ def test_end_of_a_backward() -> None:
     assert calls == ["first", "end"]
 
 
+@canary(autograd, "current_backward")
+def test_backwards_have_numbers() -> None:
+    numbers: list[int] = []
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_post_accumulate_grad_hook(lambda _: numbers.append(autograd.current_backward()))
+    x = torch.ones(2, requires_grad=True)
+    (torch.utils.checkpoint.checkpoint(lambda x: x * parameter, x, use_reentrant=True) * parameter).sum().backward()
+    parameter.sum().backward()
+    assert len(numbers) == len(set(numbers)) == 3
+
+
 @canary(tensors, "storage_id", "typed_storage")
 def test_storages() -> None:
     with fake_tensors.FakeTensorMode():

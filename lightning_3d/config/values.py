@@ -1,7 +1,8 @@
 """The values that an annotation allows: the test, the words for it, and the allowed value nearest to a wrong one.
 
-Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``None``, ``Literal``, unions, tuples
-of any length, dataclasses, and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises nothing.
+Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``None``, ``Literal``, unions,
+tuples of any length, dataclasses, and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises
+nothing.
 """
 
 from __future__ import annotations

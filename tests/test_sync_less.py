@@ -1,0 +1,206 @@
+"""Sending less at ZeRO stage 0: compressed gradients, parameters averaged every few steps; against torch by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Subset
+
+from lightning_3d import ThreeDStrategy
+from tests.models import ADAM_EPS, TinyMLP, features
+from tests.parity import QUIET, Layout
+from tests.workers import WorkerError, WorkerPools
+
+STEPS, START, RANK, PERIOD, CLIP = 7, 3, 2, 3, 0.05
+State = dict[str, Tensor]
+CUT = "layers.3"
+"""The block with which the second of two pipeline stages begins."""
+
+
+class Idle(TinyMLP):
+    """A layer whose gradient is zero in every other step, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(16, 16)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.layers[:3](batch[0])  # type: ignore[operator]
+        return F.mse_loss(self.layers[3:](x * (batch_idx % 2)), batch[1])  # type: ignore[operator]
+
+
+def _batches(dp_rank: int) -> DataLoader[tuple[Tensor, ...]]:
+    data = features(STEPS * 8)
+    return DataLoader(Subset(data, range(dp_rank, len(data), 2)), batch_size=4)  # type: ignore[arg-type]
+
+
+def _fit(layout: Layout, model: type[L.LightningModule] = TinyMLP, **settings: Any) -> State:
+    """The weights after training."""
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        strategy=layout.strategy(),
+        devices=layout.world_size,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        **{**QUIET, **settings},
+    )
+    module = model()
+    trainer.fit(module, _batches(dist.get_rank() % layout.dp))  # the dp axis comes after the pp axis
+    path = Path("final.ckpt")
+    trainer.save_checkpoint(path)
+    state: State = torch.load(path, weights_only=True)["state_dict"]
+    own = dict(module.named_parameters())
+    for fqn, value in state.items():  # replicas agree
+        if not own[fqn].is_meta:
+            torch.testing.assert_close(own[fqn].detach(), value, atol=0, rtol=0)
+    return state
+
+
+def _compress_by_hand(num_stages: int) -> State:
+    """DDP for each stage, with torch's hook."""
+    L.seed_everything(1, verbose=False)
+    module, parts = TinyMLP(), []
+    for layers in [module.layers] if num_stages == 1 else [module.layers[:3], module.layers[3:]]:  # type: ignore[operator]
+        group = dist.new_group()  # or gloo mixes up what the hooks of two stages send
+        part = DistributedDataParallel(layers, process_group=group)
+        state = PowerSGDState(group, RANK, START, orthogonalization_epsilon=1e-8)  # type: ignore[no-untyped-call]
+        part.register_comm_hook(state, powerSGD_hook)
+        parts.append(part)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=ADAM_EPS)
+    for x, y in _batches(dist.get_rank()):
+        optimizer.zero_grad()
+        F.mse_loss(nn.Sequential(*parts)(x), y).backward()
+        optimizer.step()
+    return module.state_dict()
+
+
+def _close(actual: Sequence[State], expected: State) -> None:
+    for state in actual:
+        assert state.keys() == expected.keys()
+        for fqn, value in expected.items():
+            torch.testing.assert_close(state[fqn], value, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_power_sgd_is_that_of_ddp(workers: WorkerPools, pp: int) -> None:
+    partition = "parameters" if pp == 1 else (CUT,)
+    settings = {"power_sgd_rank": RANK, "power_sgd_start": START}
+    layout = Layout(pp=pp, dp=2, zero=0, partition=partition, zero_settings=settings)
+    expected, _ = workers(2).run(_compress_by_hand, pp)
+    _close(workers(2 * pp).run(_fit, layout), expected)
+    exact, _ = workers(2).run(_fit, Layout(dp=2, zero=0))
+    assert max(float((exact[fqn] - value).abs().max()) for fqn, value in expected.items()) > 1e-3
+
+
+def test_power_sgd_goes_on_after_gradients_of_zero(workers: WorkerPools) -> None:
+    settings = {"power_sgd_rank": 1, "power_sgd_start": 2}
+    first, _ = workers(2).run(_fit, Layout(dp=2, zero=0, zero_settings=settings), Idle)
+    assert all(value.isfinite().all() for value in first.values())
+    exact, _ = workers(2).run(_fit, Layout(dp=2, zero=0), Idle)
+    L.seed_everything(1, verbose=False)
+    initial = Idle().state_dict()
+    torch.testing.assert_close(first["unused.weight"], initial["unused.weight"])
+    moved, expected = ((state["layers.1.0.weight"] - initial["layers.1.0.weight"]).norm() for state in (first, exact))
+    assert moved > 0.7 * expected
+
+
+def _average_by_hand() -> State:
+    L.seed_everything(1, verbose=False)
+    module = TinyMLP()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, eps=ADAM_EPS)
+    for step, (x, y) in enumerate(_batches(dist.get_rank()), start=1):
+        optimizer.zero_grad()
+        F.mse_loss(module(x), y).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+        optimizer.step()
+        if step % PERIOD == 0 or step == STEPS:
+            for parameter in module.parameters():
+                dist.all_reduce(parameter.detach())
+                parameter.detach().div_(2)
+    return module.state_dict()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_parameters_are_averaged_every_few_steps(workers: WorkerPools, pp: int) -> None:
+    layout = Layout(pp=pp, dp=2, zero=0, zero_settings={"averaging_period": PERIOD})
+    expected, _ = workers(2).run(_average_by_hand)
+    actual = workers(2 * pp).run(_fit_clipped, layout)
+    _close(actual, expected)
+    exact, _ = workers(2).run(_fit_clipped, Layout(dp=2, zero=0))
+    assert max(float((exact[fqn] - value).abs().max()) for fqn, value in expected.items()) > 1e-4
+
+
+def _fit_clipped(layout: Layout) -> State:
+    return _fit(layout, gradient_clip_val=CLIP)
+
+
+class _Compares(L.Callback):
+    """Whether replicas agree in validation, and differ before."""
+
+    def __init__(self) -> None:
+        self.differs: list[bool] = []
+
+    def _note(self, pl_module: L.LightningModule) -> None:
+        flat = torch.cat([parameter.detach().flatten() for parameter in pl_module.parameters()])
+        both = [torch.empty_like(flat) for _ in range(2)]
+        dist.all_gather(both, flat)
+        self.differs.append(not torch.equal(*both))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self._note(pl_module)
+
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self._note(pl_module)
+
+
+def _validate_between() -> list[bool]:
+    compares = _Compares()
+    trainer = L.Trainer(
+        strategy=ThreeDStrategy(zero={"stage": 0, "averaging_period": 4}),
+        devices=2,
+        max_epochs=1,
+        val_check_interval=2,
+        limit_val_batches=1,
+        limit_train_batches=6,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        callbacks=[compares],
+        **QUIET,
+    )
+    L.seed_everything(1, verbose=False)
+    trainer.fit(TinyMLP(), _batches(dist.get_rank()), _batches(0))
+    return compares.differs
+
+
+def test_replicas_agree_where_they_are_looked_at(workers: WorkerPools) -> None:
+    steps = [[True, True, False], [True, True, False], [True, True, False]]  # two steps and a validation
+    for differs in workers(2).run(_validate_between):
+        assert differs == list(chain.from_iterable(steps))
+
+
+def _average_twice() -> None:
+    L.Trainer(
+        strategy=ThreeDStrategy(zero={"stage": 0, "averaging_period": 4}),
+        devices=2,
+        callbacks=[EMAWeightAveraging()],
+        **QUIET,
+    ).fit(TinyMLP(), _batches(dist.get_rank()))
+
+
+def test_averages_of_what_differs_are_refused(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match="EMAWeightAveraging averages what each replica has stepped on its own"):
+        workers(2).run(_average_twice)
