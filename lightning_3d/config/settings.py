@@ -93,6 +93,17 @@ class ZeroConfig:
     offload_window: Annotated[float, AtLeast(0)] = 64
     """MiB of parameters that an offloaded optimizer steps at a time, while those before and after them are copied."""
 
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    """Whether stage 3 frees the gathered parameters of a block after its forward. ``True`` holds the fewest: each
+    backward gathers them again and reduces its gradients; with a pipeline every microbatch does. ``False`` is faster,
+    and holds this rank's parameters whole from their first forward to the end of the backward. With a pipeline that is
+    the end of the step: it gathers once, adds up whole gradients, and reduces them once. ``"auto"`` is ``False`` with
+    a pipeline, else ``True``."""
+
+    prefetch: Size | Literal["auto"] = "auto"
+    """How many blocks ahead stage 3 gathers parameters, in forward and backward; more hides slow networks and holds
+    more. ``"auto"`` is FSDP2's own: the next one, as soon as the host gets there."""
+
     def __post_init__(self) -> None:
         for name in ("offload_optimizer", "offload_params"):
             given: object = getattr(self, name)
@@ -407,6 +418,8 @@ _STAGES_OF: Mapping[str, tuple[tuple[int, ...], str]] = {
     "show_gradients": ((0, 1, 2), "at stage 3 grad is the shard of a gradient"),
     "overlap_gather": ((1, 2), "stage 0 gathers nothing, and stage 3 each block when it runs"),
     "power_sgd_rank": ((0,), "torch's hook approximates the sum of gradients as a whole, which others scatter"),
+    "reshard_after_forward": ((3,), "up to stage 2 all parameters are whole on every rank"),
+    "prefetch": ((3,), "up to stage 2 all parameters are whole on every rank"),
     "averaging_period": ((0,), "at others each replica steps a part of the parameters"),
 }
 """Keys of ``zero`` -> the stages at which they can be set to more than their default, and why."""
@@ -416,7 +429,8 @@ def _check_zero(zero: ZeroConfig) -> None:
     """Refuse what a stage of ZeRO can't do, and settings that contradict each other."""
     for name, (stages, reason) in _STAGES_OF.items():
         value = getattr(zero, name)
-        is_set = value is not None and value is not False and value != "auto"
+        turns_off = value is False and name != "reshard_after_forward"
+        is_set = value is not None and value != "auto" and not turns_off
         if is_set and zero.stage not in stages:
             raise ConfigError(
                 f"zero.{name}={value!r} does not go with zero.stage={zero.stage}: {reason}; leave it out, or use stage"

@@ -89,3 +89,8 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 def current_backward() -> int:
     """A number of the backward that runs now, another one in a backward inside of it; to be used in hooks."""
     return torch._C._current_graph_task_id()
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward now."""
+    return torch._C._current_graph_task_id() != -1

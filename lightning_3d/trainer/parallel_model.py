@@ -91,9 +91,10 @@ def make_parallel(
     router = Router(blocks, absent=blocks.keys() - own.keys())
     zero: Zero
     if config.zero.stage == 3 and (mesh.shape.dp > 1 or offloads):
-        place, dtype = config.zero.offload_params, config.zero.dtype
+        place = config.zero.offload_params
+        chains = [[blocks[block.fqn] for block in plan.blocks_of(i)] for i in plan.stages_on(mesh.pp_rank)]
         policy = offload_policy(place, device)
-        zero = FullySharded(module, mesh=mesh, blocks=own.values(), reduce_dtype=dtype, offload=policy)
+        zero = FullySharded(module, mesh=mesh, config=config.zero, chains=chains, offload=policy, device=device)
         zero.parameter_store = offload_parameters(place, zero.root, device)
     else:
         stages = _pipeline_stages(plan, blocks) if mesh.shape.pp > 1 else {}

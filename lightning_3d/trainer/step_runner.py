@@ -65,12 +65,17 @@ class WholeModelRunner(StepRunner):
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         self._zero.set_accumulating(accumulating)
-        output = self.evaluate("training_step", batch, rest, number=number)
+        output = self._run("training_step", batch, rest, number=number)
         if self._module.automatic_optimization:
             check_loss(output)
         return output
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
+        output = self._run(name, batch, rest, number=number)
+        self._zero.settle()
+        return output
+
+    def _run(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         with self._randomness.replica(number):
             return tree_map(plain, self._zero.root(lambda: getattr(self._module, name)(batch, *rest)))
 
@@ -120,7 +125,9 @@ class PipelineRunner(StepRunner):
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
-        return self._engine.run(name, batch, rest, number=number, backward=False)
+        output = self._engine.run(name, batch, rest, number=number, backward=False)
+        self._zero.settle()
+        return output
 
     def before_backward(self, loss: Tensor) -> None:
         """Nothing: the backward has run."""

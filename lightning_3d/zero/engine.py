@@ -23,10 +23,13 @@ class RankModule(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Steps run inside of it."""
 
     def forward(self, run: Callable[..., Any], *received: torch.Tensor) -> Any:
         """Call ``run(*received)``; the tensors received from another pipeline stage pass through the root's hooks."""
-        return run(*received)
+        with self.around():
+            return run(*received)
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,25 @@ One ``fully_shard`` unit per block and one for what is left, below one root per 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
+
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
+from lightning_3d.zero.outside_reads import OutsideReads
+from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
 
 
@@ -26,9 +31,9 @@ class FullySharded(Zero):
     """Stage 3 with several replicas, or with offloaded parameters.
 
     Args:
-        blocks: The blocks that this rank runs.
-        reduce_dtype: Of gradients that are reduced; their own if None.
+        chains: The blocks that this rank runs, by pipeline stage, in the order of their first call.
         offload: Where FSDP2 keeps its shards.
+        device: Where steps run.
     """
 
     def __init__(
@@ -36,22 +41,33 @@ class FullySharded(Zero):
         module: nn.Module,
         *,
         mesh: Mesh,
-        blocks: Iterable[nn.Module],
-        reduce_dtype: torch.dtype | None,
+        config: ZeroConfig,
+        chains: Sequence[Sequence[nn.Module]],
         offload: OffloadPolicy,
+        device: torch.device,
     ) -> None:
         super().__init__(module)
-        shard = partial(fully_shard, offload_policy=offload)
-        dp, policy = mesh.device_mesh["dp_shard"], MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        dp, policy = mesh.device_mesh["dp_shard"], MixedPrecisionPolicy(reduce_dtype=config.dtype)
         absent = {parameter for parameter in self.root.parameters() if parameter.is_meta}
         tied = _tied_parameters(self.root)
-        for block in blocks:
+        self._keeps = mesh.shape.pp > 1 if config.reshard_after_forward == "auto" else not config.reshard_after_forward
+        reshards = not self._keeps
+        shard = partial(
+            fully_shard, mesh=dp, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards
+        )
+        self._reads = OutsideReads(Replicas(mesh.group("dp")), config.dtype, device)
+        wholes = self._reads.wholes((fqn, p) for fqn, p in module.named_parameters() if p not in absent)
+        for block in dict.fromkeys(block for chain in chains for block in chain):
             if not tied.intersection(block.parameters()):  # tied parameters belong to the root unit
-                shard(block, mesh=dp, mp_policy=policy, reshard_after_forward=True)
-        shard(self.root, mesh=dp, mp_policy=policy, reshard_after_forward=True, ignored_params=absent)
+                shard(block)
+        shard(self.root, ignored_params=absent)
         assert isinstance(self.root, FSDPModule)
         self._fsdp: FSDPModule = self.root
+        self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
+        self._reads.watch(((fqn, p) for fqn, p in module.named_parameters() if p in self.shards), wholes)
+        self.root.around = self._reads.on
+        _prefetch(chains, config.prefetch)
 
     @override
     def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
@@ -64,19 +80,22 @@ class FullySharded(Zero):
     @override
     def begin_step(self, *, splits_backward: bool) -> None:
         # FSDP2's hooks do not know of weight gradients that come after the backward of their unit: then parameters and
-        # gradients stay whole until the end of the step.
-        self._fsdp.set_requires_gradient_sync(not splits_backward)
-        self._fsdp.set_reshard_after_forward(not splits_backward)
-        self._fsdp.set_reshard_after_backward(not splits_backward)
+        # gradients stay whole until the end of the step, too.
+        self._set(keeps=self._keeps or splits_backward)
         self._fsdp.set_is_last_backward(False)
+
+    def _set(self, *, keeps: bool) -> None:
+        for unit in self._units:
+            unit.set_reshard_after_forward(not (keeps or self._keeps), recurse=False)
+            unit.set_reshard_after_backward(not keeps, recurse=False)
+            unit.set_requires_gradient_sync(not keeps, recurse=False)
 
     @override
     def end_step(self) -> None:
-        self._fsdp.set_reshard_after_forward(True)
-        self._fsdp.set_requires_gradient_sync(True)
-        self._fsdp.set_reshard_after_backward(True)
+        self._set(keeps=False)
         self._fsdp.set_is_last_backward(True)
         finish_backward(self._fsdp)
+        self._reads.reduce()
 
     @override
     def set_accumulating(self, accumulating: bool) -> None:
@@ -104,9 +123,20 @@ class FullySharded(Zero):
 
     @override
     def settle(self) -> None:
-        for unit in self.root.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
+        self._reads.forget()
+        self._reads.reduce()
+        self._fsdp.reset_iter_state()
+
+
+def _prefetch(chains: Sequence[Sequence[nn.Module]], num_ahead: int | Literal["auto"]) -> None:
+    """Let every unit gather those that follow it in a chain, in the backward those before it."""
+    if num_ahead == "auto":
+        return
+    for chain in chains:
+        units = [unit for unit in dict.fromkeys(chain) if isinstance(unit, FSDPModule)]
+        for i, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + num_ahead])
+            unit.set_modules_to_backward_prefetch(units[max(0, i - num_ahead) : i][::-1])
 
 
 def _tied_parameters(module: nn.Module) -> set[nn.Parameter]:
