@@ -143,6 +143,12 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"data_parallel_size": -3}, "use an integer of at least 1 or 'auto' (nearest: 1)"),
         ({"data_parallel_size": "aut"}, "data_parallel_size='aut' is not allowed"),
         ({"zero": {"stage": 5}}, "zero.stage=5 is not allowed: use 0, 1, 2 or 3 (nearest: 3)"),
+        ({"zero": {"prefetch": 0, "stage": 3}}, "zero.prefetch=0 is not allowed: use an integer of at least 1 or"),
+        ({"zero": {"prefetch": 2}}, "zero.prefetch=2 does not go with zero.stage=1"),
+        (
+            {"zero": {"reshard_after_forward": False, "stage": 2}},
+            "zero.reshard_after_forward=False is for zero.stage=3",
+        ),
         ({"zero": {"stage": True}}, "zero.stage=True is not allowed"),
         ({"zero": {"stage": [1]}}, "zero.stage=[1] is not allowed"),
         ({"pipeline": {"schedule": "1F1b "}}, "'interleaved_zero_bubble' or 'zbv' (nearest: '1f1b')"),

@@ -84,6 +84,22 @@ def test_a_step_sends_what_theory_says(workers: WorkerPools, stage: Literal[0, 1
     assert least <= sent <= theory * 1.03
 
 
+@pytest.mark.parametrize(("reshards", "theory"), [("auto", 2), (True, 3 * NUM_MICROBATCHES)])
+def test_with_a_pipeline_stage_3_gathers_and_reduces_once(
+    workers: WorkerPools, reshards: bool | Literal["auto"], theory: int
+) -> None:
+    settings = {"reshard_after_forward": reshards}
+    layout = Layout(pp=2, dp=2, zero=3, num_microbatches=NUM_MICROBATCHES, zero_settings=settings)
+    for sent, _ in workers(4).run(_sent, layout):
+        assert theory * 0.98 <= sent <= theory * 1.03
+
+
+@pytest.mark.parametrize(("settings", "theory"), [({"reshard_after_forward": False}, 2), ({"prefetch": 2}, 3)])
+def test_stage_3_gathers_as_often_as_set(workers: WorkerPools, settings: dict[str, Any], theory: int) -> None:
+    (sent, _), _ = workers(2).run(_sent, Layout(dp=2, zero=3, zero_settings=settings))
+    assert theory - 0.2 <= sent <= theory * 1.03
+
+
 @pytest.mark.parametrize(("stage", "theory"), [(0, 2), (1, 2), (2, NUM_MICROBATCHES + 1)])
 def test_with_a_pipeline_stage_2_reduces_every_microbatch(
     workers: WorkerPools, stage: Literal[0, 1, 2], theory: int

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -181,6 +181,7 @@ class StageRun(StepMode):
 
     def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
         values = [self._value(leaf) for leaf in leaves]
+        self._check_at_hand(values, call)
         replaced = [self._ids[leaves[position]] for position in call.mutated if leaves[position] in self._ids]
         for old in (*replaced, *call.aliased):  # a later stage may read the value from before this in-place call
             if old in self._made:
@@ -235,6 +236,22 @@ class StageRun(StepMode):
     def _check_ghosts(self, leaves: list[Any], name: str) -> None:
         if any(isinstance(leaf, Ghost) and leaf not in self._ids for leaf in leaves):
             raise self._changed(f"{name} got a tensor that a block made in an earlier step")
+
+    def _check_at_hand(self, values: list[Any], call: TracedCall) -> None:
+        absent = [value for value in values if isinstance(value, Tensor) and value.is_meta]
+        if not absent:
+            return
+        names = {
+            p: f"{fqn}.{name}" for fqn, block in self._router.blocks.items() for name, p in block.named_parameters()
+        }
+        named = next((names[value] for value in absent if isinstance(value, nn.Parameter) and value in names), None)
+        what = named or f"a tensor of shape {tuple(absent[0].shape)} that was computed from parameters"
+        raise TraceError(
+            f"Pipeline stage {self._stage}: {call.name} (at {call.where}) reads {what}, of a block on another stage."
+            " Code outside of blocks may read only those parameters of blocks that training_step reads there, too. Call"
+            " the block itself, read the parameter in training_step as well (with a factor of 0), or use"
+            " pipeline_parallel_size=1."
+        )
 
     def _leave_if_done(self) -> None:
         if self._stage < self._flow.num_stages - 1 and len(self._made) == len(self._to_send):

@@ -67,6 +67,9 @@ class FullySharded(Zero):
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
         self._reads.watch(((fqn, p) for fqn, p in module.named_parameters() if p in self.shards), wholes)
         self.root.around = self._reads.on
+        for unit in self._units[1:]:
+            assert isinstance(unit, nn.Module)
+            unit.register_forward_pre_hook(self._reads.read_arguments, prepend=True, with_kwargs=True)
         _prefetch(chains, config.prefetch)
 
     @override
@@ -133,7 +136,7 @@ def _prefetch(chains: Sequence[Sequence[nn.Module]], num_ahead: int | Literal["a
     if num_ahead == "auto":
         return
     for chain in chains:
-        units = [unit for unit in dict.fromkeys(chain) if isinstance(unit, FSDPModule)]
+        units: list[FSDPModule] = [unit for unit in dict.fromkeys(chain) if isinstance(unit, FSDPModule)]
         for i, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + num_ahead])
             unit.set_modules_to_backward_prefetch(units[max(0, i - num_ahead) : i][::-1])

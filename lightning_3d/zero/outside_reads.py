@@ -87,9 +87,9 @@ class _Whole:
 
     fqn: str
     shard: RankShard
-    """Its rows on this rank; ``shard.parameter`` has its shape and no memory."""
+    """This rank's rows; ``shard.parameter`` has the whole's shape and no memory."""
     tensor_mesh: DeviceMesh | None
-    """Of tensor parallel, if that shards it, too."""
+    """The tp axis, if tensor parallel shards it, too."""
     tensor_placements: tuple[Placement, ...]
     reads: OutsideReads
 
@@ -122,9 +122,10 @@ def _placed(leaves: Sequence[Any], name: str) -> list[Any]:
         alike = [target for target in targets if target.shape == leaf.shape]
         if not alike or _whole_of(alike[0]).tensor_mesh is not None:
             raise StepError(
-                f"{name} changes {_whole_of(targets[0]).fqn} in place with a tensor of shape {tuple(leaf.shape)}, but at"
-                f" ZeRO stage 3 each replica has its rows of the {tuple(targets[0].shape)} only. Give it a tensor of the"
-                " parameter's shape, or change it in `with trainer.strategy.summon_full_params():`, outside of a step."
+                f"{name} changes {_whole_of(targets[0]).fqn} in place with a tensor of shape {tuple(leaf.shape)}, but"
+                f" at ZeRO stage 3 each replica has its rows of the {tuple(targets[0].shape)} only. Give it a tensor of"
+                " the parameter's shape, or change it in `with trainer.strategy.summon_full_params():`, outside of a"
+                " step."
             )
         whole = _whole_of(alike[0])
         placed.append(RankShard(parameter=nn.Parameter(alike[0].detach())).like_parameter(whole.shard.own(leaf)))
@@ -167,13 +168,13 @@ class OutsideReads:
 
     def _describe(self, fqn: str, parameter: nn.Parameter) -> _Whole:
         held = plain(parameter.detach())
-        like = held.new_empty(1, device=self._device).expand(held.shape)
-        is_tensor_parallel = isinstance(parameter, DTensor)
+        like = nn.Parameter(held.new_empty(1, device=self._device).expand(held.shape), held.is_floating_point())
+        tensor: Any = parameter if isinstance(parameter, DTensor) else None
         return _Whole(
             fqn=fqn,
-            shard=RankShard(parameter=nn.Parameter(like, held.is_floating_point()), size=self._replicas.size, rank=self._replicas.rank),
-            tensor_mesh=parameter.device_mesh if is_tensor_parallel else None,
-            tensor_placements=tuple(parameter.placements) if is_tensor_parallel else (),
+            shard=RankShard(parameter=like, size=self._replicas.size, rank=self._replicas.rank),
+            tensor_mesh=None if tensor is None else tensor.device_mesh,
+            tensor_placements=() if tensor is None else tuple(tensor.placements),
             reads=self,
         )
 
@@ -182,6 +183,15 @@ class OutsideReads:
         for fqn, parameter in parameters:
             assert isinstance(parameter, DTensor)
             _watched(parameter, wholes[fqn])
+
+    def read_arguments(self, unit: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A hook before the forward of a unit, and before FSDP2's: parameters among its arguments are read."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if not any(isinstance(leaf, ShardedParameter) for leaf in leaves):
+            return None
+        return tree_unflatten(
+            [self.full(leaf) if isinstance(leaf, ShardedParameter) else leaf for leaf in leaves], spec
+        )
 
     def full(self, parameter: ShardedParameter) -> Tensor:
         """The full value; every replica calls it."""
@@ -233,6 +243,12 @@ class OutsideReads:
         for bucket in buckets:
             for shard, own in bucket.collect():
                 parameter = parameters[shard.parameter]
-                gradient = RankShard(parameter=parameter).like_parameter(own.to(parameter.device, parameter.dtype, copy=True))
+        like = nn.Parameter(held.new_empty(1, device=self._device).expand(held.shape), held.is_floating_point())
+        tensor: Any = parameter if isinstance(parameter, DTensor) else None
+        return _Whole(
+            fqn=fqn,
+            shard=RankShard(parameter=like, size=self._replicas.size, rank=self._replicas.rank),
+            tensor_mesh=None if tensor is None else tensor.device_mesh,
+            tensor_placements=() if tensor is None else tuple(tensor.placements),
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._read = {}
