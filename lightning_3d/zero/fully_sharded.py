@@ -10,7 +10,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
@@ -52,9 +51,7 @@ class FullySharded(Zero):
         tied = _tied_parameters(self.root)
         self._keeps = mesh.shape.pp > 1 if config.reshard_after_forward == "auto" else not config.reshard_after_forward
         reshards = not self._keeps
-        shard = partial(
-            fully_shard, mesh=dp, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards
-        )
+        shard = partial(fully_shard, mesh=dp, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)
         self._reads = OutsideReads(Replicas(mesh.group("dp")), config.dtype, device)
         wholes = self._reads.wholes((fqn, p) for fqn, p in module.named_parameters() if p not in absent)
         for block in dict.fromkeys(block for chain in chains for block in chain):

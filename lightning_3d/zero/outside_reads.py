@@ -243,12 +243,9 @@ class OutsideReads:
         for bucket in buckets:
             for shard, own in bucket.collect():
                 parameter = parameters[shard.parameter]
-        like = nn.Parameter(held.new_empty(1, device=self._device).expand(held.shape), held.is_floating_point())
-        tensor: Any = parameter if isinstance(parameter, DTensor) else None
-        return _Whole(
-            fqn=fqn,
-            shard=RankShard(parameter=like, size=self._replicas.size, rank=self._replicas.rank),
-            tensor_mesh=None if tensor is None else tensor.device_mesh,
-            tensor_placements=() if tensor is None else tuple(tensor.placements),
+                assert isinstance(parameter, nn.Parameter)
+                gradient = RankShard(parameter=parameter).like_parameter(
+                    own.to(parameter.device, parameter.dtype, copy=True)
+                )
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._read = {}
