@@ -147,7 +147,7 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"zero": {"prefetch": 2}}, "zero.prefetch=2 does not go with zero.stage=1"),
         (
             {"zero": {"reshard_after_forward": False, "stage": 2}},
-            "zero.reshard_after_forward=False is for zero.stage=3",
+            "zero.reshard_after_forward=False does not go with zero.stage=2",
         ),
         ({"zero": {"stage": True}}, "zero.stage=True is not allowed"),
         ({"zero": {"stage": [1]}}, "zero.stage=[1] is not allowed"),

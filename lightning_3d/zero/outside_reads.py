@@ -233,7 +233,8 @@ class OutsideReads:
         """Reduce the gradients of all that was read; every replica calls it."""
         parameters = {_whole_of(p).shard.parameter: p for p in (*self._read, *self._gradients)}
         shards = [_whole_of(parameter).shard for parameter in parameters.values()]
-        buckets = make_buckets(shards, self._replicas, num_bytes=bucket_bytes(shards), dtype=self._dtype)
+        size = bucket_bytes(shards)
+        buckets = make_buckets(shards, self._replicas, num_bytes=size, dtype=self._dtype, compression=lambda _: None)
         for bucket in buckets:
             for index, stand_in in enumerate(bucket.parameters):
                 gradient = self._gradients.pop(parameters[stand_in], None)
