@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from tests.models import TinyGPT
+from tests.models import TinyGPT, TinyMLP, features
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.workers import WorkerPools
+from tests.test_optimizers import _Trained as Trained
+from tests.workers import WorkerError, WorkerPools
 
 WINDOW = 0.005
 """MiB: smaller than the largest parameters, so that there are several windows and parameters are cut."""
@@ -52,3 +54,77 @@ SHARDED = (Layout(zero=3), Layout(dp=2, zero=3), Layout(pp=2, dp=2, zero=3))
 def test_offloaded_parameters(workers: WorkerPools, layout: Layout, place: str) -> None:
     layout = offloaded(layout, "cpu" if place == "cpu" else "states", offload_params=place)
     assert_parity(_reference(JOB), run_layout(workers, JOB, layout), tolerance=1e-5)
+
+
+def _optimizers(name: str) -> Job:
+    return Job(model=partial(Trained, name), data=features, sees_gradients=False, num_val_batches=1)
+
+
+KINDS = ("SGD", "SGD, fused", "Adam", "AdamW, foreach", "AdamW, fused", "NAdam", "Adagrad", "RMSprop", "ASGD", "Lion")
+
+
+@pytest.mark.parametrize("name", [*KINDS, "Lamb", "Muon"])
+def test_optimizers(workers: WorkerPools, name: str) -> None:
+    layout = offloaded(Layout(dp=2, zero=1), "states", offload_window=0.003)
+    assert_parity(_reference(_optimizers(name)), run_layout(workers, _optimizers(name), layout), tolerance=1e-5)
+
+
+class GroupCounting(torch.optim.SGD):
+    """Counts steps in its group, and takes every other one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+        return loss
+
+
+class SelfCounting(GroupCounting):
+    """Counts calls of step elsewhere."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / self.count)
+        return loss
+
+
+class Grouped(TinyMLP):
+    """Two groups, a frozen parameter, and a schedule, for an optimizer of any class."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.layers[1][0].bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        weights = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() == 1]
+        groups = [{"params": weights, "lr": 0.05}, {"params": others, "lr": 0.02}]
+        optimizer = {"GroupCounting": GroupCounting, "SelfCounting": SelfCounting}[self.optimizer](groups, lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+
+
+def test_steps_counted_in_a_group_count_once(workers: WorkerPools) -> None:
+    job = Job(model=partial(Grouped, "GroupCounting"), data=features)
+    for layout in (Layout(dp=2, zero=2), Layout(pp=2)):
+        result = run_layout(workers, job, offloaded(layout, "cpu", offload_window=0.003))
+        assert_parity(_reference(job), result, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "ClippingAdam", "SelfCounting"])
+def test_optimizers_that_step_all_together_are_refused(workers: WorkerPools, name: str) -> None:
+    model = partial(Grouped, name) if name == "SelfCounting" else partial(Trained, name)
+    job = Job(model=model, data=features, sees_gradients=False)
+    with pytest.raises(WorkerError, match=f"StepError: {name} steps all parameters together.*offload_optimizer='cpu'"):
+        run_layout(workers, job, offloaded(Layout(dp=2), "cpu"))

@@ -167,6 +167,7 @@ def _step_each(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None
     (group,) = optimizer.param_groups
     settings = dict(group)
     for parameter in parameters:
+        group.clear()
         group.update({**settings, "params": [parameter]})
         optimizer.step()
     group["params"] = settings["params"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.errors import OffloadError
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 from lightning_3d.zero.offload.store import Store
 from lightning_3d.zero.offload.windows import Piece
 
@@ -99,11 +99,10 @@ class OffloadedStates:
             home = homes[key] = self._store.zeros(shape, dtype)
         return home
 
-    def of(self, optimizer: Optimizer, piece: Piece) -> Iterator[Tensor]:
-        """The tensors of a piece's state that lie in the store, between steps."""
-        for value in tree_leaves(optimizer.state.get(piece.part.parameter, {})):
-            if isinstance(value, Tensor):
-                yield piece.of(value) if value.shape == piece.part.values.shape else value
+    def of(self, piece: Piece) -> Iterator[Tensor]:
+        """The memory of a piece's state in the store."""
+        for home in self._homes.get(piece.part.parameter, {}).values():
+            yield piece.of(home) if home.shape == piece.part.values.shape else home
 
 
 def _changed(state: dict[str, Any], change: Callable[[_Key, Any], Any]) -> dict[str, Any]:

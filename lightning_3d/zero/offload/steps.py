@@ -72,24 +72,25 @@ class OffloadedSteps:
     def enter(self, optimizer: Optimizer, parts: Sequence[Part]) -> Window:
         """Step all windows but the last, which is in the optimizer's groups afterwards, until its ``back``."""
         pieces = deal(parts, self._window_bytes, by_rows=self._kinds[optimizer] == "rows")
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        settings = [dict(group) for group in optimizer.param_groups]
         self._copies.begin()
-        lent = self._fetch(optimizer, pieces[0])
+        lent = self._fetch(pieces[0])
         for following in pieces[1:]:
-            window, lent = self._open(optimizer, lent), self._fetch(optimizer, following)
+            window, lent = self._open(optimizer, lent), self._fetch(following)
             try:
                 step_without_hooks(optimizer)
             finally:
                 window.back()
-            for group, values in zip(optimizer.param_groups, settings, strict=True):
-                group.update(values)  # a step counted in the group is one step
+            for group, before in zip(optimizer.param_groups, settings, strict=True):
+                group.clear()  # a step counted in the group is one step
+                group.update(before)
             if self._failure is not None:
                 return self._open(optimizer, self._copies.fetch(()))
         return self._open(optimizer, lent)
 
-    def _fetch(self, optimizer: Optimizer, pieces: Sequence[Piece]) -> Lent:
+    def _fetch(self, pieces: Sequence[Piece]) -> Lent:
         for store in self._stores:
-            store.will_need(self._held(optimizer, pieces))
+            store.will_need(self._held(pieces))
         return self._copies.fetch(pieces)
 
     def _open(self, optimizer: Optimizer, lent: Lent) -> Window:
@@ -125,10 +126,10 @@ class OffloadedSteps:
                 self._states.take_back(optimizer, piece, parameter)
         except OffloadError as error:
             self._failure = error
-        self._let_go(self._held(optimizer, lent.pieces))
+        self._let_go(self._held(lent.pieces))
 
-    def _held(self, optimizer: Optimizer, pieces: Sequence[Piece]) -> list[Tensor]:
-        return [t for piece in pieces for t in (piece.values, *self._states.of(optimizer, piece))]
+    def _held(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        return [t for piece in pieces for t in (piece.values, *self._states.of(piece))]
 
     def _let_go(self, tensors: Iterable[Tensor]) -> None:
         held = list(tensors)
