@@ -53,7 +53,7 @@ class HostCopies:
     def fetch(self, pieces: Sequence[Piece]) -> Lent:
         """Begin to copy a window; the one before the last must have been given back."""
         sources = [*(piece.values for piece in pieces), *(piece.gradient for piece in pieces)]
-        if self._stream is None or all(source.device.type == "cpu" for source in sources):
+        if self._stream is None or all(map(_is_on_host, sources)):
             values, gradients = sources[: len(pieces)], sources[len(pieces) :]
             return Lent(pieces=pieces, values=values, gradients=gradients, arrival=None)
         copies = self._room(sources)
@@ -68,7 +68,7 @@ class HostCopies:
         sizes = [-(-source.nbytes // _ALIGNMENT) * _ALIGNMENT for source in sources]
         buffer = self._buffers.pop(0)
         if buffer.nbytes < sum(sizes):
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+            buffer = _pinned(sum(sizes))
         self._buffers.append(buffer)
         room = buffer[: sum(sizes)].split(sizes)
         pairs = zip(room, sources, strict=True)
@@ -86,3 +86,11 @@ class HostCopies:
         """After the last window of a step: what follows on the device sees the parameters that were given back."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,429 @@
+"""Offloading beyond parity: where tensors lie, memory, checkpoints, failures, and what users do between steps."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.errors import OffloadError
+from lightning_3d.zero.offload import copies, steps
+from lightning_3d.zero.offload.copies import HostCopies
+from lightning_3d.zero.offload.files import Files
+from lightning_3d.zero.offload.windows import Part, deal
+from tests.models import TinyGPT, TinyMLP, features, loader, reference_loader, tokens
+from tests.parity import QUIET
+from tests.workers import WorkerError, WorkerPools
+
+FILES = {"offload_optimizer": "states", "offload_window": 0.005}
+
+
+def _trainer(
+    ranks: int, *callbacks: L.Callback, max_epochs: int = 1, single_file: bool = False, **zero: Any
+) -> L.Trainer:
+    strategy = ThreeDStrategy(zero=zero, save_distributed_checkpoint=not single_file) if ranks else "auto"
+    return L.Trainer(
+        strategy=strategy,
+        devices=max(1, ranks),
+        max_epochs=max_epochs,
+        callbacks=list(callbacks),
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        **QUIET,
+    )
+
+
+def _data(ranks: int, num_samples: int = 24) -> DataLoader[tuple[Tensor, ...]]:
+    if ranks == 0:
+        return reference_loader(tokens(num_samples), global_batch_size=8, seed=1)
+    return loader(tokens(num_samples), global_batch_size=8, data_parallel_size=ranks)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    state = {fqn: p.detach().clone() for fqn, p in module.named_parameters()}
+    return {fqn: t.full_tensor() if isinstance(t, DTensor) else t for fqn, t in state.items()}
+
+
+def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for fqn, value in expected.items():
+        torch.testing.assert_close(found[fqn], value, atol=1e-5, rtol=0)
+
+
+def _fit(ranks: int, *callbacks: L.Callback, **zero: Any) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    module, trainer = TinyGPT(), _trainer(ranks, *callbacks, **zero)
+    trainer.fit(module, _data(ranks), _data(ranks))
+    return _weights(module)
+
+
+# ------------------------------------------------------------------------------------------------------ where they lie
+
+
+def _mapped(tensor: Tensor, directory: str) -> bool:
+    """Whether a tensor's memory is that of a deleted file in a directory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        (
+            span,
+            *_,
+        ) = line.split()
+        start, end = (int(edge, 16) for edge in span.split("-"))
+        if start <= tensor.data_ptr() < end:
+            return f"/{directory}/" in line
+    return False
+
+
+@dataclass
+class _Places:
+    states: list[bool] = field(default_factory=list)
+    parameters: list[bool] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    on_device: int = -1
+    offloaded: int = -1
+    num_windows: int = 0
+
+
+class _Where(L.Callback):
+    def __init__(self) -> None:
+        self.places = _Places()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        held = [p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters()]
+        states = [t for state in optimizer.state.values() for t in state.values() if t.nbytes >= 4096]
+        assert len(states) > 10
+        places, folders = self.places, [Path("states"), Path("parameters")]
+        places.states += [_mapped(t, "states") for t in states]
+        places.parameters += [_mapped(t, "parameters") for t in held if t.nbytes >= 4096]
+        places.names += [str(path) for folder in folders if folder.exists() for path in folder.iterdir()]
+        assert isinstance(trainer.strategy, ThreeDStrategy)
+        report = trainer.strategy.report()[trainer.global_rank]
+        places.on_device, places.offloaded = report.optimizer_bytes, report.offloaded_bytes
+
+
+def _where(zero: dict[str, Any]) -> _Places:
+    where, step = _Where(), steps.step_without_hooks
+
+    def counted(optimizer: torch.optim.Optimizer) -> None:
+        where.places.num_windows += 1
+        step(optimizer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "step_without_hooks", counted)
+        _fit(2, where, **zero)
+    return where.places
+
+
+def test_states_and_parameters_lie_in_files_without_names(workers: WorkerPools) -> None:
+    for places in workers(2).run(_where, {"stage": 3, **FILES, "offload_params": "parameters"}):
+        assert all(places.states)
+        assert places.parameters
+        assert all(places.parameters)
+        assert places.names == []
+        assert places.num_windows > 3 * 10
+        assert places.on_device == 0
+        assert places.offloaded > 100_000
+
+
+def test_without_offloading_nothing_does(workers: WorkerPools) -> None:
+    for places in workers(2).run(_where, {"stage": 1}):
+        assert not any(places.states)
+        assert places.num_windows == places.offloaded == 0
+        assert places.on_device > 100_000
+
+
+class _Large(L.LightningModule):
+    """40 MiB of parameters, most of them in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8 * 1024, 1024)
+        self.layers = nn.ModuleList(nn.Linear(1024, 512) for _ in range(4))
+        self.in_files: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0])
+        loss: Tensor = sum(layer(x).square().mean() for layer in self.layers)  # type: ignore[assignment]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = _Measuring(self.parameters())
+        optimizer.seen = self.in_files
+        return optimizer
+
+
+class _Measuring(torch.optim.AdamW):
+    """Notes, at its largest, what the process holds of files."""
+
+    seen: list[int] | None = None
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        if self.seen is not None:
+            self.seen.append(int(status["RssFile"].split()[0]) // 1024)
+        return loss
+
+
+def _memory(window: float) -> tuple[list[int], int]:
+    L.seed_everything(1, verbose=False)
+    module = _Large()
+    trainer = _trainer(1, stage=0, offload_optimizer="states", offload_window=window)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randint(8192, (16,))), batch_size=4))
+    (optimizer,) = trainer.optimizers
+    num_bytes = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    return module.in_files, num_bytes // 2**20
+
+
+def test_memory_holds_a_window_of_states(workers: WorkerPools) -> None:
+    ((seen, num_mib),) = workers(1).run(_memory, 2.0)
+    assert num_mib >= 80, "AdamW's state"
+    assert len(seen) > 4 * 15
+    assert max(seen) - min(seen) <= 2 * 2 + 4, "twice the window"
+    ((seen, _),) = workers(1).run(_memory, 100.0)
+    assert max(seen) - min(seen) >= 70, "a window as large as the model"
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _resume(single_file: bool, first: dict[str, Any], second: dict[str, Any]) -> dict[str, Tensor]:
+    path = "saved.ckpt"
+    for settings, max_epochs in ((first, 1), (second, 2)):
+        L.seed_everything(1, verbose=False)
+        module, trainer = TinyGPT(), _trainer(2, max_epochs=max_epochs, single_file=single_file, **settings)
+        trainer.fit(module, _data(2), _data(2), ckpt_path=path if max_epochs == 2 else None)
+        trainer.save_checkpoint(path)
+    return _weights(module)
+
+
+def _two_epochs() -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    module = TinyGPT()
+    _trainer(2, max_epochs=2, stage=1).fit(module, _data(2), _data(2))
+    return _weights(module)
+
+
+PAIRS = (
+    ({"stage": 1, **FILES}, {"stage": 1}),
+    ({"stage": 1}, {"stage": 2, **FILES}),
+    ({"stage": 3, **FILES, "offload_params": "parameters"}, {"stage": 0, **FILES}),
+    ({"stage": 2, "offload_optimizer": "cpu"}, {"stage": 3, **FILES, "offload_params": "cpu"}),
+)
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_checkpoints_with_and_without(
+    workers: WorkerPools, first: dict[str, Any], second: dict[str, Any], single_file: bool
+) -> None:
+    expected, _ = workers(2).run(_two_epochs)
+    for weights in workers(2).run(_resume, single_file, first, second):
+        _assert_close(weights, expected)
+
+
+# --------------------------------------------------------------------------------------------------------- users' code
+
+
+class _Adversaries(TinyMLP):
+    """Two optimizers by hand, as in a GAN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        inputs, targets = batch
+        for optimizer, sign in zip(self.optimizers(), (1.0, -0.1), strict=True):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            loss = sign * (self.layers(inputs) - targets).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        """Nothing."""
+
+    def configure_optimizers(self) -> Any:
+        first, second = self.layers[:3].parameters(), self.layers[3:].parameters()
+        return torch.optim.Adam(first, lr=0.01, eps=1e-3), torch.optim.RMSprop(second, lr=0.01, eps=1e-3)
+
+
+class _Changing(TinyMLP):
+    """Unfreezes a layer in a second group, and changes the optimizer's state, while training."""
+
+    def on_train_start(self) -> None:
+        self.layers[0].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        (optimizer,) = self.trainer.optimizers
+        if batch_idx == 1:
+            for state in optimizer.state.values():
+                state["exp_avg"] = state["exp_avg"] * 0.5
+            optimizer.add_param_group({"params": [*self.layers[0].parameters()], "lr": 0.05})
+            self.layers[0].requires_grad_(True)
+        if batch_idx == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+            for state in optimizer.state.values():
+                state["exp_avg_sq"].mul_(2.0)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([*self.layers[1:].parameters()], lr=self.lr, eps=1e-3)
+
+
+def _fit_unusual(model: type[TinyMLP], ranks: int, zero: dict[str, Any]) -> dict[str, Tensor]:
+    weights = {}
+    for _ in range(2 if ranks else 1):  # the second in the same directory
+        L.seed_everything(1, verbose=False)
+        module, trainer = model(), _trainer(ranks, **zero)
+        data = reference_loader(features(32), global_batch_size=8, seed=1)
+        if ranks:
+            data = loader(features(32), global_batch_size=8, data_parallel_size=ranks)
+        trainer.fit(module, data, data)
+        weights = _weights(module)
+    return weights
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("model", [_Adversaries, _Changing])
+def test_what_users_do_in_a_run(workers: WorkerPools, model: type[TinyMLP], stage: int) -> None:
+    expected = _fit_unusual(model, 0, {})
+    zero = {"stage": stage, "offload_optimizer": "states", "offload_window": 0.003}
+    for weights in workers(2).run(_fit_unusual, model, 2, zero):
+        _assert_close(weights, expected)
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def _on_full_disk(after: int | None) -> None:
+    """Train where rank 1 can't make files any more after so many of them, or has no right to (None)."""
+    allocate, num_left = os.posix_fallocate, after
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        nonlocal num_left
+        if num_left is None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if num_left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        num_left -= 1
+        allocate(descriptor, offset, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("lightning_3d.zero.offload.files.os.posix_fallocate", full)
+        patch.setattr("lightning_3d.zero.offload.files._LARGEST", 1)  # a file for each state
+        patch.setattr("lightning_3d.trainer.offload.num_states", lambda _: 0)  # nothing is reserved
+        _fit(2, stage=1, **FILES)
+
+
+@pytest.mark.parametrize(("after", "reason"), [(None, "Permission"), (0, "No space"), (1, "No space"), (9, "No space")])
+def test_a_full_disk_of_one_rank_ends_all(workers: WorkerPools, after: int | None, reason: str) -> None:
+    with pytest.raises(WorkerError, match=rf"can't offload to states: {reason}.*bytes are free") as caught:
+        workers(2).run(_on_full_disk, after)
+    assert caught.value.failures.keys() == {0, 1}
+    assert all("OffloadError: can't offload to states" in report for report in caught.value.failures.values())
+
+
+def test_directories_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"can't offload to .*/file: File exists"):
+        Files(tmp_path / "file")
+    with pytest.raises(OffloadError, match=r"can't offload to .*/file/below: Not a directory.*bytes are free"):
+        Files(tmp_path / "file" / "below")
+    with pytest.raises(OffloadError, match=r"can't offload to /proc/nowhere"):
+        Files(Path("/proc/nowhere"))
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path)
+    store = Files(tmp_path)
+    with pytest.raises(OffloadError, match=r"A file of .* bytes was to be made there"):
+        store.reserve(2 * free.f_frsize * free.f_blocks)
+    kept = store.zeros(torch.Size([4096]), torch.float32)
+    kept.add_(1)
+    store.let_go([kept])
+    assert kept.sum() == 4096
+    assert os.listdir(tmp_path) == []
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+
+
+class _Stream:
+    """Stands for a side stream, whose copies come when they are waited for."""
+
+    def __init__(self, **_: Any) -> None:
+        self.waiting: list[Callable[[], object]] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, _: object) -> None:
+        pass
+
+    def record_event(self) -> _Stream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_windows_are_copied_to_the_host_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies.torch, "Stream", _Stream)
+    monkeypatch.setattr(copies, "_is_on_host", lambda _: False)
+    monkeypatch.setattr(copies, "_pinned", lambda num_bytes: torch.full((num_bytes,), 255, dtype=torch.uint8))
+    monkeypatch.setattr(copies.torch.accelerator, "current_stream", lambda _: _Stream())
+    parameters = [nn.Parameter(torch.randn(n, 3)) for n in (5, 1, 40, 7)]
+    parts = [
+        Part(parameter=p, values=p, gradient=torch.full_like(p, float(i)), group=0) for i, p in enumerate(parameters)
+    ]
+    before = [p.detach().clone() for p in parameters]
+    host = HostCopies(torch.device("meta"))
+    windows = deal(parts, 100, by_rows=True)
+    assert len(windows) > 6
+    for _ in range(2):
+        host.begin()
+        lent = host.fetch(windows[0])
+        for following in [*windows[1:], []]:
+            current, lent = lent, host.fetch(following)
+            for values, gradient in zip(current.values, current.gradients, strict=True):
+                assert values.data_ptr() % 4 == 0
+                values.sub_(gradient)
+            host.give_back(current)
+        host.finish()
+    for i, (parameter, value) in enumerate(zip(parameters, before, strict=True)):
+        torch.testing.assert_close(parameter.detach(), value - 2 * i)
+
+
+def test_windows_are_bounded() -> None:
+    sizes = [(10, 10), (1000, 10), (3,), (), (1, 5000), (0, 4), (20, 10)]
+    parts = [
+        Part(parameter=p, values=p, gradient=p.detach(), group=0) for p in (nn.Parameter(torch.ones(s)) for s in sizes)
+    ]
+    windows = deal(parts, 4096, by_rows=True)
+    pieces = [piece for window in windows for piece in window]
+    for part in parts:
+        own = [piece.values for piece in pieces if piece.part is part]
+        assert torch.equal(torch.cat(own) if part.values.dim() else own[0], part.values)
+        assert sum(piece.is_last for piece in pieces if piece.part is part) == 1
+    loads = [sum(piece.values.nbytes for piece in window) for window in windows]
+    assert sorted(loads)[-2] <= 4096 < max(loads) == 20_000, "a row is not cut"
+    assert [len(window) for window in deal(parts, 0, by_rows=False)] == [1] * 7
+    assert deal([], 10, by_rows=True) == [[]]
