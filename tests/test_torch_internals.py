@@ -275,6 +275,17 @@ def test_what_a_call_of_a_module_calls() -> None:
     assert vars(module)[modules.CALL](torch.ones(2)) == "hooked"
 
 
+@canary(modules, "runs_beneath_torch_functions")
+def test_forwards_that_no_torch_function_sees() -> None:
+    module = nn.Linear(2, 2)
+    assert not modules.runs_beneath_torch_functions(module)
+    assert modules.runs_beneath_torch_functions(torch.compile(module, backend="eager"))
+    with pytest.warns(DeprecationWarning, match="jit.script"):
+        assert modules.runs_beneath_torch_functions(torch.jit.script(module))
+    module.compile(backend="eager")
+    assert modules.runs_beneath_torch_functions(module)
+
+
 @canary(modules, "TORCH_ATTRIBUTES")
 def test_attributes_of_every_module() -> None:
     module = nn.Linear(2, 2)

@@ -56,8 +56,9 @@ class ZeroConfig:
 
     overlap_gather: bool = False
     """Whether the parameters that stages 1 and 2 gather after the optimizer's step may still be on their way in the
-    next forward, which waits for each where it is read. What reads parameters beneath torch's functions (TorchScript,
-    ``torch.func``, extensions in C++) does not wait."""
+    next forward, which waits for each where torch's functions read it; TorchScript modules and compiled ones are waited
+    for before. What reads parameters beneath torch's functions otherwise would get old values without an error, so it
+    is off by default: ``torch.func`` transforms and extensions in C++ that get a parameter, compiled functions."""
 
     communication_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype in which gradients are reduced; ``"auto"`` is their own. They are divided by the number of replicas

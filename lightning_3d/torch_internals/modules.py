@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -47,6 +48,12 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
 def call_of(module: nn.Module) -> Callable[..., Any]:
     """The call of ``module(...)`` otherwise: hooks and forward. A compiler can follow it, unlike an ``attrgetter``."""
     return module._call_impl
+
+
+def runs_beneath_torch_functions(module: nn.Module) -> bool:
+    """Whether its forward reads parameters where ``__torch_function__`` does not see it: TorchScript, compiled code."""
+    is_wrapped = type(module).__name__ == "OptimizedModule"  # of torch._dynamo, which takes a second to import
+    return isinstance(module, torch.jit.ScriptModule) or is_wrapped or vars(module).get(CALL) is not None
 
 
 def forward_hook_registries(module: nn.Module) -> list[dict[int, Any]]:

@@ -8,7 +8,7 @@ its values: a block's forward, a callback, a checkpoint.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -53,6 +53,13 @@ class PendingParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         self.arrive()
         return self.__reduce_ex__(protocol)
+
+
+def wait_for(parameters: Iterable[nn.Parameter]) -> None:
+    """Wait for the values of these that are on their way."""
+    for parameter in parameters:
+        if isinstance(parameter, PendingParameter):
+            parameter.arrive()
 
 
 class _Arrival:

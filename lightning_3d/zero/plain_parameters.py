@@ -19,10 +19,11 @@ from typing_extensions import override
 
 from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.torch_internals.modules import runs_beneath_torch_functions
 from lightning_3d.zero.averaging import PeriodicAveraging
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
-from lightning_3d.zero.gathering import Gathering
+from lightning_3d.zero.gathering import Gathering, wait_for
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.power_sgd import PowerSGD
 from lightning_3d.zero.reducer import GradientReducer
@@ -48,6 +49,7 @@ class PlainParameters(Zero):
         self._power_sgd_rank = config.power_sgd_rank
         self._power_sgd_start = _POWER_SGD_START if config.power_sgd_start == "auto" else config.power_sgd_start
         self._bucket_bytes = None if config.bucket_size == "auto" else 2**20 * config.bucket_size
+        self._read_unseen = {p for m in module.modules() if runs_beneath_torch_functions(m) for p in m.parameters()}
         self._splits_backward = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
@@ -177,7 +179,9 @@ class PlainParameters(Zero):
 
     @override
     def begin_forward(self) -> None:
-        if not self._overlaps:
+        if self._overlaps:
+            wait_for(self._read_unseen)
+        else:
             self.settle()
 
     @override
