@@ -268,6 +268,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._local_steps.end_failed()
         self._num_steps += 1
         self._parts.zero.begin_forward()
         batch, *rest = (*args, *kwargs.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -152,7 +153,55 @@ class Case:
     zero: dict[str, Any] = field(default_factory=dict)
 
 
+class Complex(TinyMLP):
+    """A parameter of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x.to(torch.complex64) @ self.phase).abs())
+
+
+class _Fails(torch.optim.SGD):
+    """Changes parameters, and then fails in its second step."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        self.num_steps += 1
+        if self.num_steps == 2:
+            raise ValueError("no convergence")
+        return loss
+
+
+class SkipsErrors(TinyMLP):
+    """Goes on after a step that failed, and zeroes gradients then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert not isinstance(optimizer, list)
+        assert {*optimizer.param_groups[0]["params"]} == {*self.parameters()}
+        loss = super().training_step(batch, batch_idx)
+        loss.backward()
+        with suppress(ValueError):
+            optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return _Fails(self.parameters(), lr=0.05)
+
+
 CASES = {
+    "complex": Case(Complex),
+    "failing steps": Case(SkipsErrors),
     "reentrant": Case(partial(Recomputed, shares=False)),
     "reentrant, shared": Case(partial(Recomputed, shares=True)),
     "reentrant, raw backward": Case(partial(Recomputed, shares=True, raw=True)),

@@ -20,6 +20,7 @@ from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.placement import mark
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
 from lightning_3d.tensor.sharded_forward import ShardedForward, Slot, without_shards
+from lightning_3d.torch_internals.tensors import contiguous_stride
 
 
 def apply_block(
@@ -96,7 +97,7 @@ def _distribute(parameter: nn.Parameter, weight: WeightPlan, mesh: DeviceMesh) -
         # A copy, so that the storage of the full value is freed.
         chunk = full.chunk(mesh.size(), weight.shard_dim)[mesh.get_local_rank()]
         local = chunk.clone(memory_format=torch.contiguous_format)
-    stride = parameter.stride() if weight.shard_dim is None else torch.empty(parameter.shape, device="meta").stride()
+    stride = parameter.stride() if weight.shard_dim is None else contiguous_stride(parameter.shape)
     placements, shape = [weight.placement], parameter.shape  # shards need not be equal
     tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(tensor, requires_grad=parameter.requires_grad)

@@ -38,6 +38,11 @@ def count_as_parameter(tensor: Tensor) -> None:
     tensor._is_param = True
 
 
+def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a new tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether a hook waits for the gradient of a parameter."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -33,6 +33,7 @@ class LocalSteps:
         self._zero, self._offload = zero, offload
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
         self._swapped: dict[Optimizer, _Swapped | Window] = {}
+        self._failed: set[Optimizer] = set()  # whose last step was left by an exception
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
 
     @contextmanager
@@ -87,10 +88,11 @@ class LocalSteps:
         self._depth[optimizer] -= 1
         if self._depth[optimizer] > 0:
             return
-        self.leave(optimizer)
+        del self._depth[optimizer]
+        self._put_back(optimizer)
         if self._offload is not None:
             self._offload.finish()
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
+        parameters = self._parameters(optimizer)
         self._zero.begin_gather(p for p in parameters if p.requires_grad)
         self._zero.drop_gradients(parameters)
 
@@ -120,17 +122,36 @@ class LocalSteps:
         return parts
 
     def _part(self, parameter: nn.Parameter) -> nn.Parameter:
-        shard = self._zero.shards[parameter]
-        part, before = shard.to_step(), self._parts.get(parameter)
-        if before is not None and before.data_ptr() == part.data_ptr() and before.shape == part.shape:
-            return before
-        self._parts[parameter] = part
-        return part
+        shard, before = self._zero.shards[parameter], self._parts.get(parameter)
+        own = shard.own(parameter)
+        if before is None or before.data_ptr() != own.data_ptr() or before.shape != own.shape:
+            before = self._parts[parameter] = shard.to_step()
+        return before
+
+    def end_failed(self) -> None:
+        """Where the user's code goes on after a step that failed, gather what every rank has stepped of it by then.
+
+        Not where it fails, since other ranks may not have failed.
+        """
+        for optimizer, swapped in list(self._swapped.items()):
+            zeroed = swapped.without_gradients() if isinstance(swapped, _Swapped) else []  # by the user's code
+            self.leave(optimizer)
+            for parameter in zeroed:
+                parameter.grad = None
+            self._zero.drop_gradients(zeroed)
+        for optimizer in self._failed:
+            self._zero.begin_gather(p for p in self._parameters(optimizer) if p.requires_grad)
+        self._failed.clear()
 
     def leave(self, optimizer: Optimizer) -> None:
-        """Give an optimizer the module's parameters back, also after a step that failed."""
+        """Give an optimizer the module's parameters back, if its step failed."""
         del self._depth[optimizer]
+        if optimizer in self._swapped:
+            self._failed.add(optimizer)
         self._put_back(optimizer)
+
+    def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return [p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards]
 
     def _put_back(self, optimizer: Optimizer) -> None:
         if (swapped := self._swapped.pop(optimizer, None)) is not None:
@@ -146,6 +167,10 @@ class _Swapped:
         for group in optimizer.param_groups:
             group["params"] = [parts.get(parameter, parameter) for parameter in group["params"]]
         _rekey(optimizer, parts)
+
+    def without_gradients(self) -> list[nn.Parameter]:
+        """The parameters whose parts have no gradient now."""
+        return [parameter for parameter, part in self._parts.items() if part.grad is None]
 
     def back(self) -> None:
         """The other way."""

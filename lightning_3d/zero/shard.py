@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Shard as DTensorShard
 
 from lightning_3d.torch_internals.dtensor import StridedShard, placed
+from lightning_3d.torch_internals.tensors import contiguous_stride
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -84,8 +85,8 @@ class RankShard:
         if own.shape != self.own(self.parameter).shape or isinstance(own, DTensor):
             return own
         mesh, placements = self._placements()
-        shape, stride = self.parameter.shape, _contiguous_stride(self.parameter.shape)
-        return placed(own, mesh, placements, shape, stride)
+        shape = self.parameter.shape
+        return placed(own, mesh, placements, shape, contiguous_stride(shape))
 
     def _placements(self) -> tuple[DeviceMesh, list[Placement]]:
         if not isinstance(self.parameter, DTensor):
@@ -102,7 +103,3 @@ class RankShard:
 Shards = Mapping[nn.Parameter, RankShard]
 
 NO_SHARDS: Shards = MappingProxyType({})
-
-
-def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()

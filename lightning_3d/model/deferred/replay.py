@@ -189,7 +189,9 @@ def fingerprint(wanted: Iterable[Contents]) -> int:
 
 def hash_of(tensor: Tensor) -> int:
     """A checksum of a tensor's data."""
-    return int(torch.hash_tensor(tensor.detach()).view(torch.int64)) if tensor.numel() else 0
+    values = tensor.detach()
+    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    return int(torch.hash_tensor(values).view(torch.int64)) if tensor.numel() else 0
 
 
 def _described(leaf: Any) -> Any:
