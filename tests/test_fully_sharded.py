@@ -180,3 +180,42 @@ def test_deberta(workers: WorkerPools, layout: Layout) -> None:
     settings = text_settings(width=16, num_heads=2, num_layers=2)
     job = hf_job("DebertaV2Config", MLM, relative_attention=True, pos_att_type=["c2p", "p2c"], **settings)
     assert_parity(run_reference(job), run_layout(workers, job, layout))
+
+
+class OddParameters(Model):
+    """Scalars, empty tensors, and several dtypes in one block and outside of blocks."""
+
+    class _Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(16, 16)
+            self.gain, self.nothing = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.zeros(0, 3))
+            self.precise = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gain * self.inner(x) * self.precise.square().sum().float() + self.nothing.sum()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(self._Odd())
+        self.blocks.insert(0, self._Odd())
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.unused = nn.Parameter(torch.tensor(1.0))
+        self.shift = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale + self.shift.exp().mean().float()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, zero=3),
+        Layout(pp=2, dp=2, zero=3),
+        Layout(pp=2, dp=2, zero=3, schedule="zbv"),
+    ],
+    ids=str,
+)
+def test_parameters_that_fsdp_refuses(workers: WorkerPools, layout: Layout) -> None:
+    job = Job(model=OddParameters, data=tokens, num_val_batches=1, gradient_clip_val=0.5, accumulate_grad_batches=2)
+    assert_parity(run_reference(job), run_layout(workers, job, layout))

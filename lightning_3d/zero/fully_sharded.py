@@ -5,13 +5,14 @@ One ``fully_shard`` unit per block and one for what is left, below one root per 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -19,9 +20,11 @@ from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
+from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.outside_reads import OutsideReads
+from lightning_3d.zero.reducer import GradientReducer
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
 
@@ -46,43 +49,88 @@ class FullySharded(Zero):
         device: torch.device,
     ) -> None:
         super().__init__(module)
-        dp, policy = mesh.device_mesh["dp_shard"], MixedPrecisionPolicy(reduce_dtype=config.dtype)
-        absent = {parameter for parameter in self.root.parameters() if parameter.is_meta}
-        tied = _tied_parameters(self.root)
         self._keeps = mesh.shape.pp > 1 if config.reshard_after_forward == "auto" else not config.reshard_after_forward
-        reshards = not self._keeps
-        shard = partial(fully_shard, mesh=dp, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshards)
-        self._reads = OutsideReads(Replicas(mesh.group("dp")), config.dtype, device)
-        wholes = self._reads.wholes((fqn, p) for fqn, p in module.named_parameters() if p not in absent)
-        for block in dict.fromkeys(block for chain in chains for block in chain):
-            if not tied.intersection(block.parameters()):  # tied parameters belong to the root unit
-                shard(block)
-        shard(self.root, ignored_params=absent)
-        assert isinstance(self.root, FSDPModule)
-        self._fsdp: FSDPModule = self.root
-        self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
-        self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
-        self._reads.watch(((fqn, p) for fqn, p in module.named_parameters() if p in self.shards), wholes)
+        self._replicas, self._dtype, self._mesh = Replicas(mesh.group("dp")), config.dtype, mesh.device_mesh
+        self._reads = OutsideReads(self._replicas, config.dtype, device)
+        self.root.gathered = self._reads.gathered
         self.root.around = self._reads.on
-        for unit in self._units[1:]:
-            assert isinstance(unit, nn.Module)
-            unit.register_forward_pre_hook(self._reads.read_arguments, prepend=True, with_kwargs=True)
+        wholes = self._reads.wholes((fqn, p) for fqn, p in module.named_parameters() if not p.is_meta)
+        self._replicated, apart = self._shard_units(chains, config, offload)
+        for parameter in apart:
+            self._shard_apart(parameter)
+        self._fsdp = _unit(self.root)
+        self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
+        for unit in self._units:
+            if unit is not self._fsdp:
+                hook = self._reads.read_arguments
+                cast(nn.Module, unit).register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
+        sharded = self.shards.keys() - self._replicated
+        self._reads.watch(((fqn, p) for fqn, p in module.named_parameters() if p in sharded), wholes)
+        self._reducer: GradientReducer | None = None
         _prefetch(chains, config.prefetch)
+
+    def _shard_units(
+        self, chains: Sequence[Sequence[nn.Module]], config: ZeroConfig, offload: OffloadPolicy
+    ) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
+        """Make the units; returns the parameters that can't be sharded, and those that no unit takes."""
+        tied = _tied_parameters(self.root)  # they belong to the root unit
+        blocks = dict.fromkeys(block for chain in chains for block in chain)
+        modules = [block for block in blocks if not tied.intersection(block.parameters())]
+        left = {p for p in self.root.parameters() if not p.is_meta}
+        replicated = {p for p in left if p.dim() == 0 or not p.numel()}
+        apart: set[nn.Parameter] = set()
+        for module in (*modules, self.root):
+            own = [p for p in module.parameters() if p in left - replicated]
+            left -= set(own)
+            apart |= _of_other_dtypes(own)
+            fully_shard(
+                module,
+                mesh=self._mesh["dp_shard"],
+                reshard_after_forward=not self._keeps,
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=self._dtype),
+                offload_policy=offload,
+                ignored_params={p for p in module.parameters() if p.is_meta or p in replicated or p in apart},
+            )
+        return replicated, apart
+
+    def _shard_apart(self, parameter: nn.Parameter) -> None:
+        """Shard a parameter outside of all units; whatever reads it gathers it."""
+        mesh = self._mesh["dp_shard", "tp"] if isinstance(parameter, DTensor) else self._mesh["dp_shard"]
+        whole = RankShard(parameter=parameter, size=self._replicas.size, rank=self._replicas.rank, mesh=mesh)
+        own = whole.like_parameter(whole.own(parameter).clone())
+        sharded = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        for owner in self.root.modules():
+            names = [name for name, held in parameters_of(owner).items() if held is parameter]
+            parameters_of(owner).update(dict.fromkeys(names, sharded))
 
     @override
     def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
-        """Nothing: FSDP2 has divided them."""
+        self.release()
+        shards = [self.shards[p] for p in self.shards if p in self._replicated and p.numel() and p.is_floating_point()]
+        if shards:
+            size = bucket_bytes(shards)
+            buckets = make_buckets(
+                shards, self._replicas, num_bytes=size, dtype=self._dtype, compression=lambda _: None
+            )
+            self._reducer = GradientReducer(buckets, _receive, lambda: None)
 
     @override
     def release(self) -> None:
-        """Nothing: FSDP2's units stay."""
+        if self._reducer is not None:
+            self._reducer.remove()
+        self._reducer = None
 
     @override
     def begin_step(self, *, splits_backward: bool) -> None:
         # FSDP2's hooks do not know of weight gradients that come after the backward of their unit: then parameters and
         # gradients stay whole until the end of the step, too.
-        self._set(keeps=self._keeps or splits_backward)
+        self._reads.keeps = self._keeps or splits_backward
+        self._set(keeps=self._reads.keeps)
         self._fsdp.set_is_last_backward(False)
+        if self._reducer is not None:
+            self._reducer.begin()
+            self._reducer.is_on = False
 
     def _set(self, *, keeps: bool) -> None:
         for unit in self._units:
@@ -95,15 +143,26 @@ class FullySharded(Zero):
         self._set(keeps=False)
         self._fsdp.set_is_last_backward(True)
         finish_backward(self._fsdp)
+        self._reads.keeps = False
         self._reads.reduce()
+        if self._reducer is not None:
+            self._reducer.flush()
 
     @override
     def set_accumulating(self, accumulating: bool) -> None:
         self._fsdp.set_is_last_backward(not accumulating)
+        if self._reducer is not None:
+            self._reducer.begin()
+            self._reducer.is_on = not accumulating
 
     @override
     def before_backward(self, loss: Tensor) -> None:
-        """Nothing: units have hooks on their outputs."""
+        if self._reducer is not None and loss.requires_grad:
+            loss.register_hook(self._begin_backward)
+
+    def _begin_backward(self, _: Tensor) -> None:
+        if self._reducer is not None:
+            self._reducer.begin_backward()
 
     @override
     def show_gradients(self) -> None:
@@ -123,9 +182,28 @@ class FullySharded(Zero):
 
     @override
     def settle(self) -> None:
-        self._reads.forget()
         self._reads.reduce()
         self._fsdp.reset_iter_state()
+
+
+def _receive(shard: RankShard, gradient: Tensor) -> None:
+    """Take the reduced gradient of a parameter that is not sharded."""
+    parameter, gradient = shard.parameter, gradient.to(shard.parameter.dtype)
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _unit(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _of_other_dtypes(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
+    """The trained parameters of other dtypes than most, of which FSDP2 takes one dtype per unit."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+    dtypes = [dtype for dtype, size in sizes.most_common() if size]
+    return {p for p in parameters if p.requires_grad and p.dtype in dtypes[1:]}
 
 
 def _prefetch(chains: Sequence[Sequence[nn.Module]], num_ahead: int | Literal["auto"]) -> None:

@@ -71,20 +71,26 @@ class Gradients:
         dist.all_reduce(total, group=group)
         return total.pow(1.0 / norm_type)
 
+    @torch.no_grad()
     def sum_shared(self) -> None:
-        """Sum the gradients of tied and glue parameters over the stages that hold them."""
+        """Sum the gradients of tied and glue parameters over the stages that hold them; those of none stay None."""
         for stages, parameters in self._shared.items():
-            local = []
-            for parameter in parameters:
-                gradient = self._zero.gradient(parameter)
-                if gradient is None:
-                    gradient = torch.zeros_like(self._zero.shards[parameter].own(parameter))
-                    self._zero.set_gradient(parameter, gradient)
-                local.append(gradient)
-            flat = torch.cat([gradient.reshape(-1) for gradient in local]).to(self._device)
+            found = [self._zero.gradient(parameter) for parameter in parameters]
+            local = [
+                torch.zeros_like(self._zero.shards[parameter].own(parameter)) if gradient is None else gradient
+                for parameter, gradient in zip(parameters, found, strict=True)
+            ]
+            there = torch.tensor([gradient is not None for gradient in found]).to(local[0])
+            flat = torch.cat([*(gradient.reshape(-1) for gradient in local), there]).to(self._device)
             dist.all_reduce(flat, group=self._groups[stages])
-            for gradient, total in zip(local, flat.split([g.numel() for g in local]), strict=True):
+            *totals, numbers = flat.split([*(gradient.numel() for gradient in local), len(local)])
+            for gradient, total in zip(local, totals, strict=True):
                 gradient.copy_(total.view_as(gradient))
+            missing = [i for i, gradient in enumerate(found) if gradient is None]
+            counts = numbers.tolist() if missing else []
+            for i in missing:
+                if counts[i]:
+                    self._zero.set_gradient(parameters[i], local[i])
 
 
 def _shared_parameters(

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.autograd import is_in_backward
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.replicas import Replicas
@@ -143,7 +144,11 @@ class OutsideReads:
     def __init__(self, replicas: Replicas, dtype: torch.dtype | None, device: torch.device) -> None:
         self._replicas, self._dtype, self._device = replicas, dtype, device
         self._num_steps = 0  # that run now
-        self._cached: dict[ShardedParameter, Tensor] = {}  # gathered in this run of the step
+        self._cached: dict[ShardedParameter, nn.Parameter] = {}  # gathered in this run of the step
+        self.keeps = False
+        """Whether to gather once for several runs, until `forget`."""
+        self.gathered = nn.Module()
+        """Its parameters are those gathered now: schedules that split the backward look for weights in modules."""
         self._read: dict[ShardedParameter, None] = {}  # whose gradients are expected, alike on all replicas
         self._gradients: dict[ShardedParameter, Tensor] = {}
 
@@ -160,7 +165,8 @@ class OutsideReads:
             yield
         finally:
             self._num_steps -= 1
-            self._cached = {}
+            if not self.keeps:
+                self.forget()
 
     def wholes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, _Whole]:
         """Describe parameters before they are sharded, given with their FQNs."""
@@ -168,7 +174,7 @@ class OutsideReads:
 
     def _describe(self, fqn: str, parameter: nn.Parameter) -> _Whole:
         held = plain(parameter.detach())
-        like = nn.Parameter(held.new_empty(1, device=self._device).expand(held.shape), held.is_floating_point())
+        like = nn.Parameter(held.new_empty((), device=self._device).expand(held.shape), held.is_floating_point())
         tensor: Any = parameter if isinstance(parameter, DTensor) else None
         return _Whole(
             fqn=fqn,
@@ -200,12 +206,15 @@ class OutsideReads:
             return self._cached[parameter]
         with torch.no_grad(), DisableTorchFunctionSubclass():
             full = self._gather(_whole_of(parameter), parameter.to_local())
-        if is_trained:
-            full.requires_grad_().register_post_accumulate_grad_hook(partial(self._accumulated, parameter))
-            self._read[parameter] = None
-            if self._num_steps:
-                self._cached[parameter] = full
-        return full
+        if not is_trained:
+            return full
+        leaf = nn.Parameter(full)
+        leaf.register_post_accumulate_grad_hook(partial(self._accumulated, parameter))
+        self._read[parameter] = None
+        if self._num_steps:
+            self._cached[parameter] = leaf
+            self.gathered.register_parameter(str(len(self._cached)), leaf)
+        return leaf
 
     def _gather(self, whole: _Whole, own: Tensor) -> Tensor:
         shard, shape = whole.shard, whole.shard.parameter.shape
@@ -225,12 +234,17 @@ class OutsideReads:
         full.grad = None
 
     def forget(self) -> None:
-        """Before parameters change: what is gathered now is read no more."""
+        """What is gathered now is read no more, as parameters may change."""
+        for parameter, leaf in self._cached.items():
+            if leaf.grad is not None:  # without its hook, from a backward that was split
+                self._accumulated(parameter, leaf)
         self._cached = {}
+        parameters_of(self.gathered).clear()
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Reduce the gradients of all that was read; every replica calls it."""
+        self.forget()
         parameters = {_whole_of(p).shard.parameter: p for p in (*self._read, *self._gradients)}
         shards = [_whole_of(parameter).shard for parameter in parameters.values()]
         size = bucket_bytes(shards)
