@@ -195,7 +195,8 @@ class ThreeDStrategy(ParallelStrategy):
             self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
         )
         warn_of_slow_groups(shape, self.num_processes)
-        self._mesh = build_mesh(shape, zero_stage=self.config.zero.stage, device_type=self.root_device.type)
+        zero, device_type = self.config.zero, self.root_device.type
+        self._mesh = build_mesh(shape, zero_stage=zero.stage, device_type=device_type, shard_size=zero.shard_size)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers who we are; the accelerator connector calls it."""

@@ -144,6 +144,8 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"data_parallel_size": "aut"}, "data_parallel_size='aut' is not allowed"),
         ({"zero": {"stage": 5}}, "zero.stage=5 is not allowed: use 0, 1, 2 or 3 (nearest: 3)"),
         ({"zero": {"prefetch": 0, "stage": 3}}, "zero.prefetch=0 is not allowed: use an integer of at least 1 or"),
+        ({"zero": {"shard_size": 1}}, "zero.shard_size=1 is not allowed: use an integer of at least 2 or 'auto'"),
+        ({"zero": {"shard_size": 2, "stage": 0}}, "zero.shard_size=2 does not go with zero.stage=0: stage 0 shards"),
         ({"zero": {"prefetch": 2}}, "zero.prefetch=2 does not go with zero.stage=1"),
         (
             {"zero": {"reshard_after_forward": False, "stage": 2}},

@@ -67,6 +67,14 @@ def test_sizes_that_do_not_fill_the_world(
         resolve_mesh_shape(config, world_size)
 
 
+@pytest.mark.parametrize(("size", "fitting"), [(4, "2, 3, 6, or 'auto'"), (5, "2, 3, 6, or 'auto'")])
+def test_shards_that_do_not_fill_the_replicas(size: int, fitting: str) -> None:
+    config = ThreeDConfig.from_mapping({"zero": {"shard_size": size}})
+    message = f"zero.shard_size={size} does not divide the 6 data-parallel ranks: use {fitting}"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        resolve_mesh_shape(config, 6)
+
+
 def test_tp_is_innermost_and_pp_outermost() -> None:
     shape = MeshShape(pp=2, dp=3, cp=2, tp=2)
     coordinates = [shape.coordinate(rank) for rank in range(shape.world_size)]

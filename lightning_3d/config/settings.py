@@ -94,6 +94,11 @@ class ZeroConfig:
     offload_window: Annotated[float, AtLeast(0)] = 64
     """MiB of parameters that an offloaded optimizer steps at a time, while those before and after them are copied."""
 
+    shard_size: Annotated[int, AtLeast(2)] | Literal["auto"] = "auto"
+    """How many consecutive data-parallel ranks share the training state; each such group holds all of it (hybrid
+    sharding, as FSDP's HSDP). With the ranks of a node, parameters are gathered inside of nodes, and only each rank's
+    part of the gradients crosses them. ``"auto"``: all data-parallel ranks."""
+
     reshard_after_forward: bool | Literal["auto"] = "auto"
     """Whether stage 3 frees the gathered parameters of a block after its forward. ``True`` holds the fewest: each
     backward gathers them again and reduces its gradients; with a pipeline every microbatch does. ``False`` is faster,
@@ -419,6 +424,7 @@ _STAGES_OF: Mapping[str, tuple[tuple[int, ...], str]] = {
     "show_gradients": ((0, 1, 2), "at stage 3 grad is the shard of a gradient"),
     "overlap_gather": ((1, 2), "stage 0 gathers nothing, and stage 3 each block when it runs"),
     "power_sgd_rank": ((0,), "torch's hook approximates the sum of gradients as a whole, which others scatter"),
+    "shard_size": ((1, 2, 3), "stage 0 shards nothing"),
     "reshard_after_forward": ((3,), "up to stage 2 all parameters are whole on every rank"),
     "prefetch": ((3,), "up to stage 2 all parameters are whole on every rank"),
     "averaging_period": ((0,), "at others each replica steps a part of the parameters"),

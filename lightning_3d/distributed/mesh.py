@@ -60,6 +60,12 @@ class MeshShape:
         inner = self.cp * self.tp
         return [(pp * self.dp + dp) * inner + index for pp in range(self.pp) for index in range(inner)]
 
+    def data_parallel_ranks(self) -> list[list[int]]:
+        """The global ranks along each line of the dp axis, ascending."""
+        inner = self.cp * self.tp
+        starts = [pp * self.dp * inner + index for pp in range(self.pp) for index in range(inner)]
+        return [[start + dp * inner for dp in range(self.dp)] for start in starts]
+
     def index_in_stage(self, rank: int) -> int:
         """Which of the lines of `pipelines` a global rank is on."""
         return rank % (self.world_size // self.pp)
@@ -81,11 +87,11 @@ class Mesh:
     """Place of this rank."""
 
     device_mesh: DeviceMesh
-    """Axes ``pp, dp_replicate, dp_shard, cp, tp``: the dp axis is ``dp_replicate`` at ZeRO stage 0, else
-    ``dp_shard``, and the other of the two has size 1."""
+    """Axes ``pp, dp_replicate, dp_shard, cp, tp``. The dp axis is those two: replicas of the training state, and shards
+    of it. ``dp_shard`` has size 1 at ZeRO stage 0, ``dp_replicate`` at the others unless sharding is hybrid."""
 
-    dp_axis: Literal["dp_replicate", "dp_shard"]
-    """The name of the dp axis in `device_mesh`."""
+    dp_group: dist.ProcessGroup
+    """All ranks along the dp axis."""
 
     replica_group: dist.ProcessGroup
     """All ranks of this rank's model replica: pp x cp x tp."""
@@ -110,12 +116,30 @@ class Mesh:
         """The shard of each block that this rank holds."""
         return self.coordinate.tp
 
+    @property
+    def num_shards(self) -> int:
+        """Data-parallel ranks that share the training state; each such group holds all of it."""
+        return self.device_mesh["dp_shard"].size()
+
+    @property
+    def shard_axes(self) -> DeviceMesh:
+        """The mesh that FSDP2 shards over: one axis, or with hybrid sharding the two of dp."""
+        is_hybrid = self.num_shards < self.shape.dp
+        return self.device_mesh["dp_replicate", "dp_shard"] if is_hybrid else self.device_mesh["dp_shard"]
+
     def axis(self, name: AxisName) -> DeviceMesh:
-        """The one-dimensional mesh along an axis, through this rank; all of them share `device_mesh` as their root."""
-        return self.device_mesh[self.dp_axis if name == "dp" else name]
+        """The one-dimensional mesh along an axis, through this rank; all of them share `device_mesh` as their root.
+        With hybrid sharding dp is none of them: see `shard_axes` and `group`.
+        """
+        if name != "dp":
+            return self.device_mesh[name]
+        assert self.num_shards in (1, self.shape.dp), "hybrid sharding has two axes in place of dp"
+        return self.device_mesh["dp_replicate" if self.num_shards == 1 else "dp_shard"]
 
     def group(self, name: AxisName | Literal["replica"]) -> dist.ProcessGroup:
         """The process group along an axis, or of the model replica, through this rank."""
+        if name == "dp":
+            return self.dp_group
         return self.replica_group if name == "replica" else self.axis(name).get_group()
 
 
@@ -123,7 +147,8 @@ def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
     """Fit the configured sizes to the number of processes.
 
     Raises:
-        ConfigError: the sizes do not divide `world_size`, or an explicit `data_parallel_size` does not fill it.
+        ConfigError: the sizes do not divide `world_size`, an explicit `data_parallel_size` does not fill it, or
+            `zero.shard_size` does not divide the data-parallel ranks.
 
     """
     pp, cp, tp = config.pipeline_parallel_size, config.context_parallel_size, config.tensor_parallel_size
@@ -143,6 +168,13 @@ def resolve_mesh_shape(config: ThreeDConfig, world_size: int) -> MeshShape:
             f"data_parallel_size={config.data_parallel_size} x {sizes} needs {needed} processes, but the world size "
             f"is {world_size}: use {needed} processes, or data_parallel_size={dp} or 'auto'"
         )
+    shard_size = config.zero.shard_size
+    if shard_size != "auto" and dp % shard_size:
+        sizes = ", ".join(str(size) for size in range(2, dp + 1) if dp % size == 0)
+        raise ConfigError(
+            f"zero.shard_size={shard_size} does not divide the {dp} data-parallel ranks:"
+            f" use {f'{sizes}, or ' if sizes else ''}'auto'"
+        )
     return MeshShape(pp=pp, dp=dp, cp=cp, tp=tp)
 
 
@@ -156,29 +188,37 @@ def warn_of_slow_groups(shape: MeshShape, ranks_per_node: int) -> None:
         )
 
 
-def build_mesh(shape: MeshShape, *, zero_stage: int, device_type: str) -> Mesh:
+def build_mesh(
+    shape: MeshShape, *, zero_stage: int, device_type: str, shard_size: int | Literal["auto"] = "auto"
+) -> Mesh:
     """Make the process groups of a mesh; every rank calls it at the same point, with the same arguments.
 
     Args:
         shape: Sizes of the axes; their product is the world size of the initialised default process group.
         zero_stage: 0 puts the data-parallel ranks on the axis ``dp_replicate``, 1 to 3 on ``dp_shard``.
         device_type: ``"cpu"``, ``"cuda"``, ...
+        shard_size: Ranks along ``dp_shard``, if not all.
 
     """
     assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
-    dp_replicate, dp_shard = (shape.dp, 1) if zero_stage == 0 else (1, shape.dp)
+    num_shards = shape.dp if shard_size == "auto" else shard_size
+    dp_shard = 1 if zero_stage == 0 else num_shards
     device_mesh = init_device_mesh(
         device_type,
-        (shape.pp, dp_replicate, dp_shard, shape.cp, shape.tp),
+        (shape.pp, shape.dp // dp_shard, dp_shard, shape.cp, shape.tp),
         mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     )
     # Slicing an axis flattened from `device_mesh` is deprecated (torch 2.13), so the replica has a group of its own.
     replicas = [shape.replica_ranks(dp) for dp in range(shape.dp)]
     replica_group, _ = dist.new_subgroups_by_enumeration(replicas)
+    if dp_shard in (1, shape.dp):
+        dp_group = device_mesh["dp_replicate" if dp_shard == 1 else "dp_shard"].get_group()
+    else:
+        dp_group, _ = dist.new_subgroups_by_enumeration(shape.data_parallel_ranks())
     return Mesh(
         shape=shape,
         coordinate=shape.coordinate(dist.get_rank()),
         device_mesh=device_mesh,
-        dp_axis="dp_replicate" if zero_stage == 0 else "dp_shard",
+        dp_group=dp_group,
         replica_group=replica_group,
     )

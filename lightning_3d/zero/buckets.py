@@ -66,7 +66,7 @@ class Bucket:
         self.parameters: tuple[nn.Parameter, ...] = tuple(shard.parameter for shard in shards)
         self._replicas, self._dtype, self._device = replicas, dtype, plain(shards[0].parameter).device
         self._compression, self._scale = compression, 1.0 / replicas.size if compression is None else 1.0
-        self._num_rows = replicas.size if shards[0].size > 1 else 1
+        self._num_rows = replicas.num_shards if shards[0].size > 1 else 1
         self._places = [_Place(shard, self._num_rows) for shard in shards]
         self._widths = [*(shard.elements_per_rank for shard in shards), len(shards)]
         self._buffer: Tensor | None = None

@@ -50,7 +50,7 @@ class FullySharded(Zero):
     ) -> None:
         super().__init__(module)
         self._keeps = mesh.shape.pp > 1 if config.reshard_after_forward == "auto" else not config.reshard_after_forward
-        self._replicas, self._dtype, self._mesh = Replicas(mesh.group("dp")), config.dtype, mesh.device_mesh
+        self._replicas, self._dtype, self._mesh = Replicas(mesh), config.dtype, mesh
         self._reads = OutsideReads(self._replicas, config.dtype, device)
         self.root.gathered = self._reads.gathered
         self.root.around = self._reads.on
@@ -86,7 +86,7 @@ class FullySharded(Zero):
             apart |= _of_other_dtypes(own)
             fully_shard(
                 module,
-                mesh=self._mesh["dp_shard"],
+                mesh=self._mesh.shard_axes,
                 reshard_after_forward=not self._keeps,
                 mp_policy=MixedPrecisionPolicy(reduce_dtype=self._dtype),
                 offload_policy=offload,
@@ -96,8 +96,10 @@ class FullySharded(Zero):
 
     def _shard_apart(self, parameter: nn.Parameter) -> None:
         """Shard a parameter outside of all units; whatever reads it gathers it."""
-        mesh = self._mesh["dp_shard", "tp"] if isinstance(parameter, DTensor) else self._mesh["dp_shard"]
-        whole = RankShard(parameter=parameter, size=self._replicas.size, rank=self._replicas.rank, mesh=mesh)
+        axes = self._mesh.device_mesh
+        mesh = axes["dp_shard", "tp"] if isinstance(parameter, DTensor) else axes["dp_shard"]
+        size, rank = self._replicas.num_shards, self._replicas.shard_rank
+        whole = RankShard(parameter=parameter, size=size, rank=rank, mesh=mesh)
         own = whole.like_parameter(whole.own(parameter).clone())
         sharded = nn.Parameter(own, requires_grad=parameter.requires_grad)
         for owner in self.root.modules():

@@ -114,7 +114,7 @@ class Gathering:
         self._arrivals += [self._begin_together(alike) for alike in together.values()]
 
     def _begin_together(self, together: Sequence[tuple[RankShard, Tensor]]) -> _Arrival:
-        size = self._replicas.size
+        size = self._replicas.num_shards
         widths = [shard.elements_per_rank for shard, _ in together]
         row = plain(together[0][1].detach()).new_empty(sum(widths))
         for (shard, tensor), part in zip(together, row.split(widths), strict=True):

@@ -41,12 +41,14 @@ class Gradients:
     def _is_first_copy(self, parameter: nn.Parameter) -> bool:
         """Whether, of all ranks that hold the same part of its gradient, this one is the first along each axis."""
         coordinate = {"dp": self._mesh.dp_rank, "cp": self._mesh.cp_rank, "tp": self._mesh.tp_rank}
-        if self._zero.shards[parameter].size > 1 or not self._zero.reduces_gradients:
+        names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+        if not self._zero.reduces_gradients:
             del coordinate["dp"]
+        elif self._zero.shards[parameter].size > 1 or "dp_shard" in names:
+            coordinate["dp"] //= self._mesh.num_shards  # which group of ranks that share the state
         if isinstance(parameter, DTensor):
-            names = parameter.device_mesh.mesh_dim_names or ()
             for axis, name in enumerate(names):
-                coordinate.pop("dp" if name == self._mesh.dp_axis else name, None)
+                coordinate.pop(name, None)
                 if parameter.placements[axis].is_replicate() and parameter.device_mesh.get_local_rank(axis) > 0:
                     return False
         return not any(coordinate.values())

@@ -178,7 +178,7 @@ class OutsideReads:
         tensor: Any = parameter if isinstance(parameter, DTensor) else None
         return _Whole(
             fqn=fqn,
-            shard=RankShard(parameter=like, size=self._replicas.size, rank=self._replicas.rank),
+            shard=RankShard(parameter=like, size=self._replicas.num_shards, rank=self._replicas.shard_rank),
             tensor_mesh=None if tensor is None else tensor.device_mesh,
             tensor_placements=() if tensor is None else tuple(tensor.placements),
             reads=self,

@@ -53,7 +53,7 @@ class PlainParameters(Zero):
         self._splits_backward = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
-        self._replicas = Replicas(mesh.group("dp")) if mesh.shape.dp > 1 else None
+        self._replicas = Replicas(mesh) if mesh.shape.dp > 1 else None
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)
         self._pipeline_stages = pipeline_stages
@@ -103,7 +103,7 @@ class PlainParameters(Zero):
         if self._replicas is None or self._stage == 0 or parameter.dim() == 0 or not parameter.numel():
             return RankShard(parameter=parameter)
         dp = mesh.device_mesh["dp_shard", "tp"] if isinstance(parameter, DTensor) else mesh.device_mesh["dp_shard"]
-        return RankShard(parameter=parameter, size=self._replicas.size, rank=self._replicas.rank, mesh=dp)
+        return RankShard(parameter=parameter, size=self._replicas.num_shards, rank=self._replicas.shard_rank, mesh=dp)
 
     def _receive(self, shard: RankShard, own: Tensor) -> None:
         parameter, own = shard.parameter, own.to(shard.parameter.dtype)

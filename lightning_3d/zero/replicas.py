@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_3d.distributed.mesh import Mesh
+
 Wait = Callable[[], Tensor]
 """Waits for a collective and returns its result."""
 
@@ -15,14 +17,16 @@ Wait = Callable[[], Tensor]
 class Replicas:
     """The ranks that train replicas of one model, seen from one of them.
 
-    Args:
-        group: Their process group.
+    With hybrid sharding groups of them share the training state, and each such group holds all of it.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._is_gloo = dist.get_backend(group) == "gloo"
+    def __init__(self, mesh: Mesh) -> None:
+        self.group, self.size = mesh.group("dp"), mesh.shape.dp
+        self.num_shards, self.shard_rank = mesh.num_shards, mesh.dp_rank % mesh.num_shards
+        is_hybrid = 1 < mesh.num_shards < mesh.shape.dp
+        self._shards = mesh.device_mesh["dp_shard"].get_group() if is_hybrid else self.group
+        self._copies = mesh.device_mesh["dp_replicate"].get_group() if is_hybrid else None  # ranks with the same shard
+        self._is_gloo = dist.get_backend(self.group) == "gloo"
 
     def all_reduce(self, tensor: Tensor) -> Wait:
         """Begin to sum a tensor of shape (1, n) over the ranks, in place; the result has shape (n,)."""
@@ -30,18 +34,24 @@ class Replicas:
         return _Waiting(work, lambda: tensor[0])
 
     def reduce_scatter(self, tensor: Tensor) -> Wait:
-        """Begin to sum a tensor of shape (ranks, n) over the ranks; the result is this rank's row, of shape (n,)."""
+        """Begin to sum a tensor of shape (shards, n) over the ranks; the result is this rank's row, of shape (n,)."""
         if self._is_gloo:  # whose reduce-scatter is an all-reduce, which sends twice as much
             received = torch.empty_like(tensor)
-            work = dist.all_to_all_single(received, tensor, group=self.group, async_op=True)
-            return _Waiting(work, lambda: received.sum(0))
+            work = dist.all_to_all_single(received, tensor, group=self._shards, async_op=True)
+            return _Waiting(work, lambda: self._over_copies(received.sum(0)))
         own = tensor.new_empty(tensor.shape[1:])
-        work = dist.reduce_scatter_single(own, tensor, group=self.group, async_op=True)
-        return _Waiting(work, lambda: own)
+        work = dist.reduce_scatter_single(own, tensor, group=self._shards, async_op=True)
+        return _Waiting(work, lambda: self._over_copies(own))
+
+    def _over_copies(self, own: Tensor) -> Tensor:
+        """Sum a shard over the ranks that have the same one."""
+        if self._copies is not None:
+            dist.all_reduce(own, group=self._copies)
+        return own
 
     def all_gather(self, result: Tensor, own: Tensor) -> Wait:
-        """Begin to gather every rank's tensor of shape (n,) into one of shape (ranks, n); `own` may be its row."""
-        work = dist.all_gather_single(result.view(-1), own.view(-1), group=self.group, async_op=True)
+        """Begin to gather every rank's tensor of shape (n,) into one of shape (shards, n); `own` may be its row."""
+        work = dist.all_gather_single(result.view(-1), own.view(-1), group=self._shards, async_op=True)
         return _Waiting(work, lambda: result)
 
 
