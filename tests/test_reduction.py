@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import TinyMLP, features
-from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from lightning_3d.zero.plain_parameters import PlainParameters
+from tests.models import TinyMLP, features, loader
+from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
 Stage = Literal[0, 1, 2]
@@ -222,3 +223,26 @@ def test_gradients_add_up(workers: WorkerPools, name: str, stage: Stage) -> None
     job = Job(model=case.model, data=features, sees_gradients=False, num_val_batches=1, steps=4, **case.job)
     layout = Layout(dp=2, zero=stage, zero_settings=case.zero)
     assert_parity(run_reference(job), run_layout(workers, job, layout), tolerance=1e-5)
+
+
+def _launched_before_the_end(layout: Layout) -> list[bool]:
+    launched: list[bool] = []
+    end_step = PlainParameters.end_step
+
+    def look(zero: PlainParameters) -> None:
+        launched.extend(reducer.is_launched for reducer in zero._reducers.values())
+        end_step(zero)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlainParameters, "end_step", look)
+        trainer = L.Trainer(strategy=layout.strategy(), devices=4, max_steps=2, enable_checkpointing=False, **QUIET)
+        trainer.fit(TinyMLP(), loader(features(32), global_batch_size=16, data_parallel_size=2))
+    return launched
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_a_pipeline_reduces_in_the_last_backward_of_a_stage(workers: WorkerPools, schedule: Any) -> None:
+    layout = Layout(pp=2, dp=2, zero=1, schedule=schedule, num_microbatches=2)
+    for launched in workers(4).run(_launched_before_the_end, layout):
+        assert len(launched) >= 2
+        assert all(launched)

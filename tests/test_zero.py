@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models import TinyGPT, loader, tokens
-from tests.parity import Layout
+from tests.parity import Job, Layout, run_layout, run_reference
 from tests.workers import WorkerPools
 
 NUM_MICROBATCHES = 4
@@ -121,6 +121,16 @@ def test_gradients_travel_in_another_dtype(workers: WorkerPools, stage: Literal[
         if stage < 3:
             assert not torch.equal(exact, rounded)
             torch.testing.assert_close(exact, rounded, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2), Layout(pp=2, dp=2, zero=2), Layout(dp=2, tp=2)], ids=str)
+def test_gradients_travel_in_bfloat16_in_every_layout(workers: WorkerPools, layout: Layout) -> None:
+    job = Job(sees_gradients=False)
+    reference = run_reference(job)
+    rounded = replace(layout, zero_settings={"communication_dtype": "bfloat16", "bucket_size": 0.01})
+    weights = run_layout(workers, job, rounded).weights
+    differences = [float((weights[fqn] - value).abs().max()) for fqn, value in reference.weights.items()]
+    assert 1e-5 < max(differences) < 2e-3
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
