@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.checkpoint import (
+    Folder,
     full_model_state,
     full_optimizer_state,
     is_sharded_checkpoint,
@@ -33,24 +34,29 @@ from lightning_3d.checkpoint import (
     read_full,
     remove_sharded,
     save_sharded,
+    states_apart,
+    states_read,
+    states_whole,
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
 from lightning_3d.distributed.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
-from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.errors import CheckpointError, ConfigError, StepError
 from lightning_3d.model.deferred import defer_init
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.trainer.early_copies import lay_out_copies
 from lightning_3d.trainer.full_params import full_params
+from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
-from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined
+from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.plain_parameters import PlainParameters
 
@@ -113,6 +119,9 @@ class ThreeDStrategy(ParallelStrategy):
         self._is_deferring = False  # inside tensor_init_context, which may nest
         self._patches = ExitStack()  # undone in teardown
         self._optimizer_hooks = ExitStack()  # undone for other optimizers, and in teardown
+        self._saved_state: dict[str, Any] = {}  # of the model, as the Trainer got it last for a checkpoint
+        self._loads_file = False  # whether the checkpoint that is being restored is one
+        self._is_stepping = False  # inside of a step method of the user's
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
     @classmethod
@@ -236,6 +245,7 @@ class ThreeDStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         self._patches.enter_context(dataclasses_registered(self._dataclasses))
         self._patches.enter_context(metrics_joined(self._module, self.mesh.group("dp")))
+        self._patches.enter_context(parts_averaged())
         if self._parallel is None:
             is_syncing = lightning_helpers.is_syncing_batchnorm(self)
             refuse_unsupported(self._module, self.mesh, self.config.zero, sync_batchnorm=is_syncing)
@@ -247,6 +257,9 @@ class ThreeDStrategy(ParallelStrategy):
                 precision=self._precision,
                 device=self.root_device,
             )
+            answer_for_parts(self._module)
+            if self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1:
+                lay_out_copies(self._module, lightning_helpers.callbacks_of(trainer), self.root_device)
         self._patches.enter_context(self._parallel.router.installed())
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_helpers.reset_optimizers(self)
@@ -274,7 +287,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._parts.zero.begin_forward()
         batch, *rest = (*args, *kwargs.values())
         batch = self._parts.guard(batch)
-        with self._precision.train_step_context():
+        with self._stepping(), self._precision.train_step_context():
             return self._parts.runner.train(batch, rest, number=self._num_steps, accumulating=self._accumulating)
 
     @override
@@ -295,9 +308,18 @@ class ThreeDStrategy(ParallelStrategy):
     def _evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
         self._num_steps += 1
         self._parts.zero.begin_forward()
-        with torch.inference_mode(False), torch.no_grad():  # DTensors do not survive inference mode
+        # DTensors do not survive inference mode.
+        with self._stepping(), torch.inference_mode(False), torch.no_grad():
             batch = self._parts.guard(detached_from_inference(batch))
             return self._parts.runner.evaluate(name, batch, rest, number=self._num_steps)
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._is_stepping = False
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -344,21 +366,40 @@ class ThreeDStrategy(ParallelStrategy):
 
     @contextmanager
     def summon_full_params(self, module: nn.Module | None = None, *, writeback: bool = True) -> Iterator[None]:
-        """Let parameters be plain and whole on every rank inside, in every layout, to be read or written.
+        """Let the model be plain and whole on every rank inside, as one process has it, in every layout: to be read,
+        written, called, saved or copied; also after ``fit``.
 
-        Every rank enters and leaves. Inside, steps of the Trainer and of optimizers must not run.
+        Every rank enters and leaves, and has memory for the whole model (or the given module of it) once more. Inside,
+        steps of the Trainer and of optimizers must not run; gradients of backwards inside are lost when it ends.
 
         Args:
-            module: The LightningModule (by default) or a module in it.
+            module: The LightningModule (by default), a module in it, or a copy of it.
             writeback: Whether what is written inside stays; all ranks must write the same.
+
+        Raises:
+            StepError: a step is running.
         """
-        parts, root = self._parts, self._module
+        if self._is_stepping:
+            raise StepError(
+                "summon_full_params was entered in a step, whose pipeline stages and units hold parts of the model. Do"
+                " it in a hook or after fit."
+            )
+        parts = self._parts
+        root: nn.Module = self._module
+        module = root if module is None else module
+        parts.zero.average()
         parts.zero.settle()
         if type(parts.zero) is PlainParameters and self.mesh.shape.pp * self.mesh.shape.tp == 1 and writeback:
-            yield  # they are
+            yield  # it is
             return
-        device = self.root_device
-        with full_params(root, module or root, parts.plan, self.mesh, device, writeback=writeback):
+        if all(module is not inner for inner in root.modules()):
+            if (copied := copy_in(module, root)) is None:
+                raise StepError(
+                    f"{type(module).__name__} is not the {type(root).__name__} that this strategy trains, nor a module"
+                    " in it, nor a copy of it."
+                )
+            root = copied
+        with full_params(root, module, parts.plan, self.mesh, self.root_device, writeback=writeback):
             yield
 
     def report(self) -> list[RankReport]:
@@ -450,7 +491,8 @@ class ThreeDStrategy(ParallelStrategy):
         self._parts.zero.average()
         self._parts.zero.settle()
         if self.config.save_distributed_checkpoint:
-            return model_state(self._module)
+            self._saved_state = model_state(self._module)
+            return self._saved_state
         return full_model_state(self._module, self.mesh.axis("pp"))
 
     @override
@@ -468,8 +510,10 @@ class ThreeDStrategy(ParallelStrategy):
             raise CheckpointError("storage_options: strategy='3d' writes to file systems, not through a CheckpointIO")
         path = Path(self.broadcast(filepath))
         if self.config.save_distributed_checkpoint:
-            save_sharded(path, checkpoint, self.mesh.axis("pp"))
+            left, further = states_apart(checkpoint, self._module, self._saved_state)
+            save_sharded(path, left, self.mesh.axis("pp"), further)
             return
+        checkpoint = states_whole(checkpoint, self._module, self.mesh.axis("pp"))
         with failing_alike(f"write the checkpoint {path}"):
             if self.is_global_zero:
                 if is_sharded_checkpoint(path):
@@ -487,14 +531,19 @@ class ThreeDStrategy(ParallelStrategy):
         if path.is_dir():
             strict = self._module.strict_loading
             shards = self._parts.zero.shards
-            return load_sharded(
+            rest = load_sharded(
                 path, self._module, self._restored, strict=strict, weights_only=weights_only, shards=shards
             )
-        return read_full(path, weights_only=weights_only)
+            checkpoint = states_read(rest, Folder.open(path), self._module)
+        else:
+            checkpoint = read_full(path, weights_only=weights_only)
+        lightning_helpers.leave_schedulers_to_averaging(self._module.trainer, checkpoint)
+        self._loads_file = path.is_file()
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if "state_dict" in checkpoint:  # it came from a file
+        if self._loads_file:
             load_full(checkpoint, self._module, self._restored, strict=strict, shards=self._parts.zero.shards)
 
     @property

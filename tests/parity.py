@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -240,6 +241,54 @@ def _num_dims(value: object) -> int:
 def _num_local(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return 0 if local.is_meta else local.numel()
+
+
+def fitted(
+    layout: Layout | None,
+    model: Callable[[], L.LightningModule],
+    *,
+    callbacks: Sequence[L.Callback] = (),
+    data: Callable[[int], Dataset[tuple[Tensor, ...]]] = tokens,
+    batches: int = 4,
+    epochs: int = 2,
+    ckpt_path: str | Path | None = None,
+    **trainer: Any,
+) -> tuple[L.Trainer, L.LightningModule]:
+    """Train and validate on `batches` global batches of 8 samples, in this process or as a rank of a layout.
+
+    Args:
+        layout: None for this process with the plain Trainer.
+        trainer: More settings of the Trainer.
+    """
+    ranks, dp = (1, 1) if layout is None else (layout.world_size, layout.dp)
+    strategy = "auto" if layout is None else layout.strategy()
+    settings = {"enable_checkpointing": False, **QUIET, **trainer}
+    L.seed_everything(1, verbose=False)
+    runs = L.Trainer(strategy=strategy, devices=ranks, max_epochs=epochs, callbacks=[*callbacks], **settings)
+    module, samples = model(), data(8 * batches)
+    train = reference_loader(samples, global_batch_size=8, seed=1)
+    if layout is not None:
+        train = loader(samples, global_batch_size=8, data_parallel_size=dp)
+    val = loader(samples, global_batch_size=8, data_parallel_size=dp)
+    runs.fit(module, train, val, ckpt_path=ckpt_path, weights_only=False)
+    return runs, module
+
+
+def whole_state(trainer: L.Trainer) -> dict[str, Tensor]:
+    """What `state_dict` of the trained model is in one process; every rank calls it."""
+    summoned = nullcontext()
+    if isinstance(trainer.strategy, ThreeDStrategy):
+        summoned = trainer.strategy.summon_full_params(writeback=False)
+    with summoned:
+        return {fqn: value.detach().clone() for fqn, value in trainer.lightning_module.state_dict().items()}
+
+
+def assert_same_state(states: Iterable[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    """Compare states by name, to 1e-5."""
+    for state in states:
+        assert state.keys() == expected.keys()
+        for fqn, value in expected.items():
+            torch.testing.assert_close(state[fqn], value, atol=1e-5, rtol=0, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
 
 
 def _trainer(job: Job, strategy: Strategy | str, num_devices: int, recorder: _Recorder) -> L.Trainer:

@@ -8,10 +8,12 @@ torch.distributed.checkpoint; `file` gathers on rank 0 and takes parts out of fu
 from __future__ import annotations
 
 from lightning_3d.checkpoint.file import full_model_state, full_optimizer_state, load_full, read_full
-from lightning_3d.checkpoint.folder import is_sharded_checkpoint, load_sharded, remove_sharded, save_sharded
+from lightning_3d.checkpoint.folder import Folder, is_sharded_checkpoint, load_sharded, remove_sharded, save_sharded
+from lightning_3d.checkpoint.further_states import states_apart, states_read, states_whole
 from lightning_3d.checkpoint.own_state import model_state, optimizer_state
 
 __all__ = [
+    "Folder",
     "full_model_state",
     "full_optimizer_state",
     "is_sharded_checkpoint",
@@ -22,4 +24,7 @@ __all__ = [
     "read_full",
     "remove_sharded",
     "save_sharded",
+    "states_apart",
+    "states_read",
+    "states_whole",
 ]

@@ -38,6 +38,11 @@ class TensorInfo:
         return TensorInfo(shape=tuple(value.shape), dtype=value.dtype) if isinstance(value, Tensor) else None
 
 
+def is_part(tensor: object) -> bool:
+    """Whether a rank has a part of a tensor, or nothing of it."""
+    return isinstance(tensor, Tensor) and (isinstance(tensor, DTensor) or tensor.is_meta)
+
+
 def check_placements(tensors: Mapping[str, object]) -> None:
     """Refuse placements whose full value torch itself does not restore.
 

@@ -59,7 +59,7 @@ def full_model_state(module: nn.Module, pp: DeviceMesh | None) -> dict[str, Any]
     own, first = model_state(module), tied_fqns(module)
     with failing_alike("gather the model's state"):
         check_placements(own)
-    full = _gather({fqn: value for fqn, value in own.items() if first.get(fqn) not in own}, pp)
+    full = gather({fqn: value for fqn, value in own.items() if first.get(fqn) not in own}, pp)
     sources = {fqn: fqn if fqn in full else first.get(fqn, fqn) for fqn in module.state_dict()}
     return {fqn: full[source] for fqn, source in sources.items() if source in full}
 
@@ -89,7 +89,7 @@ def full_optimizer_state(
         own = optimizer_state(module, optimizer, shards)["state"]
         flat = {(fqn, name): value for fqn, values in own.items() for name, value in values.items()}
         check_placements({f"{name} of {fqn}": value for (fqn, name), value in flat.items()})
-    full = _gather(flat, pp)
+    full = gather(flat, pp)
     if dist.get_rank() != 0:
         return {}
     index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
@@ -99,7 +99,8 @@ def full_optimizer_state(
     return {"state": state, "param_groups": unwrapped(optimizer).state_dict()["param_groups"]}
 
 
-def _gather(own: Mapping[Key, Any], pp: DeviceMesh | None) -> dict[Key, Any]:
+def gather(own: Mapping[Key, Any], pp: DeviceMesh | None) -> dict[Key, Any]:
+    """Full tensors and other values on rank 0 of what each pipeline rank has; a collective of all ranks."""
     catalogs = exchange({key: TensorInfo.of(value) or value for key, value in own.items()}, pp)
     here = pipeline_rank(pp)
     full: dict[Key, Any] = {}

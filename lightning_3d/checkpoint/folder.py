@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -64,7 +65,12 @@ def is_sharded_checkpoint(path: Path) -> bool:
 # --------------------------------------------------------------------------------------------------------------- save
 
 
-def save_sharded(path: Path, checkpoint: Mapping[str, Any], pp: DeviceMesh | None) -> None:
+def save_sharded(
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    pp: DeviceMesh | None,
+    further: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
     """Write a checkpoint folder; a collective of all ranks. A checkpoint at `path` is replaced.
 
     Args:
@@ -72,12 +78,14 @@ def save_sharded(path: Path, checkpoint: Mapping[str, Any], pp: DeviceMesh | Non
         checkpoint: The Trainer's checkpoint with "state_dict" from `model_state` and "optimizer_states" (if any) from
             `optimizer_state`. The rest is taken from rank 0.
         pp: The pp axis through this rank; None without pipeline parallel.
+        further: More sections like that of the model.
 
     Raises:
         CheckpointError: The folder can't be written, or has placements that can't be saved; on all ranks.
 
     """
-    sections = {MODEL: checkpoint[MODEL]}
+    models = {MODEL: checkpoint[MODEL], **further}
+    sections = dict(models)
     optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", []))}
     sections.update({name: state["state"] for name, state in optimizers.items()})
     catalogs = exchange({(section, fqn): None for section, values in sections.items() for fqn in values}, pp)
@@ -87,12 +95,15 @@ def save_sharded(path: Path, checkpoint: Mapping[str, Any], pp: DeviceMesh | Non
         for section, values in sections.items()
     }
     with failing_alike(f"write the checkpoint {path}"):
-        check_placements(mine[MODEL])
+        for section in models:
+            check_placements(mine[section])
         for section in optimizers:
             check_placements({f"{n} of {fqn}": v for fqn, named in mine[section].items() for n, v in named.items()})
         if dist.get_rank() == 0:
             _make_room(path)
-    state: dict[str, Any] = {MODEL: {fqn: _boxed(value) for fqn, value in mine.pop(MODEL).items()}}
+    state: dict[str, Any] = {
+        section: {fqn: _boxed(value) for fqn, value in mine.pop(section).items()} for section in models
+    }
     for section, values in mine.items():
         state[section] = {"state": {fqn: {n: _boxed(v) for n, v in named.items()} for fqn, named in values.items()}}
         if dist.get_rank() == 0:
@@ -242,7 +253,11 @@ class Folder:
 
     def model_tensors(self) -> dict[str, TensorInfo | None]:
         """Shapes and dtypes of the model's state, by FQN; None for what is not a tensor."""
-        below = {path: entry for path, entry in self.entries.items() if path[0] == MODEL}
+        return self.tensors(MODEL)
+
+    def tensors(self, section: str) -> dict[str, TensorInfo | None]:
+        """The same of a section like that of the model."""
+        below = {path: entry for path, entry in self.entries.items() if path[0] == section}
         return {str(path[1]): entry.tensor if len(path) == 2 else None for path, entry in below.items()}
 
     def optimizer_sections(self) -> list[str]:

@@ -12,7 +12,9 @@ from typing import Literal
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError
@@ -222,3 +224,11 @@ def build_mesh(
         dp_group=dp_group,
         replica_group=replica_group,
     )
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether the data-parallel ranks share out the rows of a tensor, and this is a part of them."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return any(name == "dp_shard" and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))

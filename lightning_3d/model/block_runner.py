@@ -24,12 +24,16 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import Container, argument_containers, changed_containers
 from lightning_3d.model.snapshot import refill
 from lightning_3d.torch_internals.modules import CALL, call_of
 
 _FORWARD = "forward"
+
+SUMMON = "inside of `with trainer.strategy.summon_full_params(module):`"
+"""Where a module is whole in every layout."""
 
 Call = Callable[..., Any]
 Around = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
@@ -82,11 +86,28 @@ class BlockRunner:
         """Take the patch off the block, unless its weights need it."""
         if self.is_absent or self.sharded is not None or isinstance(self.block, FSDPModule):
             return
+        if not any(map(is_shard, self.block.parameters())):
+            self._take_off()
+
+    def _take_off(self) -> None:
         attributes = vars(self.block)
         for name, own in ((_FORWARD, self), (CALL, self.call)):
             if attributes.get(name) == own:  # else somebody has wrapped it since
                 del attributes[name]
                 attributes.update({name: self._hidden[name]} if name in self._hidden else {})
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Take the patch off inside, where all weights of the block are here in full."""
+        attributes = vars(self.block)
+        before = {name: attributes[name] for name in (_FORWARD, CALL) if name in attributes}
+        self._take_off()
+        try:
+            yield
+        finally:
+            for name in (_FORWARD, CALL):
+                attributes.pop(name, None)
+            attributes.update(before)
 
     @contextmanager
     def forward_through(self, around: Around) -> Iterator[None]:
@@ -105,12 +126,6 @@ class BlockRunner:
         """In place of ``block(...)``."""
         if self.route is not None and (step := self.route.step) is not None:
             return step.on_block(self, self._call_hooked, args, kwargs)
-        if self.is_absent:
-            raise StepError(
-                f"{self.fqn} was called outside of a step, but it lives on another pipeline stage. Only training_step,"
-                " validation_step, test_step and predict_step run on all stages: move the call there, or use"
-                " pipeline_parallel_size=1."
-            )
         containers = argument_containers(args, kwargs) if isinstance(self.block, FSDPModule) else []
         if not containers:
             return self._call_hooked(*args, **kwargs)
@@ -120,6 +135,19 @@ class BlockRunner:
         for i, content in changed.items():
             refill(containers[i], content)
         return output
+
+    def _check_present(self) -> None:
+        if self.is_absent:
+            raise StepError(
+                f"{self.fqn} was called outside of a step, but it lives on another pipeline stage. Only training_step,"
+                " validation_step, test_step and predict_step run on all stages: move the call there, call it on every"
+                f" rank {SUMMON}, or use pipeline_parallel_size=1."
+            )
+        if self.route is None and any(map(is_shard, self.block.parameters())):
+            raise StepError(
+                f"{self.fqn} was called outside of a step, but this rank has shards of its weights (zero.stage=3): call"
+                f" it on every rank {SUMMON}."
+            )
 
     def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
         call = self._hidden[CALL] if CALL in self._hidden else call_of(self.block)
@@ -132,6 +160,7 @@ class BlockRunner:
         return self._forward(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_present()
         if self.sharded is None:
             return self.innermost(*args, **kwargs)
         around = self._take_around()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
 from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint, hash_of
-from lightning_3d.torch_internals.modules import buffers_of, named_state, parameters_of
+from lightning_3d.torch_internals.modules import named_state, put
 
 
 def check_same_model(module: nn.Module, device: torch.device) -> None:
@@ -90,14 +90,14 @@ def _checksum(state: Mapping[Tensor, str]) -> int:
 def _broadcast(state: Mapping[Tensor, str], holds: Callable[[str], bool], device: torch.device) -> None:
     """Take the data of rank 0, one tensor at a time."""
     for tensor, fqn in state.items():
-        there = _of_rank(0, tensor, device)
+        there = of_rank(0, tensor, device)
         if holds(fqn) and isinstance(tensor, DeferredTensor):
             tensor.replace_data(there)
         elif holds(fqn):
             tensor.detach().copy_(there)
 
 
-def _of_rank(source: int, tensor: Tensor, device: torch.device) -> Tensor:
+def of_rank(source: int, tensor: Tensor, device: torch.device) -> Tensor:
     """The data of a tensor on another rank. Every rank calls it."""
     there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if dist.get_rank() == source:
@@ -117,7 +117,7 @@ def _agree(computed: Mapping[str, Tensor], module: nn.Module, device: torch.devi
             continue
         owner, _, name = fqn.rpartition(".")
         like = getattr(module.get_submodule(owner), name)
-        there = _of_rank(holders[0], like, device)
+        there = of_rank(holders[0], like, device)
         if fqn in computed:
             like.detach().copy_(there)
 
@@ -143,12 +143,4 @@ def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None
                 new.__dict__.update(attributes(tensor))
             changed[tensor] = new
         if changed[tensor] is not tensor:
-            _put(owner, fqn.rpartition(".")[2], changed[tensor])
-
-
-def _put(owner: nn.Module, name: str, tensor: Tensor) -> None:
-    if type(owner).__setattr__ is not nn.Module.__setattr__:  # an RNN keeps further references to its weights
-        setattr(owner, name, tensor)
-        return
-    members = parameters_of(owner) if name in parameters_of(owner) else buffers_of(owner)
-    members[name] = tensor  # type: ignore[assignment]
+            put(owner, fqn.rpartition(".")[2], changed[tensor])

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,9 @@ class MeshAxis:
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.size, self.rank, self._group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:
+        return self  # the ranks stay the same for a copy of the block that they share
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if _is_captured(tensor):

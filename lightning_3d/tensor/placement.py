@@ -14,7 +14,8 @@ of a module are grouped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -113,6 +114,22 @@ def marked(module: nn.Module) -> dict[str, Parts]:
     """FQN -> parts, for all parameters of a module in grouped order, ties under every name."""
     found: dict[str, Parts] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        marks: Mapping[str, Parts] = vars(owner).get(_MARK, {})
-        found.update({f"{prefix}.{name}" if prefix else name: parts for name, parts in marks.items()})
+        found.update({f"{prefix}.{name}" if prefix else name: parts for name, parts in marks_of(owner).items()})
     return found
+
+
+def marks_of(owner: nn.Module) -> Mapping[str, Parts]:
+    """Name -> parts, for the parameters in grouped order that a module owns itself."""
+    marks: Mapping[str, Parts] = vars(owner).get(_MARK, {})
+    return marks
+
+
+@contextmanager
+def marks_hidden(module: nn.Module) -> Iterator[None]:
+    """Let a module have no parameters in grouped order inside, where all of them are whole."""
+    hidden = [(owner, vars(owner).pop(_MARK)) for owner in module.modules() if _MARK in vars(owner)]
+    try:
+        yield
+    finally:
+        for owner, marks in hidden:
+            vars(owner)[_MARK] = marks

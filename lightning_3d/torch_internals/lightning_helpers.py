@@ -6,7 +6,7 @@ strategy does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,8 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp,
 )
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import Tensor
@@ -49,6 +50,23 @@ set_device = _update_properties
 def reset_optimizers(strategy: ParallelStrategy) -> None:
     """Forget the optimizers and schedulers of an earlier fit."""
     strategy._reset_optimizers_and_schedulers()
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The callbacks of a Trainer."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
+    return callbacks
+
+
+def leave_schedulers_to_averaging(trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Forget the schedulers where ``StochasticWeightAveraging`` had put its own in their place, as it does itself when
+    its state is restored before ``on_fit_start``; it makes its own again and restores that.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, StochasticWeightAveraging):
+            state = checkpoint.get("callbacks", {}).get(callback.state_key, {})
+            if state.get("scheduler_state") is not None:
+                trainer.strategy.lr_scheduler_configs.clear()
 
 
 def is_syncing_batchnorm(strategy: ParallelStrategy) -> bool:

@@ -27,6 +27,9 @@ TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 CALL = "_compiled_call_impl"
 """The attribute that ``module(...)`` calls where it is set, as ``Module.compile`` does. Copies lose it."""
 
+APPLY = "_apply"
+"""The method by which ``to``, ``double`` and the like change every parameter and buffer."""
+
 Hooks = OrderedDict[int, Any]
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)
@@ -43,6 +46,15 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor, nn.Module]]:
             for name, tensor in members.items():
                 if tensor is not None:
                     yield f"{prefix}.{name}" if prefix else name, tensor, owner
+
+
+def put(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    """Let a module own another parameter or buffer in place of the one of this name."""
+    if type(owner).__setattr__ is not nn.Module.__setattr__:  # an RNN keeps further references to its weights
+        setattr(owner, name, tensor)
+        return
+    members = parameters_of(owner) if name in parameters_of(owner) else buffers_of(owner)
+    members[name] = tensor  # type: ignore[assignment]
 
 
 def call_of(module: nn.Module) -> Callable[..., Any]:

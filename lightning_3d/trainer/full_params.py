@@ -1,9 +1,9 @@
-"""Whole parameters of a model of which each rank holds a part, for a while."""
+"""A whole model on every rank, of which each rank otherwise holds a part, for a while."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,59 +13,71 @@ from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
 from lightning_3d.tensor.placement import Parts, marked
-from lightning_3d.torch_internals.modules import parameters_of
+from lightning_3d.torch_internals.modules import named_state, put
+from lightning_3d.trainer.held_parts import as_built
+
+Slots = dict[Tensor, tuple[str, list[tuple[nn.Module, str]]]]
+"""Parameters and buffers -> their first FQN in the model, and all places where it holds them."""
 
 
 @contextmanager
 def full_params(
     root: nn.Module, module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device, *, writeback: bool
 ) -> Iterator[None]:
-    """Let a module of the model have plain, whole parameters on every rank; every rank enters and leaves.
+    """Let a module of the model be plain and whole on every rank, as it was built; every rank enters and leaves.
 
     Args:
-        root: The model.
-        module: One of its modules, or itself.
+        root: The model, or a copy of it.
+        module: One of its modules, or one that it is in.
         writeback: Whether each rank takes its part of the changed values afterwards; all must change them alike.
     """
     parts, slots = marked(root), _slots(root, module)
-    wholes: dict[nn.Parameter, nn.Parameter] = {}
-    for parameter, (fqn, _) in slots.items():
-        whole = _whole(parameter, parts.get(fqn), plan.state_ranks[fqn], mesh, device)
-        wholes[parameter] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
-    try:
-        for parameter, (_, owners) in slots.items():
+    wholes: dict[Tensor, Tensor] = {}
+    for tensor, (fqn, _) in slots.items():
+        stages = plan.state_ranks.get(fqn, tuple(range(mesh.shape.pp)))
+        wholes[tensor] = _like(tensor, _whole(tensor, parts.get(fqn), stages, mesh, device))
+    with ExitStack() as stack:
+        for tensor, (fqn, owners) in slots.items():
+            stack.callback(_put_back, tensor, parts.get(fqn), owners, writeback=writeback)
             for owner, name in owners:
-                parameters_of(owner)[name] = wholes[parameter]
+                put(owner, name, wholes[tensor])
+        stack.enter_context(as_built(module))
         yield
-    finally:
-        for parameter, (fqn, owners) in slots.items():
-            for owner, name in owners:
-                parameters_of(owner)[name] = parameter
-            if writeback and not parameter.is_meta:
-                values = wholes[parameter].detach()
-                fill(parameter.detach(), parts[fqn].grouped(values) if fqn in parts else values)
 
 
-def _slots(root: nn.Module, module: nn.Module) -> dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]:
-    """Parameters of `module` -> their first FQN in `root`, and all places where `root` holds them."""
-    wanted = set(module.parameters())
-    slots: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]] = {}
-    for prefix, owner in root.named_modules():
-        for name, parameter in parameters_of(owner).items():
-            if parameter is not None and parameter in wanted:
-                fqn = f"{prefix}.{name}" if prefix else name
-                slots.setdefault(parameter, (fqn, []))[1].append((owner, name))
+def _slots(root: nn.Module, module: nn.Module) -> Slots:
+    wanted = {tensor for _, tensor, _ in named_state(module)}
+    slots: Slots = {}
+    for fqn, tensor, owner in named_state(root):
+        if tensor in wanted:
+            slots.setdefault(tensor, (fqn, []))[1].append((owner, fqn.rpartition(".")[2]))
     return slots
 
 
-def _whole(
-    parameter: nn.Parameter, parts: Parts | None, stages: tuple[int, ...], mesh: Mesh, device: torch.device
-) -> Tensor:
-    if parameter.is_meta:
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+def _whole(tensor: Tensor, parts: Parts | None, stages: tuple[int, ...], mesh: Mesh, device: torch.device) -> Tensor:
+    if tensor.is_meta:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     else:
-        whole = full_value(parameter.detach())
+        whole = full_value(tensor.detach())
         whole = (whole if parts is None else parts.ungrouped(whole)).clone(memory_format=torch.contiguous_format)
-    if mesh.shape.pp > len(stages):
-        dist.broadcast(whole, group=mesh.group("pp"), group_src=stages[0])
+    if mesh.shape.pp > len(stages) and whole.numel():
+        sent = whole.to(device)
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=mesh.group("pp"), group_src=stages[0])  # of any dtype
+        whole = sent.to(whole.device)
     return whole
+
+
+def _like(tensor: Tensor, whole: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+    vars(whole).update(vars(tensor))
+    return whole
+
+
+def _put_back(tensor: Tensor, parts: Parts | None, owners: list[tuple[nn.Module, str]], *, writeback: bool) -> None:
+    owner, name = owners[0]
+    whole = getattr(owner, name).detach()  # perhaps another than was put there
+    for owner, name in owners:
+        put(owner, name, tensor)
+    if writeback and not tensor.is_meta:
+        fill(tensor.detach(), whole if parts is None else parts.grouped(whole))

@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_3d.errors import StepError
+from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.zero.engine import NO_GRADIENTS, HeldGradients, Zero
 
 
@@ -94,18 +95,13 @@ _SEE_GRADIENTS = (
 
 def gradients_seen(trainer: Trainer, module: LightningModule) -> bool:
     """Whether the user's code may look at gradients between a backward and the end of the batch."""
-    callbacks = [callback for callback in _callbacks(trainer) if _is_users(callback)]
+    callbacks = [callback for callback in callbacks_of(trainer) if _is_users(callback)]
     return not module.automatic_optimization or _are_overridden(_SEE_GRADIENTS, module, callbacks)
 
 
 def zeroes_unseen(trainer: Trainer, module: LightningModule) -> bool:
     """Whether ``zero_grad`` after an optimizer's step shows the gradients to nobody."""
-    return not _are_overridden(("on_before_zero_grad", "optimizer_zero_grad"), module, _callbacks(trainer))
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
-    return callbacks
+    return not _are_overridden(("on_before_zero_grad", "optimizer_zero_grad"), module, callbacks_of(trainer))
 
 
 def _is_users(callback: Callback) -> bool:

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from lightning_3d.config.settings import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
-from lightning_3d.model.block_runner import runner_of
+from lightning_3d.model.block_runner import SUMMON, runner_of
+from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind, steps_apart
@@ -29,14 +30,8 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, 
             " traced before there are optimizers, and pipeline stages run forward and backward together. Use automatic"
             " optimization, or size 1 for both."
         )
-    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]  # made by one of its connectors
+    callbacks = callbacks_of(module.trainer)
     averaging = [c for c in callbacks if isinstance(c, (StochasticWeightAveraging, WeightAveraging))]
-    if mesh.shape.pp * mesh.shape.tp > 1 and averaging:
-        raise StepError(
-            f"{type(averaging[0]).__name__} copies the whole module and averages all of its parameters, but with"
-            f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} each rank holds a part."
-            " Remove the callback, or use size 1 for both."
-        )
     if config.averaging_period is not None and mesh.shape.dp > 1 and averaging:
         raise StepError(
             f"{type(averaging[0]).__name__} averages what each replica has stepped on its own with"
@@ -55,7 +50,7 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, 
     if any(runner_of(inner) is not None or isinstance(inner, FSDPModule) for inner in module.modules()):
         raise StepError(
             f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
-            " load a checkpoint into it."
+            f" load a checkpoint into it; or copy this one {SUMMON}."
         )
 
 

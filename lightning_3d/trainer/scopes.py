@@ -5,14 +5,21 @@ The strategy enters them in ``setup`` and leaves them in ``teardown``, which the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
 import torchmetrics
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim.swa_utils import AveragedModel
 
+from lightning_3d.errors import StepError
+from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
 
 
@@ -38,8 +45,40 @@ def metrics_joined(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None
     metrics = [m for m in module.modules() if isinstance(m, torchmetrics.Metric) and m.process_group is None]
     for metric in metrics:
         metric.process_group = group
+        vars(metric)["__deepcopy__"] = MethodType(_copied_metric, metric)
     try:
         yield
     finally:
         for metric in metrics:
             metric.process_group = None
+            del vars(metric)["__deepcopy__"]
+
+
+def _copied_metric(metric: torchmetrics.Metric, memo: dict[int, Any]) -> Any:
+    """A copy of the metric as it was; a process group can't be copied."""
+    group, own_copy = metric.process_group, vars(metric).pop("__deepcopy__")
+    metric.process_group = None
+    try:
+        return copy.deepcopy(metric, memo)
+    finally:
+        metric.process_group = group
+        vars(metric)["__deepcopy__"] = own_copy
+
+
+@contextmanager
+def parts_averaged() -> Iterator[None]:
+    """Let torch's ``AveragedModel`` average models of which each rank holds a part."""
+    update = AveragedModel.update_parameters
+
+    def update_parameters(averaged: AveragedModel, model: nn.Module) -> None:
+        for (fqn, mean), current in zip(averaged.module.named_parameters(), model.parameters(), strict=False):
+            if mean.is_meta != current.is_meta or isinstance(mean, DTensor) != isinstance(current, DTensor):
+                raise StepError(
+                    f"An AveragedModel holds {fqn} as it was before {type(model).__name__} was made parallel. Make it"
+                    " in a callback's setup and keep it as an attribute of the callback, or make it in on_fit_start."
+                )
+        with implicit_replication():  # some functions average plain tensors and DTensors in one list
+            update(averaged, model)
+
+    with attributes_replaced(AveragedModel, {"update_parameters": update_parameters}):
+        yield
