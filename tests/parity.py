@@ -93,6 +93,7 @@ class Layout:
     """Of `zero`, besides the stage."""
     compile_backend: Literal["inductor", "aot_eager"] | None = None
     """What compiles the blocks; None leaves them eager."""
+    save_distributed_checkpoint: bool = False
 
     @property
     def world_size(self) -> int:
@@ -123,7 +124,7 @@ class Layout:
                 "compile": self.compile_backend is not None,
                 "compile_backend": self.compile_backend or "inductor",
             },
-            save_distributed_checkpoint=False,
+            save_distributed_checkpoint=self.save_distributed_checkpoint,
         )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from lightning.pytorch.callbacks import (
     BasePredictionWriter,
     LearningRateMonitor,
     ModelSummary,
-    StochasticWeightAveraging,
     ThroughputMonitor,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -648,16 +645,3 @@ def test_summary_learning_rate_and_throughput_monitors(workers: WorkerPools, lay
             assert own[key] == reference[key], f"rank {rank}, {key}"
     assert seen[0]["samples"] == reference["samples"]  # loggers write on rank 0
     assert set(reference["logged"]) <= set(seen[0]["logged"])  # with several devices there are global rates too
-
-
-def _averaged(kind: str, layout: Layout) -> None:
-    callbacks = {"swa": partial(StochasticWeightAveraging, swa_lrs=0.05), "average": WeightAveraging}
-    _trainer(layout, callbacks=[callbacks[kind]()]).fit(Scheduled(), *_loaders(layout, SIZES))
-
-
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2)], ids=str)
-@pytest.mark.parametrize("kind", ["swa", "average"])
-def test_averaging_callbacks_are_refused_on_all_ranks(workers: WorkerPools, kind: str, layout: Layout) -> None:
-    with pytest.raises(WorkerError, match="copies the whole module and averages all of its parameters") as failed:
-        workers(2).run(_averaged, kind, layout)
-    assert failed.value.failures.keys() == {0, 1}

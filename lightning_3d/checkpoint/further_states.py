@@ -116,8 +116,8 @@ def _present(state: Mapping[str, Any], module: nn.Module, place: Place) -> dict[
         if strangers := [key for key, value in state.items() if is_part(value) and key not in names]:
             raise CheckpointError(
                 f"checkpoint{''.join(f'[{step!r}]' for step in place)} has parts of tensors under names that are not"
-                f" those of {type(module).__name__} ({', '.join(strangers[:3])}), so the ranks' parts can't be"
-                " put together. Save the state_dict of a whole copy of the model"
+                f" those of {type(module).__name__} ({', '.join(map(str, strangers[:3]))}), so they can't be put"
+                " together. Save the state_dict of a whole copy of the model"
             )
         check_placements(state)
     present = {key: value for key, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
@@ -126,7 +126,7 @@ def _present(state: Mapping[str, Any], module: nn.Module, place: Place) -> dict[
 
 def _names_in(model: Mapping[str, Any], infos: Mapping[str, TensorInfo | None]) -> dict[str, str]:
     """Keys of a state dict -> names in the model's: the same, or without a wrapper's name, or below one module."""
-    shapes = {key: info.shape for key, info in infos.items() if info is not None}
+    shapes = {key: info.shape for key, info in infos.items() if info is not None and isinstance(key, str)}
 
     def fits(key: str, fqn: str) -> bool:
         return isinstance(model.get(fqn), Tensor) and tuple(model[fqn].shape) == shapes[key]

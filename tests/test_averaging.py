@@ -1,0 +1,252 @@
+"""Averages of weights in every layout: Lightning's callbacks, torch's AveragedModel and averages made by hand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.models import ADAM_EPS, TinyGPT, TinyMLP, features
+from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.workers import WorkerError, WorkerPools
+
+LAYOUTS = (
+    Layout(dp=2, zero=1),
+    Layout(dp=2, zero=3),
+    Layout(pp=2),
+    Layout(tp=2),
+    Layout(pp=2, dp=2, zero=3),
+    Layout(dp=2, tp=2, zero=3),
+)
+
+
+class FusedAttention(nn.Module):
+    """Causal self-attention with one projection, whose weight tensor parallel keeps in another order."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (t.view(batch, length, self.num_heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        y = nn.functional.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+
+
+class Model(TinyGPT):
+    """Tied and fused weights, a buffer in every block and a schedule."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, num_heads=2, num_layers=2)
+        for block in self.blocks:
+            assert isinstance(block, nn.Module)
+            block.attention = FusedAttention(16, 2)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=ADAM_EPS)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
+
+
+class ByHand(L.Callback):
+    """An average that a user writes.
+
+    Args:
+        early: Whether it is made in `setup`, before the model is made parallel.
+        kind: What is averaged.
+    """
+
+    def __init__(self, *, early: bool, kind: str) -> None:
+        self.early, self.kind = early, kind
+        self.average: Any = None
+
+    def _make(self, model: nn.Module) -> None:
+        kinds: dict[str, Callable[[], Any]] = {
+            "copy": lambda: copy.deepcopy(model),
+            "AveragedModel": lambda: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
+            "shadow": lambda: [parameter.detach().clone() for parameter in model.parameters()],
+        }
+        self.average = kinds[self.kind]()
+
+    def _parameters(self) -> list[Tensor]:
+        return list(self.average.parameters()) if isinstance(self.average, nn.Module) else self.average
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.early and stage == "fit":
+            self._make(pl_module)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.early:
+            self._make(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.kind == "AveragedModel":
+            self.average.update_parameters(pl_module)
+            return
+        for average, parameter in zip(self._parameters(), pl_module.parameters(), strict=True):
+            average.lerp_(parameter, 0.5)
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for average, parameter in zip(self._parameters(), pl_module.parameters(), strict=True):
+            parameter.copy_(average)
+
+
+class InCheckpoint(ByHand):
+    """Keeps its average in the checkpoint."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["ema"] = {"deep": [self.average.state_dict()]}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.average.load_state_dict(checkpoint["ema"]["deep"][0])
+
+
+class InState(ByHand):
+    """Keeps its average in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ema": self.average.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.average.load_state_dict(state_dict["ema"])
+
+
+AVERAGES: dict[str, Callable[[], L.Callback]] = {
+    "EMAWeightAveraging": partial(EMAWeightAveraging, decay=0.5),
+    "WeightAveraging": partial(WeightAveraging, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=False),
+    "SWA": partial(StochasticWeightAveraging, swa_lrs=1e-2, swa_epoch_start=1),
+    "early copy": partial(ByHand, early=True, kind="copy"),
+    "early AveragedModel": partial(ByHand, early=True, kind="AveragedModel"),
+    "copy": partial(ByHand, early=False, kind="copy"),
+    "AveragedModel": partial(ByHand, early=False, kind="AveragedModel"),
+    "shadow": partial(ByHand, early=False, kind="shadow"),
+}
+
+
+class _Validated(L.Callback):
+    """Collects what validation with the averages gave."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+
+Averaged = dict[str, tuple[dict[str, Tensor], list[float]]]
+
+
+ON_FOUR_RANKS = ("EMAWeightAveraging", "SWA", "early AveragedModel", "copy")
+
+
+def _average(layout: Layout | None) -> Averaged:
+    averaged: Averaged = {}
+    names = AVERAGES if layout is None or layout.world_size == 2 else ON_FOUR_RANKS
+    for name, make in ((name, AVERAGES[name]) for name in names):
+        validated = _Validated()
+        trainer, _ = fitted(layout, Model, callbacks=[make(), validated], batches=3)
+        averaged[name] = whole_state(trainer), validated.losses
+    return averaged
+
+
+@pytest.fixture(scope="module")
+def averages() -> Averaged:
+    """Of one process."""
+    return _average(None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_averages_are_those_of_one_process(workers: WorkerPools, averages: Averaged, layout: Layout) -> None:
+    for rank in workers(layout.world_size).run(_average, layout):
+        for name in AVERAGES if layout.world_size == 2 else ON_FOUR_RANKS:
+            expected, losses = averages[name]
+            assert_same_state([rank[name][0]], expected)
+            assert rank[name][1] == pytest.approx(losses, abs=1e-5), name
+
+
+# ---- checkpoints
+
+SAVED: dict[str, Callable[[], L.Callback]] = {
+    "EMAWeightAveraging": AVERAGES["EMAWeightAveraging"],
+    "SWA": AVERAGES["SWA"],
+    "in the checkpoint": partial(InCheckpoint, early=True, kind="AveragedModel"),
+    "in the state": partial(InState, early=True, kind="copy"),
+}
+
+
+class _Save(L.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(self.path)
+
+
+def _resume(first: Layout | None, second: Layout | None, name: str) -> dict[str, Tensor]:
+    path = Path("averaged.ckpt")
+    fitted(first, Model, callbacks=[SAVED[name](), _Save(path)], batches=2, epochs=2)
+    trainer, _ = fitted(second, Model, callbacks=[SAVED[name]()], batches=2, epochs=3, ckpt_path=path)
+    return whole_state(trainer)
+
+
+def _resume_all(first: Layout | None, second: Layout | None) -> dict[str, dict[str, Tensor]]:
+    return {name: _resume(first, second, name) for name in SAVED}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Tensor]]:
+    """By one process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("resumed"))
+        return _resume_all(None, None)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "folder"),
+    [
+        (Layout(dp=2, zero=1), Layout(dp=2, zero=1), True),
+        (Layout(pp=2), Layout(dp=2, zero=3), True),
+        (Layout(pp=2), Layout(dp=2, zero=3), False),
+        (Layout(dp=2, zero=3), Layout(tp=2), False),
+        (Layout(tp=2), Layout(pp=2), True),
+    ],
+    ids=str,
+)
+def test_averages_are_resumed_in_any_layout(
+    workers: WorkerPools, resumed: dict[str, dict[str, Tensor]], first: Layout, second: Layout, folder: bool
+) -> None:
+    layouts = [replace(layout, save_distributed_checkpoint=folder) for layout in (first, second)]
+    for rank in workers(2).run(_resume_all, *layouts):
+        for name, expected in resumed.items():
+            assert_same_state([rank[name]], expected)
+
+
+class _SavesShadow(ByHand):
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": dict(enumerate(self.average))}
+
+
+def _save_shadow() -> None:
+    shadow = _SavesShadow(early=False, kind="shadow")
+    fitted(Layout(dp=2, zero=3), TinyMLP, data=features, callbacks=[shadow, _Save(Path("shadow.ckpt"))])
+
+
+def test_parts_without_names_are_refused(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"CheckpointError: checkpoint\['callbacks'\]\['_SavesShadow'\]") as caught:
+        workers(2).run(_save_shadow)
+    assert caught.value.failures.keys() == {0, 1}
