@@ -1,7 +1,8 @@
 """After `fit`, also after one that fails, torch, Lightning and the user's objects are what they were before it.
 
 What stays: the model was trained, and a Trainer may go on with it. So its parameters are this rank's shards, a block of
-which this rank has shards or nothing keeps its runner, and `fully_shard` has changed the classes of what it wrapped.
+which this rank has shards or nothing keeps its runner, a model of which it has parts keeps what `to` does with them,
+and `fully_shard` has changed the classes of what it wrapped.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from lightning_3d.callbacks.timeline import ScheduleTimeline
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import runner_of
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
-from lightning_3d.torch_internals.modules import CALL, forward_hook_registries
+from lightning_3d.torch_internals.modules import APPLY, CALL, forward_hook_registries
 from lightning_3d.torch_internals.pytree import registered_dataclasses, tree_leaves
+from lightning_3d.trainer.held_parts import holds_parts
 from tests.models import loader, tokens
 from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
@@ -204,7 +206,7 @@ def _users_objects(model: Model) -> Present:
         where = name or "model"
         attributes = vars(module)
         found[f"class of {where}"] = _wrapped(type(module))
-        kept = _RUNNER if _is_in_parts(module) else set()
+        kept = _RUNNER if _is_in_parts(module) else {APPLY} if not name and holds_parts(module) else set()
         found[f"attributes of {where}"] = {n for n in attributes.keys() - kept if not n.startswith(_FRAMEWORKS)}
         found |= {f"{where}.{n}": v for n, v in attributes.items() if callable(v) and n not in kept}
         hooks = [hook for registry in forward_hook_registries(module) for hook in registry.values()]

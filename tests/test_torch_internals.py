@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -43,6 +44,7 @@ from lightning_3d.torch_internals import (
     dtensor,
     fake_tensors,
     fsdp,
+    fsdp_units,
     lightning_helpers,
     modules,
     optimizers,
@@ -284,6 +286,21 @@ def test_forwards_that_no_torch_function_sees() -> None:
         assert modules.runs_beneath_torch_functions(torch.jit.script(module))
     module.compile(backend="eager")
     assert modules.runs_beneath_torch_functions(module)
+
+
+@canary(modules, "APPLY", "put")
+def test_what_changes_tensors_of_a_module() -> None:
+    module = nn.GRU(2, 2)
+    weight = nn.Parameter(torch.zeros_like(module.weight_hh_l0))
+    modules.put(module, "weight_hh_l0", weight)
+    assert module.weight_hh_l0 is weight
+    assert any(tensor is weight for tensor in module.all_weights[0])
+    plain = nn.BatchNorm1d(2)
+    mean = torch.ones(2)
+    modules.put(plain, "running_mean", mean)
+    assert dict(plain.named_buffers())["running_mean"] is mean
+    vars(plain)[modules.APPLY] = lambda change, recurse=True: change(torch.ones(1)).dtype
+    assert plain.double() == torch.float64
 
 
 @canary(modules, "TORCH_ATTRIBUTES")
@@ -664,6 +681,33 @@ def _finished_backward() -> list[float]:
     return gradient.full_tensor().flatten().tolist()
 
 
+def _units_aside() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    seen: list[str] = []
+    model[0].register_forward_hook(lambda *args: seen.append("user's"))
+    for layer in model:
+        fsdp_units.let_be_copied(fully_shard(layer, mesh=init_device_mesh("cpu", (2,))))
+    model(torch.ones(1, 2))
+    copied = copy.deepcopy(model)
+    assert type(copied[0]) is nn.Linear
+    assert copied[0].weight is not model[0].weight
+    assert isinstance(copied[0].weight, DTensor)
+    with fsdp_units.without_units(model):
+        assert type(model[0]) is nn.Linear
+        with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):  # nothing gathers them
+            model(torch.ones(1, 2))
+        model[1].register_forward_hook(lambda *args: seen.append("new"))
+    seen.clear()
+    assert isinstance(model[0], FSDPModule)
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+    assert seen == ["user's", "new"]
+
+
+@canary(fsdp_units, "without_units", "let_be_copied")
+def test_units_are_put_aside_and_copied(workers: WorkerPools) -> None:
+    workers(2).run(_units_aside)
+
+
 def _shards_in_other_memory() -> None:
     model, policy = nn.Linear(3, 5), CPUOffloadPolicy(pin_memory=False)
     weight, bias = (parameter.detach().clone() for parameter in model.parameters())
@@ -813,6 +857,18 @@ def test_what_strategies_hold() -> None:
     assert not lightning_helpers.is_syncing_batchnorm(strategy)
     for name in ("_configure_launcher", "_launcher", "_precision_plugin"):  # ThreeDStrategy overrides or sets them
         assert hasattr(strategy, name), f"ParallelStrategy.{name}"
+
+
+@canary(lightning_helpers, "callbacks_of", "leave_schedulers_to_averaging")
+def test_schedulers_of_averaging() -> None:
+    averaging = StochasticWeightAveraging(swa_lrs=0.1)
+    trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[averaging])
+    assert averaging in lightning_helpers.callbacks_of(trainer)
+    assert "scheduler_state" in averaging.state_dict()
+    for state, kept in (({}, 1), ({"scheduler_state": None}, 1), ({"scheduler_state": {}}, 0)):
+        trainer.strategy.lr_scheduler_configs = [object()]  # type: ignore[list-item]
+        lightning_helpers.leave_schedulers_to_averaging(trainer, {"callbacks": {averaging.state_key: state}})
+        assert len(trainer.strategy.lr_scheduler_configs) == kept
 
 
 @canary(lightning_helpers, "set_device")

@@ -58,12 +58,10 @@ def _whole(tensor: Tensor, parts: Parts | None, stages: tuple[int, ...], mesh: M
     if tensor.is_meta:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     else:
-        whole = full_value(tensor.detach())
+        whole = full_value(tensor.detach().to(device))
         whole = (whole if parts is None else parts.ungrouped(whole)).clone(memory_format=torch.contiguous_format)
     if mesh.shape.pp > len(stages) and whole.numel():
-        sent = whole.to(device)
-        dist.broadcast(sent.view(-1).view(torch.uint8), group=mesh.group("pp"), group_src=stages[0])  # of any dtype
-        whole = sent.to(whole.device)
+        dist.broadcast(whole.view(-1).view(torch.uint8), group=mesh.group("pp"), group_src=stages[0])  # of any dtype
     return whole
 
 

@@ -62,6 +62,12 @@ class ShardedParameter(DTensor):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with DisableTorchFunctionSubclass():
+            copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        vars(copied).update((name, value) for name, value in vars(self).items() if name != _WHOLE)
+        return copied
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         with DisableTorchFunctionSubclass():
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)

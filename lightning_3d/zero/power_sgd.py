@@ -51,7 +51,7 @@ class PowerSGD:
 
 @dataclass(frozen=True, kw_only=True)
 class _Bucket:
-    """What the hook reads of DDP's buckets."""
+    """The properties of DDP's buckets that the hook reads."""
 
     flat: Tensor
     parts: tuple[Tensor, ...]
