@@ -35,6 +35,7 @@ class _Place:
         self._num_whole = shard.num_rows // self._per_rank if self._per_rank else 0
         self._whole = (self._num_whole, self._per_rank, *shape[1:])
         self._num_left = shard.num_rows - self._num_whole * self._per_rank
+        self._is_even = self._num_whole == num_rows and not self._num_left
 
     def put(self, slots: Tensor, gradient: Tensor, scale: float, *, adds: bool) -> None:
         """Write `scale` times a gradient, or add it.
@@ -42,6 +43,9 @@ class _Place:
         Args:
             slots: Of shape (rows of the bucket, elements of this parameter in each).
         """
+        if self._is_even:
+            _put(slots.view(self._whole), gradient.view(self._whole), scale, adds=adds)
+            return
         own = gradient if gradient.dim() else gradient.view(1)
         if self._num_whole:
             whole = own if not self._num_left else own[: -self._num_left]

@@ -85,8 +85,10 @@ class GradientReducer:
     def _accumulated(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if not self.is_on:
             return
-        self.begin_backward()
-        self._is_reentrant |= current_backward() != self._backward
+        if self._backward is None:
+            self.begin_backward()
+        elif not self._is_reentrant:
+            self._is_reentrant = current_backward() != self._backward
         if self._is_reentrant:
             return
         self._take(bucket, index)
