@@ -94,7 +94,15 @@ def make_parallel(
         place = config.zero.offload_params
         chains = [[blocks[block.fqn] for block in plan.blocks_of(i)] for i in plan.stages_on(mesh.pp_rank)]
         policy = offload_policy(place, device)
-        zero = FullySharded(module, mesh=mesh, config=config.zero, chains=chains, offload=policy, device=device)
+        zero = FullySharded(
+            module,
+            mesh=mesh,
+            config=config.zero,
+            chains=chains,
+            offload=policy,
+            device=device,
+            optimizes_manually=not module.automatic_optimization,
+        )
         zero.parameter_store = offload_parameters(place, zero.root, device)
     else:
         stages = _pipeline_stages(plan, blocks) if mesh.shape.pp > 1 else {}

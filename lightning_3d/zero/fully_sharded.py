@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -36,6 +36,7 @@ class FullySharded(Zero):
         chains: The blocks that this rank runs, by pipeline stage, in the order of their first call.
         offload: Where FSDP2 keeps its shards.
         device: Where steps run.
+        optimizes_manually: Whether backwards run inside of steps, in which the root unit would stay gathered.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class FullySharded(Zero):
         chains: Sequence[Sequence[nn.Module]],
         offload: OffloadPolicy,
         device: torch.device,
+        optimizes_manually: bool,
     ) -> None:
         super().__init__(module)
         self._keeps = mesh.shape.pp > 1 if config.reshard_after_forward == "auto" else not config.reshard_after_forward
@@ -55,9 +57,9 @@ class FullySharded(Zero):
         self.root.gathered = self._reads.gathered
         self.root.around = self._reads.on
         wholes = self._reads.wholes((fqn, p) for fqn, p in module.named_parameters() if not p.is_meta)
-        self._replicated, apart = self._shard_units(chains, config, offload)
+        self._replicated, apart = self._shard_units(chains, offload, root_takes_all=not optimizes_manually)
         for parameter in apart:
-            self._shard_apart(parameter)
+            self._shard_apart(parameter, torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device)
         self._fsdp = _unit(self.root)
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         for unit in self._units:
@@ -71,7 +73,7 @@ class FullySharded(Zero):
         _prefetch(chains, config.prefetch)
 
     def _shard_units(
-        self, chains: Sequence[Sequence[nn.Module]], config: ZeroConfig, offload: OffloadPolicy
+        self, chains: Sequence[Sequence[nn.Module]], offload: OffloadPolicy, *, root_takes_all: bool
     ) -> tuple[set[nn.Parameter], set[nn.Parameter]]:
         """Make the units; returns the parameters that can't be sharded, and those that no unit takes."""
         tied = _tied_parameters(self.root)  # they belong to the root unit
@@ -83,7 +85,7 @@ class FullySharded(Zero):
         for module in (*modules, self.root):
             own = [p for p in module.parameters() if p in left - replicated]
             left -= set(own)
-            apart |= _of_other_dtypes(own)
+            apart |= _of_other_dtypes(own) if module is not self.root or root_takes_all else set(own)
             fully_shard(
                 module,
                 mesh=self._mesh.shard_axes,
@@ -94,13 +96,13 @@ class FullySharded(Zero):
             )
         return replicated, apart
 
-    def _shard_apart(self, parameter: nn.Parameter) -> None:
+    def _shard_apart(self, parameter: nn.Parameter, device: torch.device) -> None:
         """Shard a parameter outside of all units; whatever reads it gathers it."""
         axes = self._mesh.device_mesh
         mesh = axes["dp_shard", "tp"] if isinstance(parameter, DTensor) else axes["dp_shard"]
         size, rank = self._replicas.num_shards, self._replicas.shard_rank
         whole = RankShard(parameter=parameter, size=size, rank=rank, mesh=mesh)
-        own = whole.like_parameter(whole.own(parameter).clone())
+        own = whole.like_parameter(whole.own(parameter).to(device, copy=True))
         sharded = nn.Parameter(own, requires_grad=parameter.requires_grad)
         for owner in self.root.modules():
             names = [name for name, held in parameters_of(owner).items() if held is parameter]

@@ -1,0 +1,128 @@
+"""Steps that are hard on stage 3: several backwards and optimizers, what is frozen or unused, validation in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import TinyMLP, features
+from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from tests.workers import WorkerPools
+
+
+class Manual(TinyMLP):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, num_layers=2)
+        self.automatic_optimization = False
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def logged(self, loss: Tensor) -> None:
+        self.log("loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
+
+
+class Adversarial(Manual):
+    """Two optimizers, and a critic that the generator's backward goes through; the critic is clamped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.margin = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        generator, critic = self.optimizers()  # type: ignore[attr-defined]
+        inputs, targets = batch
+        self.toggle_optimizer(critic)
+        loss = F.softplus(self.critic(self(inputs).detach())).mean() + F.softplus(-self.critic(targets)).mean()
+        self.manual_backward(loss + self.margin.square().sum())
+        self.clip_gradients(critic, gradient_clip_val=0.5)
+        critic.step()
+        critic.zero_grad()
+        self.untoggle_optimizer(critic)
+        with torch.no_grad():
+            for parameter in self.critic.parameters():
+                parameter.data.clamp_(-0.3, 0.3)
+        self.toggle_optimizer(generator)
+        loss = F.softplus(-self.critic(self(inputs))).mean() + F.mse_loss(self(inputs), targets)
+        loss = loss + self.scale.square().mean() * self.margin.detach().square().sum()
+        self.manual_backward(loss)
+        generator.step()
+        generator.zero_grad()
+        self.untoggle_optimizer(generator)
+        self.logged(loss)
+
+    def configure_optimizers(self) -> Any:
+        own = [*self.layers.parameters(), self.scale]
+        critic = [*self.critic.parameters(), self.margin]
+        return [torch.optim.SGD(own, lr=0.05), torch.optim.Adam(critic, lr=1e-3, eps=1e-3)]
+
+
+class BackwardTwice(Manual):
+    """Two backwards through parts of one graph, and every other step two batches' gradients."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        output = self(batch[0])
+        loss, other = F.mse_loss(output, batch[1]), output.square().mean()
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(other + self.layers[0].weight.square().mean())  # type: ignore[operator,union-attr]
+        if batch_idx % 2:
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+        self.logged(loss)
+
+
+class StepsAndRunsAgain(Manual):
+    """Computes with the new parameters in the same step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = F.mse_loss(self(batch[0]), batch[1]) + self.layers[1][0].weight.square().mean()  # type: ignore[index,operator,union-attr]
+            self.manual_backward(loss)
+            optimizer.step()  # type: ignore[union-attr]
+            optimizer.zero_grad()  # type: ignore[union-attr]
+        with torch.no_grad():
+            loss = F.mse_loss(self(batch[0]), batch[1])
+        self.logged(loss)
+
+
+class Freezes(TinyMLP):
+    """A frozen layer, one that is never used, one that comes in later, and one that is frozen later."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, num_layers=3)
+        self.layers[1].requires_grad_(False)  # type: ignore[union-attr]
+        self.unused, self.late = nn.Linear(8, 8), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return self.late(y) if self.global_step > 1 else y  # type: ignore[no-any-return]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.layers[2].requires_grad_(batch_idx < 2)  # type: ignore[union-attr]
+        self.layers[1].requires_grad_(batch_idx > 2)  # type: ignore[union-attr]
+
+
+MODELS: list[Callable[[], L.LightningModule]] = [Adversarial, BackwardTwice, StepsAndRunsAgain, Freezes]
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("model", MODELS)
+def test_unusual_steps(workers: WorkerPools, model: Callable[[], L.LightningModule], reshards: bool) -> None:
+    job = Job(model=model, data=features, sees_gradients=False, num_val_batches=1, steps=6)
+    layout = Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": reshards, "show_gradients": "auto"})
+    assert_parity(run_reference(job), run_layout(workers, job, layout))
