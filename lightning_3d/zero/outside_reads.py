@@ -240,7 +240,7 @@ class OutsideReads:
         full.grad = None
 
     def forget(self) -> None:
-        """What is gathered now is read no more, as parameters may change."""
+        """Gather anew from now on, as parameters may change."""
         for parameter, leaf in self._cached.items():
             if leaf.grad is not None:  # without its hook, from a backward that was split
                 self._accumulated(parameter, leaf)
