@@ -34,6 +34,7 @@ from lightning_3d.checkpoint.own_state import (
     pipeline_rank,
     restore_model,
     restore_optimizer,
+    state_of,
     tied_fqns,
     unwrapped,
 )
@@ -60,7 +61,7 @@ def full_model_state(module: nn.Module, pp: DeviceMesh | None) -> dict[str, Any]
     with failing_alike("gather the model's state"):
         check_placements(own)
     full = gather({fqn: value for fqn, value in own.items() if first.get(fqn) not in own}, pp)
-    sources = {fqn: fqn if fqn in full else first.get(fqn, fqn) for fqn in module.state_dict()}
+    sources = {fqn: fqn if fqn in full else first.get(fqn, fqn) for fqn in state_of(module)}
     return {fqn: full[source] for fqn, source in sources.items() if source in full}
 
 
@@ -190,7 +191,7 @@ def load_full(
         saved = checkpoint["state_dict"]
         check_model(
             {fqn: TensorInfo.of(value) for fqn, value in saved.items()},
-            {fqn: TensorInfo.of(value) for fqn, value in module.state_dict().items()},
+            {fqn: TensorInfo.of(value) for fqn, value in state_of(module).items()},
             strict=strict,
         )
         if optimizers:

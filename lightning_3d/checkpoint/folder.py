@@ -44,6 +44,7 @@ from lightning_3d.checkpoint.own_state import (
     pipeline_rank,
     restore_model,
     restore_optimizer,
+    state_of,
 )
 from lightning_3d.errors import CheckpointError
 from lightning_3d.zero.shard import NO_SHARDS, Shards
@@ -194,7 +195,7 @@ def load_sharded(
     room: dict[TreePath, Any] = {}
     with failing_alike(f"load the checkpoint {path}"):
         check_placements(own)
-        wanted = {fqn: TensorInfo.of(value) for fqn, value in module.state_dict().items()}
+        wanted = {fqn: TensorInfo.of(value) for fqn, value in state_of(module).items()}
         check_model(folder.model_tensors(), wanted, strict=strict)
         if optimizers:
             check_num_optimizers(len(sections), len(optimizers))

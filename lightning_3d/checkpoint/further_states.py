@@ -19,6 +19,7 @@ from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.feature_order import in_grouped_order, in_original_order
 from lightning_3d.checkpoint.file import gather
 from lightning_3d.checkpoint.folder import MODEL, Folder
+from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts, marked
 
@@ -75,7 +76,7 @@ def states_read(rest: dict[str, Any], folder: Folder, module: nn.Module) -> dict
     Args:
         module: Filled with its own state, which is there, too, where there are sections.
     """
-    model, parts = module.state_dict(), marked(module)
+    model, parts = state_of(module), marked(module)
     notes = [place for place, node in _walk(rest) if _NOTE in node]
     for place in notes:
         section = _at(rest, place)[_NOTE]
@@ -111,7 +112,7 @@ def _places(checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None) -> lis
 def _present(state: Mapping[str, Any], module: nn.Module, place: Place) -> dict[str, Any]:
     """The part of a state dict that this rank has, fused weights in their original order."""
     infos = {key: TensorInfo.of(value) for key, value in state.items()}
-    names = _names_in(module.state_dict(), infos)
+    names = _names_in(state_of(module), infos)
     with failing_alike("save the checkpoint"):
         if strangers := [key for key, value in state.items() if is_part(value) and key not in names]:
             raise CheckpointError(

@@ -9,17 +9,22 @@ there but perhaps placed differently, so that two ranks writing their parts of i
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.box import is_part
 from lightning_3d.checkpoint.feature_order import (
     in_grouped_order,
     in_original_order,
@@ -33,13 +38,41 @@ from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards, plain
 Key = TypeVar("Key", bound=Hashable)
 
 
+_is_reading: ContextVar[bool] = ContextVar("_is_reading", default=False)
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` for code that knows that it has this rank's parts."""
+    token = _is_reading.set(True)
+    try:
+        return module.state_dict()
+    finally:
+        _is_reading.reset(token)
+
+
+def warn_of_parts(module: nn.Module) -> None:
+    """Warn in a ``state_dict()`` of this module, for code that does not know it; not in those of its copies."""
+    module.register_state_dict_post_hook(partial(_warn, weakref.ref(module)))
+
+
+def _warn(original: weakref.ref[nn.Module], module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
+    num_parts = sum(is_part(value) for value in state.values())
+    if num_parts and original() is module and not _is_reading.get():
+        rank_zero_warn(
+            f"{num_parts} of the {len(state)} entries of this state_dict of {type(module).__name__} are shards, or lie"
+            " on other pipeline stages (on the meta device): a file of it would not hold the model. Use"
+            " trainer.save_checkpoint(path), or call state_dict() on every rank inside of `with"
+            " trainer.strategy.summon_full_params():`."
+        )
+
+
 def model_state(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` without what is absent; tensors are aliases of the parameters, DTensors stay DTensors.
 
     Only of weights that tensor parallel keeps in grouped order these are copies, in their original order; a collective
     of the ranks that hold them.
     """
-    state = module.state_dict()
+    state = state_of(module)
     present = {fqn: not value.is_meta for fqn, value in state.items() if isinstance(value, Tensor)}
     for fqn in state.keys() - present.keys():
         # Extra state belongs to the pipeline ranks that hold some of the tensors in its module, if there are any.

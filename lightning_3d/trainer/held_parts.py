@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.box import fill, is_part
+from lightning_3d.checkpoint.own_state import warn_of_parts
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.tensor.placement import Parts, marks_hidden, marks_of
@@ -38,6 +39,7 @@ def answer_for_parts(module: nn.Module) -> None:
             let_be_copied(owner)
         if any(map(is_part, (*parameters_of(owner).values(), *buffers_of(owner).values()))):
             owner.register_load_state_dict_pre_hook(_take_parts)
+    warn_of_parts(module)
     vars(module)[APPLY] = MethodType(_apply_to_present, module)
 
 
