@@ -48,7 +48,7 @@ from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.early_copies import lay_out_copies
-from lightning_3d.trainer.full_params import full_params
+from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
@@ -389,9 +389,6 @@ class ThreeDStrategy(ParallelStrategy):
         module = root if module is None else module
         parts.zero.average()
         parts.zero.settle()
-        if type(parts.zero) is PlainParameters and self.mesh.shape.pp * self.mesh.shape.tp == 1 and writeback:
-            yield  # it is
-            return
         if all(module is not inner for inner in root.modules()):
             if (copied := copy_in(module, root)) is None:
                 raise StepError(
@@ -399,7 +396,11 @@ class ThreeDStrategy(ParallelStrategy):
                     " in it, nor a copy of it."
                 )
             root = copied
-        with full_params(root, module, parts.plan, self.mesh, self.root_device, writeback=writeback):
+        if type(parts.zero) is PlainParameters and self.mesh.shape.pp * self.mesh.shape.tp == 1 and writeback:
+            summoned = tensors_kept(root, module)
+        else:
+            summoned = full_params(root, module, parts.plan, self.mesh, self.root_device, writeback=writeback)
+        with summoned:
             yield
 
     def report(self) -> list[RankReport]:

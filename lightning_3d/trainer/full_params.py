@@ -38,11 +38,22 @@ def full_params(
         wholes[tensor] = _like(tensor, _whole(tensor, parts.get(fqn), stages, mesh, device))
     with ExitStack() as stack:
         for tensor, (fqn, owners) in slots.items():
-            stack.callback(_put_back, tensor, parts.get(fqn), owners, writeback=writeback)
+            stack.callback(_put_back, tensor, wholes[tensor], parts.get(fqn), owners, writeback=writeback)
             for owner, name in owners:
                 put(owner, name, wholes[tensor])
         stack.enter_context(as_built(module))
         yield
+
+
+@contextmanager
+def tensors_kept(root: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Let a module that is whole on every rank keep its parameters and buffers, with the values of those put there."""
+    slots = _slots(root, module)
+    try:
+        yield
+    finally:
+        for tensor, (_, owners) in slots.items():
+            _put_back(tensor, tensor, None, owners, writeback=True)
 
 
 def _slots(root: nn.Module, module: nn.Module) -> Slots:
@@ -72,10 +83,13 @@ def _like(tensor: Tensor, whole: Tensor) -> Tensor:
     return whole
 
 
-def _put_back(tensor: Tensor, parts: Parts | None, owners: list[tuple[nn.Module, str]], *, writeback: bool) -> None:
-    owner, name = owners[0]
-    whole = getattr(owner, name).detach()  # perhaps another than was put there
+def _put_back(
+    tensor: Tensor, whole: Tensor, parts: Parts | None, owners: list[tuple[nn.Module, str]], *, writeback: bool
+) -> None:
+    given = whole
     for owner, name in owners:
+        whole = getattr(owner, name) if getattr(owner, name) is not given else whole  # another than was put there
         put(owner, name, tensor)
-    if writeback and not tensor.is_meta:
-        fill(tensor.detach(), whole if parts is None else parts.grouped(whole))
+    if writeback and whole is not tensor and not tensor.is_meta:
+        values = whole.detach()
+        fill(tensor.detach(), values if parts is None else parts.grouped(values))

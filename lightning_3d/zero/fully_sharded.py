@@ -51,6 +51,7 @@ class FullySharded(Zero):
         optimizes_manually: bool,
     ) -> None:
         super().__init__(module)
+        self._has_begun = False  # FSDP2 prepares its units in their first forward
         self._keeps = mesh.shape.pp > 1 if config.reshard_after_forward == "auto" else not config.reshard_after_forward
         self._replicas, self._dtype, self._mesh = Replicas(mesh), config.dtype, mesh
         self._reads = OutsideReads(self._replicas, config.dtype, device)
@@ -182,12 +183,13 @@ class FullySharded(Zero):
 
     @override
     def begin_forward(self) -> None:
-        """Nothing: units gather their parameters when they run."""
+        self._has_begun = True
 
     @override
     def settle(self) -> None:
         self._reads.reduce()
-        self._fsdp.reset_iter_state()
+        if self._has_begun:
+            self._fsdp.reset_iter_state()
 
 
 def _receive(shard: RankShard, gradient: Tensor) -> None:
