@@ -116,9 +116,9 @@ class _Where(L.Callback):
 def _where(zero: dict[str, Any]) -> _Places:
     where, step = _Where(), steps.step_without_hooks
 
-    def counted(optimizer: torch.optim.Optimizer) -> None:
+    def counted(optimizer: torch.optim.Optimizer, *args: Any) -> None:
         where.places.num_windows += 1
-        step(optimizer)
+        step(optimizer, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "step_without_hooks", counted)
@@ -304,6 +304,26 @@ def test_what_users_do_in_a_run(workers: WorkerPools, model: type[TinyMLP], stag
     zero = {"stage": stage, "offload_optimizer": "states", "offload_window": 0.003}
     for weights in workers(2).run(_fit_unusual, model, 2, zero):
         _assert_close(weights, expected)
+
+
+class _Twice(TinyMLP):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return _ClosureTwice(self.parameters(), lr=self.lr)
+
+
+class _ClosureTwice(torch.optim.SGD):
+    """Runs the training step again after its own."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        return closure()
+
+
+@pytest.mark.parametrize("steps_by", ["auto", "rows"])
+def test_closures_run_once(workers: WorkerPools, steps_by: str) -> None:
+    zero = {**FILES, "optimizer_steps": steps_by}
+    with pytest.raises(WorkerError, match=r"StepError: _ClosureTwice (steps all|calls its closure several times)"):
+        workers(1).run(_fit_unusual, _Twice, 1, zero)
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

@@ -24,6 +24,10 @@ def first_step_post_hook(optimizer: Optimizer, hook: Callable[..., None]) -> Rem
     return handle
 
 
-def step_without_hooks(optimizer: Optimizer) -> None:
-    """Run an optimizer's own code once more inside of a step that its hooks belong to."""
-    attrgetter("step.__wrapped__")(type(optimizer))(optimizer)
+def step_without_hooks(optimizer: Optimizer, *args: object) -> None:
+    """Run an optimizer's own code once more inside of a step that its hooks belong to.
+
+    Args:
+        args: Of its ``step``.
+    """
+    attrgetter("step.__wrapped__")(type(optimizer))(optimizer, *args)

@@ -15,10 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
-from lightning_3d.zero.offload.steps import OffloadedSteps, Window
+from lightning_3d.zero.offload.steps import KnownLoss, OffloadedSteps, Window, repeated_closure
 from lightning_3d.zero.offload.windows import Part
 
 
@@ -70,14 +69,10 @@ class LocalSteps:
 
         def run() -> Any:
             if self._offload is not None and optimizer in self._swapped:
-                raise StepError(
-                    f"{type(optimizer).__name__} calls its closure several times in a step, but with"
-                    " zero.offload_optimizer its parameters are stepped in several windows after the first call. Use"
-                    " zero.offload_optimizer='none', or another optimizer."
-                )
+                raise repeated_closure(optimizer)
             self._put_back(optimizer)  # a closure may be called again
             result = closure()
-            self._enter(optimizer)
+            self._enter(optimizer, KnownLoss(optimizer, result))
             return result
 
         if rest:
@@ -96,10 +91,10 @@ class LocalSteps:
         self._zero.begin_gather(p for p in parameters if p.requires_grad)
         self._zero.drop_gradients(parameters)
 
-    def _enter(self, optimizer: Optimizer) -> None:
+    def _enter(self, optimizer: Optimizer, *closure: KnownLoss) -> None:
         self._zero.settle()
         if self._offload is not None:
-            self._swapped[optimizer] = self._offload.enter(optimizer, self._offloaded(optimizer))
+            self._swapped[optimizer] = self._offload.enter(optimizer, self._offloaded(optimizer), *closure)
             return
         parts: dict[nn.Parameter, nn.Parameter] = {}
         for group in optimizer.param_groups:

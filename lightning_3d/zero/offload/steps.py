@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.distributed.agreement import raise_alike
-from lightning_3d.errors import OffloadError
+from lightning_3d.errors import OffloadError, StepError
 from lightning_3d.torch_internals.optimizers import step_without_hooks
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.offload.copies import HostCopies, Lent
@@ -69,8 +69,12 @@ class OffloadedSteps:
                 self._let_go(value for value in tree_leaves(state) if isinstance(value, Tensor))
 
     @torch.no_grad()
-    def enter(self, optimizer: Optimizer, parts: Sequence[Part]) -> Window:
-        """Step all windows but the last, which is in the optimizer's groups afterwards, until its ``back``."""
+    def enter(self, optimizer: Optimizer, parts: Sequence[Part], *closure: KnownLoss) -> Window:
+        """Step all windows but the last, which is in the optimizer's groups afterwards, until its ``back``.
+
+        Args:
+            closure: Of the step, if it has one.
+        """
         pieces = deal(parts, self._window_bytes, by_rows=self._kinds[optimizer] == "rows")
         settings = [dict(group) for group in optimizer.param_groups]
         self._copies.begin()
@@ -78,7 +82,7 @@ class OffloadedSteps:
         for following in pieces[1:]:
             window, lent = self._open(optimizer, lent), self._fetch(following)
             try:
-                step_without_hooks(optimizer)
+                step_without_hooks(optimizer, *(known.again() for known in closure))
             finally:
                 window.back()
             for group, before in zip(optimizer.param_groups, settings, strict=True):
@@ -146,6 +150,32 @@ class OffloadedSteps:
         failure, self._failure = self._failure, None
         if any(store.can_fail for store in self._stores):
             raise_alike(failure, self._device)
+
+
+class KnownLoss:
+    """A closure for the steps of windows: the user's has run, and may not run again."""
+
+    def __init__(self, optimizer: Optimizer, loss: object) -> None:
+        self._optimizer, self._loss, self._is_used = optimizer, loss, False
+
+    def again(self) -> KnownLoss:
+        """The same for another window."""
+        return KnownLoss(self._optimizer, self._loss)
+
+    def __call__(self) -> object:
+        if self._is_used:
+            raise repeated_closure(self._optimizer)
+        self._is_used = True
+        return self._loss
+
+
+def repeated_closure(optimizer: Optimizer) -> StepError:
+    """The error for a closure that is called again after parameters have been stepped."""
+    return StepError(
+        f"{type(optimizer).__name__} calls its closure several times in a step, but with zero.offload_optimizer its"
+        " parameters are stepped in windows after the first call. Use zero.offload_optimizer='none', or another"
+        " optimizer."
+    )
 
 
 class Window:
