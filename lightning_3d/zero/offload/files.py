@@ -15,6 +15,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from lightning_3d.errors import OffloadError
 from lightning_3d.zero.offload.store import Store
 
 _ALIGNMENT = 64  # bytes, as torch aligns tensors
+_POPULATE_WRITE = 23  # of madvise(2), which Python's mmap does not name
 _SMALLEST, _LARGEST = 2**20, 2**30  # bytes of a file that nobody asked for
 
 
@@ -83,6 +85,11 @@ class Files(Store):
     @override
     def will_need(self, tensors: Iterable[Tensor]) -> None:
         self._advise(tensors, mmap.MADV_WILLNEED)
+
+    @override
+    def need(self, tensors: Iterable[Tensor]) -> None:
+        with suppress(OSError):  # before Linux 5.14 pages come one by one, when they are touched
+            self._advise(tensors, _POPULATE_WRITE)
 
     @override
     def let_go(self, tensors: Iterable[Tensor]) -> None:

@@ -100,6 +100,8 @@ class OffloadedSteps:
     def _open(self, optimizer: Optimizer, lent: Lent) -> Window:
         if lent.arrival is not None:
             lent.arrival.synchronize()
+        for store in self._stores:
+            store.need(self._held(lent.pieces))
         stepped = [self._parameter(*values) for values in zip(lent.pieces, lent.values, lent.gradients, strict=True)]
         window = Window(optimizer, lent.pieces, stepped, partial(self._close, optimizer, lent, stepped))
         try:

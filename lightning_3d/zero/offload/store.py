@@ -46,6 +46,10 @@ class Store(ABC):
         """Begin to bring near what is used soon; other tensors are ignored."""
 
     @abstractmethod
+    def need(self, tensors: Iterable[Tensor]) -> None:
+        """Tell what is written now; other tensors are ignored."""
+
+    @abstractmethod
     def let_go(self, tensors: Iterable[Tensor]) -> None:
         """Tell what is not used for a while; other tensors are ignored."""
 
@@ -67,6 +71,10 @@ class HostMemory(Store):
 
     @override
     def will_need(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing."""
+
+    @override
+    def need(self, tensors: Iterable[Tensor]) -> None:
         """Nothing."""
 
     @override
