@@ -250,3 +250,45 @@ def test_parts_without_names_are_refused(workers: WorkerPools) -> None:
     with pytest.raises(WorkerError, match=r"CheckpointError: checkpoint\['callbacks'\]\['_SavesShadow'\]") as caught:
         workers(2).run(_save_shadow)
     assert caught.value.failures.keys() == {0, 1}
+
+
+# ---- misuse
+
+
+class _BuiltWithAverage(L.Callback):
+    """Averages what it copied before the Trainer knew of it."""
+
+    def __init__(self, model: L.LightningModule) -> None:
+        average = AveragedModel(model)
+        self.update = lambda current: average.update_parameters(current)  # where no one finds it
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.update(pl_module)
+
+
+class _Assigns(L.Callback):
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        pl_module.load_state_dict(TinyMLP().state_dict(), assign=True)
+
+
+def _misuse(kind: str) -> None:
+    kinds: dict[str, Callable[[], list[L.Callback]]] = {
+        "one rank": lambda: [WeightAveraging()] if torch.distributed.get_rank() == 0 else [],
+        "too early": lambda: [_BuiltWithAverage(TinyMLP())],
+        "assign": lambda: [_Assigns()],
+    }
+    fitted(Layout(dp=2, zero=3), TinyMLP, data=features, callbacks=kinds[kind]())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("one rank", r"different numbers of copies of TinyMLP \(by rank: \[1, 0\]\)"),
+        ("too early", "holds layers.0.weight as it was before TinyMLP was made parallel"),
+        ("assign", r"load_state_dict\(assign=True\) would put another tensor in place of layers.0.weight"),
+    ],
+)
+def test_misuse_is_refused_on_all_ranks(workers: WorkerPools, kind: str, message: str) -> None:
+    with pytest.raises(WorkerError, match=f"StepError: .*{message}") as caught:
+        workers(2).run(_misuse, kind)
+    assert caught.value.failures.keys() == {0, 1}

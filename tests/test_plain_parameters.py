@@ -20,11 +20,21 @@ from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
 from tests.models import TinyMLP, features, loader, reference_loader
-from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from tests.parity import (
+    Job,
+    Layout,
+    assert_parity,
+    assert_same_state,
+    fitted,
+    run_layout,
+    run_reference,
+    whole_state,
+)
 from tests.workers import WorkerPools
 
 Stage = Literal[0, 1, 2, 3]
 PLAIN: tuple[Stage, ...] = (0, 1, 2)
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 STEPS, BATCH = 4, 8
 
 # ---- unusual models
@@ -294,19 +304,55 @@ class Gan(L.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=0.02, eps=1e-3) for part in (self.generator, self.critic)]
 
 
-def _train_gan(stage: Stage | None, raw: bool) -> dict[str, Tensor]:
-    strategy = "auto" if stage is None else ThreeDStrategy(zero={"stage": stage})
-    _, module = _fit(strategy, 1 if stage is None else 2, [], model=partial(Gan, raw))
-    return {fqn: value.detach().clone() for fqn, value in module.state_dict().items()}
+class Teacher(TinyMLP):
+    """A frozen average of the layers that they learn from, as in BYOL."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            taught = self.teacher(batch[0] + 0.1)
+        output = self(batch[0])
+        return F.mse_loss(output, batch[1]) + F.mse_loss(output, taught)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for learner, teacher in zip(self.layers.parameters(), self.teacher.parameters(), strict=True):
+            teacher.mul_(0.9).add_(learner, alpha=0.1)
 
 
-@pytest.mark.parametrize("stage", PLAIN)
+class SummonedTeacher(Teacher):
+    """Averages whole weights, which lie on several stages of a pipeline."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, ThreeDStrategy)
+        with strategy.summon_full_params():
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
+def _trained(layout: Layout | None, model: Callable[[], L.LightningModule]) -> dict[str, Tensor]:
+    trainer, _ = fitted(layout, model, data=features, batches=STEPS)
+    return whole_state(trainer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("raw", [False, True], ids=["Lightning's", "torch's"])
 def test_a_gan(workers: WorkerPools, stage: Stage, raw: bool) -> None:
-    expected = _train_gan(None, raw)
-    for trained in workers(2).run(_train_gan, stage, raw):
-        for fqn, value in expected.items():
-            torch.testing.assert_close(trained[fqn], value, atol=1e-5, rtol=0)
+    model = partial(Gan, raw)
+    assert_same_state(workers(2).run(_trained, Layout(dp=2, zero=stage), model), _trained(None, model))
+
+
+@pytest.mark.parametrize("layout", [*(Layout(dp=2, zero=stage) for stage in STAGES), Layout(tp=2)], ids=str)
+def test_a_momentum_teacher(workers: WorkerPools, layout: Layout) -> None:
+    assert_same_state(workers(2).run(_trained, layout, Teacher), _trained(None, Teacher))
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2, zero=3)], ids=str)
+def test_a_momentum_teacher_on_another_stage(workers: WorkerPools, layout: Layout) -> None:
+    assert_same_state(workers(2).run(_trained, layout, SummonedTeacher), _trained(None, Teacher))
 
 
 # ---- after fit
