@@ -272,10 +272,13 @@ class ThreeDStrategy(ParallelStrategy):
         zero, shows = self._parts.zero, self.config.zero.show_gradients
         zero.shows_gradients = gradients_seen(trainer, self._module) if shows == "auto" else shows
         self._optimizer_hooks.close()
-        kinds = check_optimizers(self.optimizers, self._module, self.mesh, self.config.zero)
+        kinds = check_optimizers(self.optimizers, self._module, self.mesh, self.config.zero, self.root_device)
         zero.divide(kinds)
+        self._parallel = self._parts.with_optimizers(kinds, self._module, self.config.zero)
         self._optimizer_hooks.callback(zero.release)
-        self._local_steps = LocalSteps(zero, offloaded_steps(self.config.zero, zero, kinds, self.root_device))
+        self._local_steps = LocalSteps(
+            zero, self.root_device, offloaded_steps(self.config.zero, zero, kinds, self.root_device)
+        )
         self._optimizer_hooks.enter_context(self._local_steps.hooked(self.optimizers))
 
     # ---- steps
@@ -334,6 +337,9 @@ class ThreeDStrategy(ParallelStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         try:
             output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        except Exception as error:
+            self._local_steps.fail(optimizer, error)
+            raise
         finally:
             self._local_steps.leave(optimizer)
         self._parts.runner.after_optimizer_step()
@@ -501,7 +507,8 @@ class ThreeDStrategy(ParallelStrategy):
         """This rank's part, or on rank 0 the whole for a single file."""
         if self.config.save_distributed_checkpoint:
             return optimizer_state(self._module, optimizer, self._parts.zero.shards)
-        return full_optimizer_state(self._module, optimizer, self.mesh.axis("pp"), self._parts.zero.shards)
+        shards = self._parts.zero.shards
+        return full_optimizer_state(self._module, optimizer, self.mesh.axis("pp"), shards, self.mesh.axis("dp"))
 
     @override
     def save_checkpoint(

@@ -33,54 +33,9 @@ from torch.optim import (
 from lightning_3d import ThreeDStrategy
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
 from tests.models import TinyMLP, features, loader, reference_loader
+from tests.optimizers import ClippingAdam, Derived, Lamb, Lars, Lion, PickyLamb, Prodigy, Sam, ScheduleFree, Shampoo
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerError, WorkerPools
-
-
-class Lion(Optimizer):
-    """Element by element; Chen et al. 2023, https://arxiv.org/abs/2302.06675."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                    # Not the sign, which rounding turns around.
-                    parameter.sub_(torch.tanh(10 * torch.lerp(momentum, parameter.grad, 0.1)), alpha=group["lr"])
-                    momentum.lerp_(parameter.grad, 0.01)
-        return loss
-
-
-class Lamb(Optimizer):
-    """Scales each parameter's step by its norm; You et al. 2020, https://arxiv.org/abs/1904.00962."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    ratio = parameter.norm() / (parameter.grad.norm() + 1e-3)
-                    parameter.sub_(parameter.grad * ratio.clamp(max=1.0), alpha=group["lr"])
-        return loss
-
-
-class ClippingAdam(Adam):
-    """Clips all gradients together in its step."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
-        super().step()
-        return loss
 
 
 class _Trained(TinyMLP):
@@ -112,25 +67,34 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "ASGD": partial(ASGD, lr=0.05),
     "Rprop": partial(Rprop, lr=0.01),
     "Lion": partial(Lion, lr=0.01),
+    "ScheduleFree": ScheduleFree,
 }
 OTHERS: dict[str, Callable[[Any], Optimizer]] = {
     "Lamb": Lamb,
+    "Lars": Lars,
+    "Shampoo": Shampoo,
     "Adafactor": partial(Adafactor, lr=0.01),
     "Muon": partial(Muon, lr=0.01),
     "ClippingAdam": partial(ClippingAdam, lr=0.01, eps=EPS),
+    "Prodigy": Prodigy,
 }
+CLOSURES: dict[str, Callable[[Any], Optimizer]] = {"LBFGS": partial(LBFGS, lr=0.1, max_iter=3), "Sam": Sam}
 KINDS: dict[str, OptimizerKind] = {
     **dict.fromkeys(ELEMENTWISE, "rows"),
     "Lamb": "parameters",
+    "Lars": "parameters",
+    "Shampoo": "parameters",
     "Adafactor": "parameters",
     "Muon": "parameters",
     "ClippingAdam": "all",
+    "Prodigy": "all",
     "LBFGS": "all",
+    "Sam": "all",
 }
 
 
 def _make(name: str) -> Callable[[Any], Optimizer]:
-    return {**ELEMENTWISE, **OTHERS, "LBFGS": partial(LBFGS, lr=0.1, max_iter=3)}[name]
+    return {**ELEMENTWISE, **OTHERS, **CLOSURES}[name]
 
 
 def _job(name: str) -> Job:
@@ -164,6 +128,21 @@ def test_torch_s_elementwise_optimizers_are_found_so_too(monkeypatch: pytest.Mon
         assert optimizer_kind(make([nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))])) == "rows", name
 
 
+@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-3])
+def test_kinds_are_found_at_any_learning_rate(lr: float) -> None:
+    matrix, vector = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))
+    assert optimizer_kind(Lamb([matrix, vector], lr=lr)) == "parameters"
+    assert optimizer_kind(Muon([matrix], lr=lr)) == "parameters"
+    assert optimizer_kind(Adafactor([matrix], lr=lr)) == "parameters"
+    assert optimizer_kind(Derived([matrix, vector], lr=lr)) == "rows"
+
+
+def test_kinds_are_found_in_every_group() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(4))], "weight_decay": 0.0}]
+    groups.append({"params": [nn.Parameter(torch.ones(4, 3))], "weight_decay": 0.1})
+    assert optimizer_kind(PickyLamb(groups)) == "parameters"
+
+
 LAYOUTS = (*(Layout(dp=2, zero=stage) for stage in (0, 1, 2, 3)), Layout(tp=2), Layout(pp=2))
 
 
@@ -195,12 +174,12 @@ def test_gradients_of_whole_parameters_are_clipped(workers: WorkerPools, stage: 
     assert_parity(run_reference(job), run_layout(workers, job, Layout(dp=2, zero=stage)), tolerance=1e-5)
 
 
-def _train_with_closures(stage: Literal[0, 1, 2] | None) -> dict[str, Tensor]:
+def _train_with_closures(name: str, stage: Literal[0, 1, 2] | None) -> dict[str, Tensor]:
     L.seed_everything(1, verbose=False)
     ranks = 1 if stage is None else 2
     strategy = "auto" if stage is None else ThreeDStrategy(zero={"stage": stage})
     trainer = L.Trainer(strategy=strategy, devices=ranks, max_epochs=1, enable_checkpointing=False, **QUIET)
-    model, data = _Trained("LBFGS"), features(32)
+    model, data = _Trained(name), features(32)
     train = reference_loader(data, global_batch_size=8, seed=1)
     if ranks > 1:
         train = loader(data, global_batch_size=8, data_parallel_size=ranks)
@@ -209,9 +188,10 @@ def _train_with_closures(stage: Literal[0, 1, 2] | None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_closures_that_run_several_times(workers: WorkerPools, stage: Literal[0, 1, 2]) -> None:
-    expected = _train_with_closures(None)
-    for trained in workers(2).run(_train_with_closures, stage):
+@pytest.mark.parametrize("name", CLOSURES)
+def test_closures_that_run_several_times(workers: WorkerPools, name: str, stage: Literal[0, 1, 2]) -> None:
+    expected = _train_with_closures(name, None)
+    for trained in workers(2).run(_train_with_closures, name, stage):
         for fqn, value in expected.items():
             torch.testing.assert_close(trained[fqn], value, atol=1e-5, rtol=0)
 

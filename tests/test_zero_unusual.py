@@ -16,93 +16,14 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.zero.optimizer_kind import optimizer_kind
 from tests.models import TinyMLP, features, loader, reference_loader
+from tests.optimizers import DecayingFirst, Derived, FlatStep, Listing, OwnState
 from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
-from tests.test_optimizers import Lamb
 from tests.workers import WorkerError, WorkerPools
 
 Stage = Literal[0, 1, 2]
 
 # ---- optimizers
-
-
-class Derived(torch.optim.Adam):
-    """Its step and its base class's both have torch's hooks."""
-
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        return super().step(closure)
-
-
-class Listing(torch.optim.Optimizer):
-    """Remembers its parameters in a list."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-        self.listed = [parameter for group in self.param_groups for parameter in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for parameter in self.listed:
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
-        return loss
-
-
-class OwnState(torch.optim.Optimizer):
-    """Keeps momentum in a dict of its own."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-        self.momentum: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    momentum = self.momentum.setdefault(parameter, torch.zeros_like(parameter))
-                    momentum.mul_(0.9).add_(parameter.grad)
-                    parameter.sub_(momentum, alpha=group["lr"])
-        return loss
-
-
-class DecayingFirst(torch.optim.Optimizer):
-    """Changes parameters that have no gradient, too."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.mul_(0.99)
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"])
-        return loss
-
-
-class FlatStep(torch.optim.Optimizer):
-    """Counts steps in a tensor of shape (1,)."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["step"] = state.get("step", torch.zeros(1)) + 1
-                    average = state["average"] = state.get("average", torch.zeros_like(parameter)) + parameter.grad
-                    parameter.sub_(average / state["step"], alpha=group["lr"])
-        return loss
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -134,41 +55,6 @@ class Trained(TinyMLP):
 def test_unusual_optimizers(workers: WorkerPools, name: str, stage: Stage) -> None:
     job = Job(model=partial(Trained, name), data=features, sees_gradients=False, num_val_batches=1, steps=6)
     assert_parity(run_reference(job), run_layout(workers, job, Layout(dp=2, zero=stage)), tolerance=1e-5)
-
-
-class PickyLamb(Lamb):
-    """Scales by norms in groups with weight decay alone, as timm's LARS does."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group.setdefault("weight_decay", weight_decay)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        groups = self.param_groups
-        self.param_groups = [group for group in groups if group["weight_decay"]]
-        loss = super().step(closure)
-        self.param_groups = groups
-        for group in groups:
-            for parameter in group["params"] if not group["weight_decay"] else []:
-                parameter.sub_(parameter.grad, alpha=group["lr"])
-        return loss
-
-
-@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-3])
-def test_kinds_are_found_at_any_learning_rate(lr: float) -> None:
-    matrix, vector = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))
-    assert optimizer_kind(Lamb([matrix, vector], lr=lr)) == "parameters"
-    assert optimizer_kind(torch.optim.Muon([matrix], lr=lr)) == "parameters"
-    assert optimizer_kind(torch.optim.Adafactor([matrix], lr=lr)) == "parameters"
-    assert optimizer_kind(Derived([matrix, vector], lr=lr)) == "rows"
-
-
-def test_kinds_are_found_in_every_group() -> None:
-    groups = [{"params": [nn.Parameter(torch.ones(4))], "weight_decay": 0.0}]
-    groups.append({"params": [nn.Parameter(torch.ones(4, 3))], "weight_decay": 0.1})
-    assert optimizer_kind(PickyLamb(groups)) == "parameters"
 
 
 # ---- models and steps

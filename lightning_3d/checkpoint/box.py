@@ -142,7 +142,7 @@ def empty_state(parameter: nn.Parameter, info: TensorInfo, shards: Shards) -> Te
         )  # a step count; torch moves it off the CPU where it has to be elsewhere
     if info.shape == tuple(parameter.shape):
         return shard.like_parameter(shard.empty_state(info.dtype))
-    if isinstance(parameter, DTensor) or shard.size > 1:
+    if isinstance(parameter, DTensor) or shard.is_dealt:
         raise CheckpointError(
             f"an optimizer state of shape {info.shape} belongs to a sharded parameter of shape "
             f"{tuple(parameter.shape)}: only states of the parameter's shape and scalars can be sharded"

@@ -1,7 +1,8 @@
 """One plain Lightning file for any layout: gather full tensors on rank 0, or take this rank's part out of them.
 
 What is gathered has the structure that a single-process Trainer writes, so a plain Trainer resumes from it. Tensors
-come one by one: over dp and tp by DTensor, then point-to-point from the stage that owns it to rank 0.
+come one by one: over dp and tp by DTensor, or point-to-point from the one data-parallel rank that owns it, then
+point-to-point from the stage that owns it to rank 0.
 
     stage 1, dp 0..1, tp 0..1      full_value (all-gather in the stage)      rank of the pp group of rank 0: send
     stage 0, rank 0                                                          receive, copy to the CPU, keep
@@ -30,11 +31,11 @@ from lightning_3d.checkpoint.own_state import (
     optimizer_state,
     owners,
     parameter_fqns,
-    parameters_of,
-    pipeline_rank,
+    rank_on,
     restore_model,
     restore_optimizer,
     state_of,
+    stepped_parameters,
     tied_fqns,
     unwrapped,
 )
@@ -70,6 +71,7 @@ def full_optimizer_state(
     optimizer: Optimizer | LightningOptimizer,
     pp: DeviceMesh | None,
     shards: Shards = NO_SHARDS,
+    dp: DeviceMesh | None = None,
 ) -> dict[str, Any]:
     """The full `optimizer.state_dict()`, of all stages, keyed by torch's indices; a collective of all ranks.
 
@@ -78,6 +80,7 @@ def full_optimizer_state(
         optimizer: An optimizer whose parameters come in the same order on all ranks.
         pp: The pp axis through this rank; None without pipeline parallel.
         shards: As in `optimizer_state`.
+        dp: The dp axis through this rank; None if each data-parallel rank has its part of all states.
 
     Returns:
         On global rank 0 `{"state": {index: {name: CPU tensor}}, "param_groups": [...]}`. Elsewhere `{}`.
@@ -90,7 +93,7 @@ def full_optimizer_state(
         own = optimizer_state(module, optimizer, shards)["state"]
         flat = {(fqn, name): value for fqn, values in own.items() for name, value in values.items()}
         check_placements({f"{name} of {fqn}": value for (fqn, name), value in flat.items()})
-    full = gather(flat, pp)
+    full = gather(flat, pp, dp)
     if dist.get_rank() != 0:
         return {}
     index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
@@ -100,35 +103,50 @@ def full_optimizer_state(
     return {"state": state, "param_groups": unwrapped(optimizer).state_dict()["param_groups"]}
 
 
-def gather(own: Mapping[Key, Any], pp: DeviceMesh | None) -> dict[Key, Any]:
-    """Full tensors and other values on rank 0 of what each pipeline rank has; a collective of all ranks."""
-    catalogs = exchange({key: TensorInfo.of(value) or value for key, value in own.items()}, pp)
-    here = pipeline_rank(pp)
+def gather(own: Mapping[Key, Any], pp: DeviceMesh | None, dp: DeviceMesh | None = None) -> dict[Key, Any]:
+    """Full tensors and other values on rank 0 of what each rank has; a collective of all ranks.
+
+    Args:
+        dp: As in `full_optimizer_state`.
+    """
+    replicas = exchange({key: TensorInfo.of(value) or value for key, value in own.items()}, dp)
+    replica_of = owners(replicas)
+    stages = exchange({key: replicas[replica][key] for key, replica in replica_of.items()}, pp)
+    here = rank_on(pp)
     full: dict[Key, Any] = {}
-    for key, owner in owners(catalogs).items():
-        value = full_value(own[key]) if owner == here and isinstance(own[key], Tensor) else catalogs[owner][key]
-        if pp is not None and owner != 0 and isinstance(catalogs[owner][key], TensorInfo):
-            value = _to_first_stage(value, owner, pp)
+    for key, stage in owners(stages).items():
+        value = stages[stage][key]
+        if stage == here and isinstance(value, TensorInfo):
+            value = _from_replica(own.get(key, value), replica_of[key], dp)
+        if pp is not None and stage != 0 and isinstance(stages[stage][key], TensorInfo):
+            value = _to_first(value, stage, pp) if dist.get_global_rank(pp.get_group(), 0) == 0 else None
         if dist.get_rank() == 0:
             full[key] = _on_cpu(value) if isinstance(value, Tensor) else value
     return full
 
 
-def _to_first_stage(value: Tensor | TensorInfo, owner: int, pp: DeviceMesh) -> Tensor | None:
-    """Move a full tensor along the pp group of global rank 0; None on ranks that do not end up with it."""
-    group = pp.get_group()
-    if dist.get_global_rank(group, 0) != 0:
-        return None
+def _from_replica(value: Tensor | TensorInfo, replica: int, dp: DeviceMesh | None) -> Tensor | TensorInfo | None:
+    """The full tensor, on the first rank of the dp axis at least."""
+    if dp is None or replica == 0:
+        return full_value(value) if isinstance(value, Tensor) else value
+    return _to_first(value, replica, dp)
+
+
+def _to_first(value: Tensor | TensorInfo | None, owner: int, axis: DeviceMesh) -> Tensor | None:
+    """Move a full tensor from one rank of the axis to its first; None on ranks that do not end up with it."""
+    group = axis.get_group()
     # Through host memory where the group can: there rank 0 keeps it, and gloo sends from nowhere else.
-    device = "cpu" if "cpu:" in dist.get_backend_config(group) else pp.device_type
-    if isinstance(value, Tensor):
+    device = "cpu" if "cpu:" in dist.get_backend_config(group) else axis.device_type
+    if axis.get_local_rank() == owner:
+        assert isinstance(value, Tensor)
         # As bytes, since backends do not send every dtype.
         content = value.to(device).contiguous().reshape(-1).view(torch.uint8)
         if content.numel() > 0:
             dist.send(content, group=group, group_dst=0)
         return None
-    if pp.get_local_rank() != 0:
+    if axis.get_local_rank() != 0:
         return None
+    assert value is not None
     received = torch.empty(value.shape, dtype=value.dtype, device=device)
     if received.numel() > 0:
         dist.recv(received.reshape(-1).view(torch.uint8), group=group, group_src=owner)
@@ -220,13 +238,12 @@ def _own_part(
     strict: bool,
 ) -> dict[str, Any]:
     """The part of an optimizer's full state that belongs to this rank's parameters, by FQN."""
-    fqns = parameter_fqns(module, optimizer)
     groups = optimizer_state(module, optimizer)["param_groups"]
     saved = by_fqn(full, groups, optimizer=index)
     check_groups(saved["param_groups"], groups, optimizer=index, strict=strict)
     state: dict[str, dict[str, Any]] = {}
-    for fqn, parameter in zip(fqns, parameters_of(optimizer), strict=True):
-        if fqn in saved["state"] and not parameter.is_meta:
+    for fqn, parameter in stepped_parameters(module, optimizer, shards).items():
+        if fqn in saved["state"]:
             state[fqn] = {name: _part_of(value, parameter, shards) for name, value in saved["state"][fqn].items()}
     return {"state": state, "param_groups": saved["param_groups"]}
 

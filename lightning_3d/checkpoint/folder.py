@@ -39,12 +39,11 @@ from lightning_3d.checkpoint.own_state import (
     model_state,
     optimizer_state,
     owners,
-    parameter_fqns,
-    parameters_of,
-    pipeline_rank,
+    rank_on,
     restore_model,
     restore_optimizer,
     state_of,
+    stepped_parameters,
 )
 from lightning_3d.errors import CheckpointError
 from lightning_3d.zero.shard import NO_SHARDS, Shards
@@ -90,7 +89,7 @@ def save_sharded(
     optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", []))}
     sections.update({name: state["state"] for name, state in optimizers.items()})
     catalogs = exchange({(section, fqn): None for section, values in sections.items() for fqn in values}, pp)
-    owner, here = owners(catalogs), pipeline_rank(pp)
+    owner, here = owners(catalogs), rank_on(pp)
     mine = {
         section: {fqn: value for fqn, value in values.items() if owner[section, fqn] == here}
         for section, values in sections.items()
@@ -284,14 +283,13 @@ class Folder:
     def room_for_state(
         self, section: str, module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards
     ) -> dict[TreePath, Any]:
-        """Fresh tensors to read an optimizer's state to, placed as the parameters of it that this rank holds.
+        """Fresh tensors to read an optimizer's state to, placed as the parameters of it that this rank steps.
 
         Raises:
             CheckpointError: A saved state can't be placed as its parameter.
 
         """
-        named = zip(parameter_fqns(module, optimizer), parameters_of(optimizer), strict=True)
-        own = {fqn: parameter for fqn, parameter in named if not parameter.is_meta}
+        own = stepped_parameters(module, optimizer, shards)
         room: dict[TreePath, Any] = {}
         for path, entry in self.entries.items():
             if path[:2] == (section, "state") and path[2] in own:

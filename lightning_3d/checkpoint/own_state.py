@@ -4,7 +4,8 @@ Parameters and buffers of blocks on other pipeline ranks are on the meta device.
 here, so every rank sees the same list of FQNs; their values, and optimizer state that belongs to them, are left out.
 
 Of a value that several pipeline ranks hold the lowest one provides it: tied parameters and parameters of glue are equal
-there but perhaps placed differently, so that two ranks writing their parts of it would not fit together.
+there but perhaps placed differently, so that two ranks writing their parts of it would not fit together. The state of a
+parameter that one data-parallel rank owns is there alone.
 """
 
 from __future__ import annotations
@@ -169,6 +170,18 @@ def restore_optimizer(
     )
 
 
+def stepped_parameters(
+    module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards
+) -> dict[str, nn.Parameter]:
+    """The parameters of `optimizer` whose state this rank has, or a part of it, by first FQN."""
+    named = zip(parameter_fqns(module, optimizer), parameters_of(optimizer), strict=True)
+    return {
+        fqn: parameter
+        for fqn, parameter in named
+        if not (parameter.is_meta or (parameter in shards and shards[parameter].is_elsewhere))
+    }
+
+
 def parameters_of(optimizer: Optimizer | LightningOptimizer) -> Iterator[nn.Parameter]:
     """The parameters of all groups, in the order of torch's indices."""
     for group in unwrapped(optimizer).param_groups:
@@ -212,18 +225,18 @@ def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def exchange(catalog: Mapping[Key, Any], pp: DeviceMesh | None) -> list[dict[Key, Any]]:
-    """Every pipeline rank's catalog (what it holds, by key), in the order of ranks; a collective on the pp axis."""
+def exchange(catalog: Mapping[Key, Any], axis: DeviceMesh | None) -> list[dict[Key, Any]]:
+    """Every rank's catalog (what it holds, by key), in the order of ranks; a collective on the axis, pp or dp."""
     mine = dict(catalog)
-    if pp is None:
+    if axis is None:
         return [mine]
-    catalogs: list[dict[Key, Any]] = [{}] * pp.size()
-    dist.all_gather_object(catalogs, mine, group=pp.get_group())
+    catalogs: list[dict[Key, Any]] = [{}] * axis.size()
+    dist.all_gather_object(catalogs, mine, group=axis.get_group())
     return catalogs
 
 
 def owners(catalogs: Sequence[Mapping[Key, Any]]) -> dict[Key, int]:
-    """The lowest pipeline rank that holds each key, ordered by rank; the same on all ranks."""
+    """The lowest rank that holds each key, ordered by rank; the same on all ranks."""
     holders: dict[Key, int] = {}
     for rank, catalog in enumerate(catalogs):
         for key in catalog:
@@ -231,6 +244,6 @@ def owners(catalogs: Sequence[Mapping[Key, Any]]) -> dict[Key, int]:
     return holders
 
 
-def pipeline_rank(pp: DeviceMesh | None) -> int:
-    """The index of this rank on the pp axis; 0 without one."""
-    return 0 if pp is None else pp.get_local_rank()
+def rank_on(axis: DeviceMesh | None) -> int:
+    """The index of this rank on an axis; 0 without one."""
+    return 0 if axis is None else axis.get_local_rank()

@@ -62,7 +62,7 @@ def raise_alike(error: Exception | None, device: torch.device) -> None:
     if not any(gather_numbers(int(error is not None), device)):
         return
     everyone: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, error)
+    dist.all_gather_object(everyone, _portable(_Outcome(error=error)).error)
     rank, first = next((rank, other) for rank, other in enumerate(everyone) if other is not None)
     first.add_note(f"on rank {rank}")
     raise error or first

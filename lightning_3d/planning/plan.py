@@ -19,6 +19,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.planning.assignment import StagePlan, assign_stages
 from lightning_3d.planning.loads import Unit, num_parameters
+from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table
 from lightning_3d.torch_internals.modules import named_state
@@ -66,6 +67,8 @@ class Plan:
     """FQN -> first FQN of the same tensor, where a tensor has several."""
     used_by_glue: frozenset[str]
     """FQNs of blocks' parameters and buffers that code outside of their block uses."""
+    optimizers: tuple[OptimizerPlan, ...] = ()
+    """Who steps what; there once the optimizers are made."""
 
     @property
     def stages_of_calls(self) -> Mapping[str, tuple[int, ...]]:
@@ -114,11 +117,14 @@ class Plan:
         return max(loads) * len(loads) / max(sum(loads), 1)
 
     def __rich__(self) -> RenderableType:
-        """A row per stage, for terminals of 100 columns; with tensor parallel, then a row per weight."""
-        if self.shape.tp == 1:
-            return self._stage_table()
-        planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
-        return Group(self._stage_table(), tensor_table(planned))
+        """A row per stage, for terminals of 100 columns; with tensor parallel a row per weight; one per optimizer."""
+        tables = [self._stage_table()]
+        if self.shape.tp > 1:
+            planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
+            tables.append(tensor_table(planned))
+        if self.optimizers:
+            tables.append(optimizer_table(self.optimizers))
+        return Group(*tables)
 
     def _stage_table(self) -> Table:
         shape = self.shape

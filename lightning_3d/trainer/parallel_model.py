@@ -10,20 +10,22 @@ apply     tensor parallel, ZeRO, pipeline
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.optim import Optimizer
 
-from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.settings import ThreeDConfig, ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness, join_replica
 from lightning_3d.model.initial_weights import check_same_model, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
+from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observer, decide
 from lightning_3d.tensor import BlockCompiler
@@ -38,6 +40,7 @@ from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.fully_sharded import FullySharded
 from lightning_3d.zero.gradients import Gradients
+from lightning_3d.zero.optimizer_kind import OptimizerKind, is_known
 from lightning_3d.zero.plain_parameters import PlainParameters
 
 
@@ -52,6 +55,18 @@ class ParallelModel:
     """Routes the blocks' calls; to be installed while the Trainer runs."""
     guard: BatchGuard
     runner: StepRunner
+
+    def with_optimizers(
+        self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: ZeroConfig
+    ) -> ParallelModel:
+        """The same with a plan that says who steps what, when that is divided."""
+        stages = {parameter: self.plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
+        optimizers = []
+        for optimizer, kind in kinds.items():
+            found: KindFound = "known" if is_known(optimizer) else "tried on small tensors"
+            found = found if config.optimizer_steps == "auto" else "set by zero.optimizer_steps"
+            optimizers.append(plan_optimizer(optimizer, kind, found, self.zero, stages))
+        return replace(self, plan=replace(self.plan, optimizers=tuple(optimizers)))
 
 
 def make_parallel(
@@ -106,7 +121,8 @@ def make_parallel(
         zero.parameter_store = offload_parameters(place, zero.root, device)
     else:
         stages = _pipeline_stages(plan, blocks) if mesh.shape.pp > 1 else {}
-        zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages)
+        pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
+        zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ZeroConfig
+from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
@@ -74,11 +75,28 @@ def _refuse_sparse(module: nn.Module) -> None:
 
 
 def check_optimizers(
-    optimizers: Sequence[Optimizer], module: LightningModule, mesh: Mesh, config: ZeroConfig
+    optimizers: Sequence[Optimizer], module: LightningModule, mesh: Mesh, config: ZeroConfig, device: torch.device
 ) -> dict[Optimizer, OptimizerKind]:
-    """Raise for optimizers that would not train what they should; else how much of a parameter each has to see."""
+    """Raise for optimizers that would not train what they should; else how much of a parameter each has to see.
+
+    Every rank calls it.
+    """
+    _refuse_strangers(optimizers, module)
+    cuts = (0, 1) if mesh.shape.tp > 1 else (0,)
+    if config.optimizer_steps == "auto":
+        found = on_rank_zero(lambda: [optimizer_kind(optimizer, cuts=cuts) for optimizer in optimizers], device)
+    else:
+        found = [config.optimizer_steps] * len(optimizers)
+    kinds = dict(zip(optimizers, found, strict=True))
+    for optimizer, kind in kinds.items():
+        _refuse_layout(type(optimizer).__name__, kind, mesh, config)
+        if config.offload_optimizer != "none":
+            _check_offloaded(optimizer, kind, config)
+    return kinds
+
+
+def _refuse_strangers(optimizers: Sequence[Optimizer], module: LightningModule) -> None:
     held = set(module.parameters())
-    kinds: dict[Optimizer, OptimizerKind] = {}
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if not has_step_hooks(optimizer):
@@ -93,29 +111,23 @@ def check_optimizers(
                 f" {tuple(stale[0].shape)}): the model was made parallel after the optimizer was made. Make it in"
                 " configure_optimizers, from self.parameters()."
             )
-        kinds[optimizer] = kind = _kind(optimizer, config)
-        if config.offload_optimizer != "none":
-            _check_offloaded(optimizer, kind, config)
-        if kind == "all" and mesh.shape.pp * mesh.shape.tp > 1:
-            raise StepError(
-                f"{name} steps all parameters together, or runs training_step several times per step, but with"
-                f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} no rank has them"
-                " all. Use another optimizer, or size 1 for both; or set zero.optimizer_steps if it does not."
-            )
-        is_sharded = mesh.shape.tp > 1 or (config.stage == 3 and mesh.shape.dp > 1)
-        if kind != "rows" and is_sharded:
-            raise StepError(
-                f"{name} needs whole parameters (it does not work element by element), but with"
-                f" tensor_parallel_size={mesh.shape.tp} and zero.stage={config.stage} on {mesh.shape.dp} replicas each"
-                " rank has a part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
-                " zero.optimizer_steps='rows' if it does work element by element."
-            )
-        if kind != "rows" and config.stage > 0 and mesh.shape.dp > 1:
-            rank_zero_warn(
-                f"{name} needs whole parameters: every rank steps all of them, so zero.stage={config.stage} does not"
-                " shard its state."
-            )
-    return kinds
+
+
+def _refuse_layout(name: str, kind: OptimizerKind, mesh: Mesh, config: ZeroConfig) -> None:
+    if kind == "all" and mesh.shape.pp * mesh.shape.tp > 1:
+        raise StepError(
+            f"{name} steps all parameters together, or runs training_step several times per step, but with"
+            f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} no rank has them"
+            " all. Use another optimizer, or size 1 for both; or set zero.optimizer_steps if it does not."
+        )
+    is_sharded = mesh.shape.tp > 1 or (config.stage == 3 and mesh.shape.dp > 1)
+    if kind != "rows" and is_sharded:
+        raise StepError(
+            f"{name} needs whole parameters (it does not work element by element), but with"
+            f" tensor_parallel_size={mesh.shape.tp} and zero.stage={config.stage} on {mesh.shape.dp} replicas each"
+            " rank has a part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
+            " zero.optimizer_steps='rows' if it does work element by element."
+        )
 
 
 def _check_offloaded(optimizer: Optimizer, kind: OptimizerKind, config: ZeroConfig) -> None:
@@ -132,7 +144,3 @@ def _check_offloaded(optimizer: Optimizer, kind: OptimizerKind, config: ZeroConf
             f"{name} has capturable=True, for steps on an accelerator, but with"
             f" zero.offload_optimizer={config.offload_optimizer!r} it steps on the CPU. Leave one of them out."
         )
-
-
-def _kind(optimizer: Optimizer, config: ZeroConfig) -> OptimizerKind:
-    return optimizer_kind(optimizer) if config.optimizer_steps == "auto" else config.optimizer_steps

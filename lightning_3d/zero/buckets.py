@@ -1,8 +1,9 @@
 """Buckets: gradients of several parameters in one buffer, reduced by one collective.
 
 A buffer has a row per rank that gets a part of the sum: one row where all of them get the whole, which is then
-all-reduced, or a row of each rank's shards, which is reduce-scattered. At the end of every row stands one number per
-parameter: how many ranks have a gradient of it, so that one that no rank has stays None, as in one process.
+all-reduced, or their owner, to which it is reduced; or a row of each rank's shards, which is reduce-scattered. At the
+end of every row stands one number per parameter: how many ranks have a gradient of it, so that one that no rank has
+stays None, as in one process.
 
     two ranks, reduce-scattered     | rows of a, rank 0 | rows of b, rank 0 | 1 1 |
                                     | rows of a, rank 1 | rows of b, rank 1 | 1 1 |
@@ -54,12 +55,18 @@ class _Place:
             last = own[-self._num_left :]
             _put(slots[self._num_whole, : last.numel()].view(last.shape), last, scale, adds=adds)
 
+    def own(self, part: Tensor) -> Tensor:
+        """This rank's rows, of its part of the row that it got; nothing of that part is kept where there are none."""
+        if self.shard.is_elsewhere:
+            return part.new_empty(self.own_shape)
+        return part[: self.own_shape.numel()].view(self.own_shape)
+
 
 class Bucket:
     """Gradients that are reduced together; filled in a backward, then launched, then collected.
 
     Args:
-        shards: Of its parameters, all of one dtype and device, all shared by all replicas or all by none.
+        shards: Of its parameters, all of one dtype and device, and of one owner, or all dealt, or shared by none.
         dtype: Of what is communicated.
         compression: Of gradients in one row.
     """
@@ -70,12 +77,14 @@ class Bucket:
         self.parameters: tuple[nn.Parameter, ...] = tuple(shard.parameter for shard in shards)
         self._replicas, self._dtype, self._device = replicas, dtype, plain(shards[0].parameter).device
         self._compression, self._scale = compression, 1.0 / replicas.size if compression is None else 1.0
-        self._num_rows = replicas.num_shards if shards[0].size > 1 else 1
+        self._num_rows = replicas.num_shards if shards[0].is_dealt else 1
+        self._owner = shards[0].owner
         self._places = [_Place(shard, self._num_rows) for shard in shards]
         self._widths = [*(shard.elements_per_rank for shard in shards), len(shards)]
         self._buffer: Tensor | None = None
         self._slots: tuple[Tensor, ...] = ()  # parts of the buffer: of each parameter, and the numbers at the end
         self._result: Wait | None = None
+        self._num_ranks: Wait | None = None  # the numbers at the end, where the result is the owner's alone
         self._filled: set[int] = set()
         self._num_trained = len(shards)  # counted anew when the first gradient of a backward comes
 
@@ -126,9 +135,13 @@ class Bucket:
                 self._slots[-1][:, index] = 0.0
         if self._compression is not None:
             self._result = self._compress(self._compression, buffer)
+        elif self._owner is not None:
+            self._num_ranks = self._replicas.all_reduce(self._slots[-1].clone())
+            self._result = self._replicas.reduce(buffer, self._owner)
+        elif self._num_rows > 1:
+            self._result = self._replicas.reduce_scatter(buffer)
         else:
-            reduce = self._replicas.reduce_scatter if self._num_rows > 1 else self._replicas.all_reduce
-            self._result = reduce(buffer)
+            self._result = self._replicas.all_reduce(buffer)
         self._buffer, self._slots = None, ()
 
     def _compress(self, compression: PowerSGD, buffer: Tensor) -> Wait:
@@ -151,16 +164,13 @@ class Bucket:
         """
         assert self._result is not None
         *parts, num_ranks = self._result().split(self._widths)
+        num_ranks = num_ranks if self._num_ranks is None else self._num_ranks()
         missing = set(range(len(self.parameters))) - self._filled
         if any(self.parameters[index].requires_grad for index in missing):
             missing = {index for index, num in enumerate(num_ranks.tolist()) if num == 0.0}
         self._result, self._filled = None, set()
         pairs = enumerate(zip(self._places, parts, strict=True))
-        return [
-            (place.shard, part[: place.own_shape.numel()].view(place.own_shape))
-            for index, (place, part) in pairs
-            if index not in missing
-        ]
+        return [(place.shard, place.own(part)) for index, (place, part) in pairs if index not in missing]
 
 
 def _put(slots: Tensor, values: Tensor, scale: float, *, adds: bool) -> None:
@@ -197,11 +207,11 @@ def make_buckets(
         compression: Index of a bucket -> how its gradients are compressed.
     """
     full: list[tuple[torch.dtype, list[RankShard]]] = []
-    open_buckets: dict[tuple[torch.dtype, torch.device, bool], list[RankShard]] = {}
-    sizes: Counter[tuple[torch.dtype, torch.device, bool]] = Counter()
+    open_buckets: dict[tuple[torch.dtype, torch.device, bool, int | None], list[RankShard]] = {}
+    sizes: Counter[tuple[torch.dtype, torch.device, bool, int | None]] = Counter()
     for shard in shards:
         held = plain(shard.parameter)
-        key = held.dtype, held.device, shard.size > 1
+        key = held.dtype, held.device, shard.is_dealt, shard.owner
         open_buckets.setdefault(key, []).append(shard)
         sizes[key] += held.nbytes
         if sizes[key] >= num_bytes:

@@ -56,6 +56,10 @@ class Zero(ABC):
         self.root = RankModule(module)
         self.shards: dict[nn.Parameter, RankShard] = {}
         """Parameters that this rank holds -> the part that its optimizers step."""
+        self.num_sharing = 1
+        """Data-parallel ranks that share what is stepped."""
+        self.owners: dict[nn.Parameter, int] = {}
+        """Parameters that one of them steps whole, also those of other pipeline stages -> its index."""
         self.parameter_store: Store = HostMemory()
         """Holds parameters that do not lie on the device."""
         self.shows_gradients = True

@@ -67,6 +67,7 @@ class FullySharded(Zero):
             if unit is not self._fsdp:
                 hook = self._reads.read_arguments
                 cast(nn.Module, unit).register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+        self.num_sharing = self._replicas.num_shards
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
         sharded = self.shards.keys() - self._replicated
         self._reads.watch(((fqn, p) for fqn, p in module.named_parameters() if p in sharded), wholes)

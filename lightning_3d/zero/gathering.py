@@ -1,6 +1,7 @@
 """Gathering the shards that every rank stepped into whole parameters, while the program goes on.
 
-Large parameters whose rows divide evenly are gathered in place; the others travel together in one buffer. Until its
+Large parameters whose rows divide evenly, or that one rank owns, are gathered in place; the others travel together in
+one buffer. Until its
 collective has been waited for, a parameter is of the class `PendingParameter`, which waits as soon as anything reads
 its values: a block's forward, a callback, a checkpoint.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -104,14 +106,19 @@ class Gathering:
             shards: Of parameters.
             tensors: For each shard a tensor like its parameter, of which this rank's rows are valid.
         """
-        together: dict[tuple[torch.dtype, torch.device], list[tuple[RankShard, Tensor]]] = {}
+        together: dict[tuple[torch.dtype, torch.device, int | None], list[tuple[RankShard, Tensor]]] = {}
         for shard, tensor in zip(shards, tensors, strict=True):
             held = plain(tensor.detach())
-            if shard.num_rows % shard.size or held.nbytes < _IN_PLACE_BYTES or not held.is_contiguous():
-                together.setdefault((held.dtype, held.device), []).append((shard, tensor))
+            is_even = shard.owner is not None or shard.num_rows % shard.size == 0
+            if not is_even or held.nbytes < _IN_PLACE_BYTES or not held.is_contiguous():
+                together.setdefault((held.dtype, held.device, shard.owner), []).append((shard, tensor))
+            elif shard.owner is not None:
+                self._arrivals.append(_Arrival([tensor], self._replicas.broadcast(held, shard.owner), None))
             else:
                 self._arrivals.append(_Arrival([tensor], self._replicas.all_gather(held, shard.own(tensor)), None))
-        self._arrivals += [self._begin_together(alike) for alike in together.values()]
+        for (_, _, owner), alike in together.items():
+            begin = self._begin_together if owner is None else partial(self._begin_from_owner, owner)
+            self._arrivals.append(begin(alike))
 
     def _begin_together(self, together: Sequence[tuple[RankShard, Tensor]]) -> _Arrival:
         size = self._replicas.num_shards
@@ -129,6 +136,17 @@ class Gathering:
                 held.copy_(rows.view(held.shape))
 
         return _Arrival([tensor for _, tensor in together], self._replicas.all_gather(result, row), place)
+
+    def _begin_from_owner(self, owner: int, together: Sequence[tuple[RankShard, Tensor]]) -> _Arrival:
+        tensors = [plain(tensor.detach()) for _, tensor in together]
+        values = torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+        def place() -> None:
+            if owner != self._replicas.shard_rank:
+                for tensor, own in zip(tensors, values.split([tensor.numel() for tensor in tensors]), strict=True):
+                    tensor.copy_(own.view(tensor.shape))
+
+        return _Arrival([tensor for _, tensor in together], self._replicas.broadcast(values, owner), place)
 
     def go_on(self) -> None:
         """Let the program go on: values arrive when they are read."""

@@ -61,7 +61,7 @@ class Gradients:
         """
         chosen = self._fqns if parameters is None else parameters
         local = [self._zero.gradient(p) for p in chosen if p in self._owned and self._is_first_copy(p)]
-        norms = foreach_norm(found, norm_type) if (found := [g for g in local if g is not None]) else []
+        norms = foreach_norm(found, norm_type) if (found := [g for g in local if g is not None and g.numel()]) else []
         norms = [norm.to(self._device, torch.float32) for norm in norms]
         stacked = torch.stack(norms) if norms else torch.zeros(1, device=self._device)
         group = None if self._zero.reduces_gradients else self._mesh.group("replica")

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.offload.steps import KnownLoss, OffloadedSteps, Window, repeated_closure
@@ -25,11 +27,12 @@ class LocalSteps:
     """Lets optimizers step this rank's shards.
 
     Args:
+        device: The strategy's.
         offload: Steps them elsewhere than on the device, if that is wanted.
     """
 
-    def __init__(self, zero: Zero, offload: OffloadedSteps | None = None) -> None:
-        self._zero, self._offload = zero, offload
+    def __init__(self, zero: Zero, device: torch.device, offload: OffloadedSteps | None = None) -> None:
+        self._zero, self._device, self._offload = zero, device, offload
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
         self._swapped: dict[Optimizer, _Swapped | Window] = {}
         self._failed: set[Optimizer] = set()  # whose last step was left by an exception
@@ -51,8 +54,12 @@ class LocalSteps:
 
     def _take_own_rows(self, optimizer: Optimizer) -> None:
         """Cut states that an optimizer makes when it is made (Adagrad)."""
-        for parameter, state in optimizer.state.items():
-            if isinstance(parameter, nn.Parameter) and parameter in self._zero.shards:
+        for parameter, state in list(optimizer.state.items()):
+            if not isinstance(parameter, nn.Parameter) or parameter not in self._zero.shards:
+                continue
+            if self._zero.shards[parameter].is_elsewhere:
+                del optimizer.state[parameter]
+            else:
                 own = self._zero.shards[parameter].own
                 full = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
                 state.update((key, own(value).clone()) for key, value in full.items())
@@ -83,6 +90,9 @@ class LocalSteps:
         self._depth[optimizer] -= 1
         if self._depth[optimizer] > 0:
             return
+        self._end(optimizer, None)
+
+    def _end(self, optimizer: Optimizer, error: Exception | None) -> None:
         del self._depth[optimizer]
         self._put_back(optimizer)
         if self._offload is not None:
@@ -90,18 +100,34 @@ class LocalSteps:
         parameters = self._parameters(optimizer)
         self._zero.begin_gather(p for p in parameters if p.requires_grad)
         self._zero.drop_gradients(parameters)
+        if self._has_owners(optimizer):
+            raise_alike(error, self._device)
+
+    def fail(self, optimizer: Optimizer, error: Exception) -> None:
+        """After a step that raised: raise on all ranks where each steps other parameters, and so may fail alone."""
+        if optimizer not in self._swapped:  # in its closure
+            return
+        self.leave(optimizer)
+        if self._has_owners(optimizer):
+            self._failed.discard(optimizer)
+            self._end(optimizer, error)
+
+    def _has_owners(self, optimizer: Optimizer) -> bool:
+        """Whether other ranks step other parameters, of any pipeline stage; alike on all ranks."""
+        return any(parameter in self._zero.owners for group in optimizer.param_groups for parameter in group["params"])
 
     def _enter(self, optimizer: Optimizer, *closure: KnownLoss) -> None:
         self._zero.settle()
         if self._offload is not None:
             self._swapped[optimizer] = self._offload.enter(optimizer, self._offloaded(optimizer), *closure)
             return
-        parts: dict[nn.Parameter, nn.Parameter] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in self._zero.shards and (part := self._part(parameter)) is not parameter:
-                    part.grad = self._zero.gradient(parameter)
-                    parts[parameter] = part
+        parts: dict[nn.Parameter, nn.Parameter | None] = {}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards):
+            if self._zero.shards[parameter].is_elsewhere:
+                parts[parameter] = None
+            elif (part := self._part(parameter)) is not parameter:
+                part.grad = self._zero.gradient(parameter)
+                parts[parameter] = part
         self._swapped[optimizer] = _Swapped(optimizer, parts)
 
     def _offloaded(self, optimizer: Optimizer) -> list[Part]:
@@ -110,6 +136,8 @@ class LocalSteps:
             for parameter in group["params"]:
                 if parameter not in self._zero.shards:
                     part, gradient = parameter, parameter.grad
+                elif self._zero.shards[parameter].is_elsewhere:
+                    continue
                 else:
                     part, gradient = self._part(parameter), self._zero.gradient(parameter)
                 if gradient is not None:
@@ -154,14 +182,16 @@ class LocalSteps:
 
 
 class _Swapped:
-    """An optimizer whose parameters were replaced."""
+    """An optimizer whose parameters were replaced, or left out (None)."""
 
-    def __init__(self, optimizer: Optimizer, parts: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        self._optimizer, self._parts = optimizer, parts
+    def __init__(self, optimizer: Optimizer, parts: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+        self._optimizer = optimizer
+        self._parts = {parameter: part for parameter, part in parts.items() if part is not None}
         self._originals = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["params"] = [parts.get(parameter, parameter) for parameter in group["params"]]
-        _rekey(optimizer, parts)
+            swapped = [parts.get(parameter, parameter) for parameter in group["params"]]
+            group["params"] = [parameter for parameter in swapped if parameter is not None]
+        _rekey(optimizer, self._parts)
 
     def without_gradients(self) -> list[nn.Parameter]:
         """The parameters whose parts have no gradient now."""

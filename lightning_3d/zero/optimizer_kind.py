@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import (
     ASGD,
     SGD,
@@ -24,7 +25,7 @@ from torch.optim import (
 )
 
 from lightning_3d.torch_internals.lightning_helpers import random_states_kept
-from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.zero.optimizer_trial import Problem, Trial, maker
 
 OptimizerKind = Literal["rows", "parameters", "all"]
 """``"rows"``: it works element by element, so any rows of a parameter can be stepped alone. ``"parameters"``: it needs
@@ -32,28 +33,31 @@ whole parameters (their norms, their singular vectors). ``"all"``: it needs all 
 elsewhere than in its groups, or was not understood."""
 
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, RMSprop, Adadelta, Adamax, ASGD, Rprop)
-_ROWS, _CUT, _STEPS = 160, 100, 4  # large enough for optimizers that treat small matrices otherwise
-_SHAPE = (_ROWS, 136, 2, 2)
-_LR = 1e-2  # a schedule may begin with 0
-_TOLERANCE = 1e-6  # relative to how far parameters move, in float64
+_STEPS = 30  # some begin to do other things after a while
+_SHORT = 20  # of those that do not work element by element, which cost more
+_LRS = (1e-2, 1.0)  # a schedule may begin with 0; some learn their own rate, from 1 alone
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to how far parameters move
 
 
-def optimizer_kind(optimizer: Optimizer) -> OptimizerKind:
-    """Find the kind of an optimizer; the same on all ranks. Nothing of it is changed.
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether it is one of torch's that work element by element."""
+    return type(optimizer) in _ELEMENTWISE
 
-    Optimizers of its class with the settings of each of its groups step random tensors: whole, cut in two, and beside
-    another; the last gradient is not finite in one element.
+
+def optimizer_kind(optimizer: Optimizer, *, cuts: Sequence[int] = (0,)) -> OptimizerKind:
+    """Find the kind of an optimizer. Nothing of it is changed.
+
+    Optimizers of its class with the settings of each of its groups step random tensors: whole, cut in two, beside
+    another, beside an empty one, and with an empty group.
+
+    Args:
+        cuts: Dims along which ranks share parameters.
     """
-    if type(optimizer) in _ELEMENTWISE:
+    if is_known(optimizer):
         return "rows"
-    dims = {min(parameter.dim(), 4) for group in optimizer.param_groups for parameter in group["params"]} - {0}
-    with random_states_kept():
-        torch.manual_seed(0)
-        try:
-            settings = _distinct([_settings(optimizer, group) for group in optimizer.param_groups])
-            kinds = {_kind(type(optimizer), own, dim) for own in settings for dim in sorted(dims or {1})}
-        except Exception:  # of the user's class: whatever it can't do with such tensors
-            return "all"
+    with random_states_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kinds = {_kind(make, dim, cuts) for make, dim in _cases(optimizer)}
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
 
 
@@ -62,124 +66,123 @@ def steps_apart(optimizer: Optimizer) -> bool:
 
     Settings in the groups are in each call those from before the step; the optimizer is of another kind than "all".
     """
-    if type(optimizer) in _ELEMENTWISE:
+    if is_known(optimizer):
         return True
-    dims = {min(parameter.dim(), 4) for group in optimizer.param_groups for parameter in group["params"]} - {0}
-    with random_states_kept():
-        torch.manual_seed(0)
-        for own in _distinct([_settings(optimizer, group) for group in optimizer.param_groups]):
-            trials = [_Trial.random(_SHAPE[: max(dims, default=1)]) for _ in range(2)]
-            together, apart = (_step(type(optimizer), own, trials, apart=apart) for apart in (False, True))
-            if not all(map(_is_close, together, apart)):
-                return False
+    with random_states_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return all(_steps_apart(make, dim) for make, dim in _cases(optimizer))
+
+
+def _steps_apart(make: _Make, dim: int) -> bool:
+    torch.manual_seed(0)
+    problems = [Problem.random(dim, _STEPS, torch.float32) for _ in range(2)]
+    together, apart = Trial(make, [problems]), Trial(make, [problems])
+    for step in range(_SHORT):
+        together.step(step)
+        apart.step_each(step)
+        if not all(_is_close(together.moved(i), apart.moved(i), _TOLERANCES[torch.float32]) for i in range(2)):
+            return False
     return True
 
 
 def num_states(optimizer: Optimizer) -> int:
     """Tensors like a parameter that an optimizer makes for it, after the first step; 0 if it can't be tried."""
     with random_states_kept():
-        trial = _Trial.random(_SHAPE[:2])
         try:
-            made = type(optimizer)([nn.Parameter(trial.values)], **_settings(optimizer, optimizer.param_groups[0]))
-            (parameter,) = made.param_groups[0]["params"]
-            parameter.grad = trial.gradients[0]
-            made.step()
-        except Exception:  # as in `optimizer_kind`
+            trial = Trial(maker(optimizer, optimizer.param_groups[0], _LRS[0]), [[Problem.random(2, 2, torch.float32)]])
+            trial.step(0)
+        except Exception:  # as in `_kind`
             return 0
-    return sum(leaf.shape == parameter.shape for leaf in tree_leaves(made.state[parameter]) if isinstance(leaf, Tensor))
+    return trial.num_states()
 
 
-def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the constructor that make the group's settings."""
-    known = inspect.signature(type(optimizer).__init__).parameters
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
-    left_out = ("params", "initial_lr", "fused", "foreach", "capturable")
-    settings = {key: v for key, v in group.items() if (key in known or takes_any) and key not in left_out}
-    return {**settings, "lr": _LR} if settings.get("lr") is not None else settings
+_Make = Callable[[Any], Optimizer]
 
 
-def _distinct(settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return list({repr(sorted(own.items())): own for own in settings}.values())
+def _cases(optimizer: Optimizer) -> Iterator[tuple[_Make, int]]:
+    """How to make an optimizer with the settings of each group, and numbers of dims of the group's parameters."""
+    seen: set[str] = set()
+    for group in optimizer.param_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for dim in sorted({min(parameter.dim(), 4) for parameter in group["params"]} - {0}):
+            case = repr((dim, sorted(settings.items(), key=str)))
+            if case not in seen:
+                yield from ((maker(optimizer, group, lr), dim) for lr in _LRS)
+            seen.add(case)
 
 
-def _kind(cls: type[Optimizer], settings: dict[str, Any], dim: int) -> OptimizerKind:
-    first, second = _Trial.random(_SHAPE[:dim]), _Trial.random(_SHAPE[:dim])
-    (alone,) = _step(cls, settings, [first])
-    beside, _ = _step(cls, settings, [first, second])
-    (elsewhere,) = _step(cls, settings, [first], moves=True)
-    if not (_is_close(alone, beside) and _is_close(alone, elsewhere)):
-        return "all"
-    cut = [_step(cls, settings, [part])[0] for part in (first.rows(0, _CUT), first.rows(_CUT, _ROWS))]
-    return "rows" if _is_close(alone, torch.cat(cut)) else "parameters"
+def _kind(make: _Make, dim: int, cuts: Sequence[int]) -> OptimizerKind:
+    for dtype in _TOLERANCES:
+        torch.manual_seed(0)
+        try:
+            return _compare(make, dim, [cut for cut in cuts if cut < dim], dtype)
+        except Exception:  # of the user's class: whatever it can't do with such tensors
+            continue
+    return "all"
 
 
-class _Trial:
-    """A tensor and its gradients."""
-
-    def __init__(self, values: Tensor, gradients: list[Tensor]) -> None:
-        self.values, self.gradients = values, gradients
-
-    @staticmethod
-    def random(shape: tuple[int, ...]) -> _Trial:
-        scale = torch.ones(shape, dtype=torch.float64)
-        scale[_CUT:] = 10.0  # so that the norms of the parts differ
-        gradients = [torch.randn(shape, dtype=torch.float64) * scale for _ in range(_STEPS)]
-        gradients[-1].view(-1)[0] = torch.inf
-        return _Trial(torch.randn(shape, dtype=torch.float64) * scale, gradients)
-
-    def rows(self, start: int, stop: int) -> _Trial:
-        return _Trial(self.values[start:stop], [gradient[start:stop] for gradient in self.gradients])
-
-
-def _step(
-    cls: type[Optimizer],
-    settings: dict[str, Any],
-    trials: Sequence[_Trial],
-    *,
-    moves: bool = False,
-    apart: bool = False,
-) -> list[Tensor]:
-    """How far an optimizer has moved each parameter after every step.
-
-    Args:
-        moves: Whether other parameters take the place of those that the optimizer was made for, as in training.
-        apart: Whether each parameter is stepped by a call of its own.
-    """
-    parameters = [nn.Parameter(trial.values.clone()) for trial in trials]
-    optimizer = cls(parameters, **settings)
-    if moves:
-        parameters = [nn.Parameter(trial.values.clone()) for trial in trials]
-        optimizer.param_groups[0]["params"] = parameters
-    moved: list[list[Tensor]] = [[] for _ in trials]
+def _compare(make: _Make, dim: int, cuts: Sequence[int], dtype: torch.dtype) -> OptimizerKind:
+    first, second = (Problem.random(dim, _STEPS, dtype) for _ in range(2))
+    alone, tolerance = Trial(make, [[first]]), _TOLERANCES[dtype]
+    full, empty = Trial(make, [[first], [second]]), Trial(make, [[first], [second]], left_out=1)
+    same = [Trial(make, [[first, second]]), Trial(make, [[first]], moves=True), full, empty]
+    parts = _Parts(make, first, cuts, tolerance)
     for step in range(_STEPS):
-        for parameter, trial in zip(parameters, trials, strict=True):
-            parameter.grad = trial.gradients[step].clone()
-        if apart:
-            _step_each(optimizer, parameters)
-        else:
-            optimizer.step()
-        for parameter, trial, far in zip(parameters, trials, moved, strict=True):
-            far.append(parameter.detach() - trial.values)
-    return [torch.stack(far, dim=1) for far in moved]
+        if _SHORT <= step < _STEPS - 1 and not parts.are_alike:
+            continue
+        try:
+            for trial in (alone, *same):
+                trial.step(step)
+        except Exception:
+            if step == _STEPS - 1:  # it does not take gradients that are not finite
+                break
+            raise
+        moved = alone.moved()
+        if not all(_is_close(moved, trial.moved(), tolerance) for trial in same):
+            return "all"
+        if full.settings(1) != empty.settings(1):  # what is counted in a group is to be alike on all ranks
+            return "all"
+        parts.step(step, moved)
+    return "rows" if parts.are_alike else "parameters"
 
 
-def _step_each(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    (group,) = optimizer.param_groups
-    settings = dict(group)
-    for parameter in parameters:
-        group.clear()
-        group.update({**settings, "params": [parameter]})
-        optimizer.step()
-    group["params"] = settings["params"]
+class _Parts:
+    """A problem cut along some dims, and an empty one beside another, stepped until they move otherwise than whole."""
+
+    def __init__(self, make: _Make, whole: Problem, cuts: Sequence[int], tolerance: float) -> None:
+        self._tolerance = tolerance
+        self._cuts: list[tuple[int, list[Trial]]] = []
+        self.are_alike = True
+        """Whether they moved as the whole does."""
+        with self._telling():
+            self._cuts = [(dim, [Trial(make, [[part]]) for part in whole.parts(dim)]) for dim in cuts]
+            self._cuts.append((0, [Trial(make, [[whole, whole.empty()]])]))
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # what it does with whole ones it can't do with these
+            self.are_alike = False
+
+    def step(self, number: int, moved: Tensor) -> None:
+        """Step once, and compare with how far the whole has moved."""
+        if not self.are_alike:
+            return
+        with self._telling():
+            for dim, trials in self._cuts:
+                for trial in trials:
+                    trial.step(number)
+                parts = torch.cat([trial.moved() for trial in trials], dim)
+                self.are_alike &= _is_close(moved, parts, self._tolerance)
 
 
-def _is_close(a: Tensor, b: Tensor) -> bool:
-    """Whether movements (rows, steps, ...) are alike in every step, elements that are not finite included."""
-    for one, other in zip(a.unbind(1), b.unbind(1), strict=True):
-        finite = one.isfinite()
-        if not torch.equal(finite, other.isfinite()):
-            return False
-        one, other = one[finite], other[finite]
-        if one.numel() and (one - other).abs().max() > _TOLERANCE * one.abs().max():
-            return False
-    return True
+def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    """Whether movements are alike, elements that are not finite included."""
+    if torch.equal(a, b):
+        return True
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()):
+        return False
+    a, b = a[finite], b[finite]
+    return not a.numel() or bool((a - b).abs().max() <= tolerance * a.abs().max())

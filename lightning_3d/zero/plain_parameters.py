@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
 from lightning_3d.zero.gathering import Gathering, wait_for
 from lightning_3d.zero.optimizer_kind import OptimizerKind
+from lightning_3d.zero.owners import choose_owners, kinds_of
 from lightning_3d.zero.power_sgd import PowerSGD
 from lightning_3d.zero.reducer import GradientReducer
 from lightning_3d.zero.replicas import Replicas
@@ -39,10 +41,17 @@ class PlainParameters(Zero):
     Args:
         pipeline_stages: Parameter -> the one pipeline stage whose backward makes its gradient; not of those in glue,
             and none without a pipeline.
+        pp_ranks: Parameter -> the ranks of the pp axis that hold it.
     """
 
     def __init__(
-        self, module: nn.Module, *, mesh: Mesh, config: ZeroConfig, pipeline_stages: Mapping[nn.Parameter, int]
+        self,
+        module: nn.Module,
+        *,
+        mesh: Mesh,
+        config: ZeroConfig,
+        pipeline_stages: Mapping[nn.Parameter, int],
+        pp_ranks: Mapping[nn.Parameter, tuple[int, ...]],
     ) -> None:
         super().__init__(module)
         self._stage, self._dtype, self._overlaps = config.stage, config.dtype, config.overlap_gather
@@ -54,9 +63,10 @@ class PlainParameters(Zero):
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
         self._replicas = Replicas(mesh) if mesh.shape.dp > 1 else None
+        self.num_sharing = 1 if self._replicas is None else self._replicas.num_shards
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)
-        self._pipeline_stages = pipeline_stages
+        self._pipeline_stages, self._pp_ranks = pipeline_stages, pp_ranks
         self._averaging: PeriodicAveraging | None = None
         if self._replicas is not None and config.averaging_period is not None:
             self._averaging = PeriodicAveraging(self._replicas, config.averaging_period)
@@ -66,13 +76,18 @@ class PlainParameters(Zero):
 
     @override
     def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
-        self.shards = dict(self._by_rows)
-        if any(kind != "rows" for kind in kinds.values()):  # also what may join that optimizer later
-            by_rows = [optimizer for optimizer, kind in kinds.items() if kind == "rows"]
-            kept = {p for optimizer in by_rows for group in optimizer.param_groups for p in group["params"]}
-            self.shards.update((p, RankShard(parameter=p)) for p in self.shards.keys() - kept)
         if self._replicas is None:
             return
+        steps = kinds_of(self.root.parameters(), kinds)
+        whole = [p for p, kind in steps.items() if kind == "parameters" and p.dim() and p.numel()]
+        if self.num_sharing > 1:
+            self.owners = choose_owners(whole, self.num_sharing, self._pp_ranks)
+        for parameter, shard in self._by_rows.items():
+            if steps[parameter] == "all":
+                shard = RankShard(parameter=parameter)
+            elif parameter in self.owners and shard.size > 1:
+                shard = replace(shard, owner=self.owners[parameter])
+            self.shards[parameter] = shard
         self.release()
         if self._averaging is not None:
             return

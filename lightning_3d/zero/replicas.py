@@ -49,6 +49,19 @@ class Replicas:
             dist.all_reduce(own, group=self._copies)
         return own
 
+    def reduce(self, tensor: Tensor, owner: int) -> Wait:
+        """Begin to sum a tensor of shape (1, n) over the ranks; its owner's result is the sum, of shape (n,).
+
+        Args:
+            owner: Index among the ranks that share the training state.
+        """
+        work = dist.reduce(tensor, group=self._shards, group_dst=owner, async_op=True)
+        return _Waiting(work, lambda: self._over_copies(tensor[0]) if self.shard_rank == owner else tensor[0])
+
+    def broadcast(self, tensor: Tensor, owner: int) -> Wait:
+        """Begin to give the ranks that share the training state the values of one of them, in place."""
+        return _Waiting(dist.broadcast(tensor, group=self._shards, group_src=owner, async_op=True), lambda: tensor)
+
     def all_gather(self, result: Tensor, own: Tensor) -> Wait:
         """Begin to gather every rank's tensor of shape (n,) into one of shape (shards, n); `own` may be its row."""
         work = dist.all_gather_single(result.view(-1), own.view(-1), group=self._shards, async_op=True)

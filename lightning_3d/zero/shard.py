@@ -23,20 +23,33 @@ def plain(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RankShard:
-    """This rank's rows, along dim 0, of what it holds of a parameter.
+    """This rank's share of what it holds of a parameter: some of its rows along dim 0, or all or nothing.
 
-    Rows are dealt as by ``torch.chunk``, so that the shards of a parameter are the local tensors of a DTensor.
+    Rows are dealt as by ``torch.chunk``, so that the shards of a parameter are the local tensors of a DTensor; or one
+    rank, the owner, has all of them.
     """
 
     parameter: nn.Parameter
     size: int = 1
-    """Ranks that share the rows; 1 where each steps all rows."""
+    """Ranks that share the parameter; 1 where each steps all of it."""
     rank: int = 0
     """Index among them."""
     mesh: DeviceMesh | None = None
     """Their mesh: the dp axis, and the tp axis for a parameter that tensor parallel shards. None if `size` is 1."""
     new_state: Callable[[torch.Size, torch.dtype], Tensor] | None = None
     """Makes the memory of optimizer states where they do not lie with the parameter."""
+    owner: int | None = None
+    """Index among them of the one that steps all of it; None where its rows are dealt."""
+
+    @property
+    def is_dealt(self) -> bool:
+        """Whether each rank has some of the rows."""
+        return self.size > 1 and self.owner is None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another rank steps all of it, so that this one's optimizers do not know it."""
+        return self.owner is not None and self.owner != self.rank
 
     @property
     def num_rows(self) -> int:
@@ -46,8 +59,8 @@ class RankShard:
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of the first ranks; later ones may have fewer, or none."""
-        return -(-self.num_rows // self.size)
+        """Rows of the first ranks, or of the owner; others may have fewer, or none."""
+        return -(-self.num_rows // self.size) if self.is_dealt else self.num_rows
 
     @property
     def elements_per_rank(self) -> int:
@@ -57,8 +70,8 @@ class RankShard:
     def own(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor like the parameter, plain or a DTensor; a view."""
         held = plain(tensor.detach())
-        if self.size == 1:
-            return held
+        if not self.is_dealt:
+            return held[:0] if self.is_elsewhere else held
         start = min(self.rank * self.rows_per_rank, self.num_rows)
         return held[start : min(start + self.rows_per_rank, self.num_rows)]
 
@@ -80,7 +93,7 @@ class RankShard:
 
     def like_parameter(self, own: Tensor) -> Tensor:
         """A gradient or a state of `to_step()`'s shape, placed as a part of the full parameter; others as they are."""
-        if not isinstance(self.parameter, DTensor) and self.size == 1:
+        if not isinstance(self.parameter, DTensor) and not self.is_dealt:
             return own
         if own.shape != self.own(self.parameter).shape or isinstance(own, DTensor):
             return own

@@ -1,0 +1,223 @@
+"""Optimizers written by hand, as users write them, for the tests."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+
+
+class ByHand(Optimizer):
+    """Runs the closure, then `update` on every parameter that has a gradient.
+
+    Args:
+        defaults: More settings of its groups.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.05, **defaults: Any) -> None:
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            self.begin(group)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, group)
+        return loss
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Before the parameters of a group."""
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Step one parameter: that of gradient descent."""
+        parameter.sub_(gradient, alpha=group["lr"])
+
+    def kept(self, parameter: nn.Parameter, name: str, initial: Tensor | float = 0.0) -> Tensor:
+        """A state of the parameter, at first `initial`."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(parameter) + initial
+        return state[name]
+
+
+# ---- element by element
+
+
+class Lion(ByHand):
+    """Chen et al. 2023, https://arxiv.org/abs/2302.06675, but for the sign, which rounding turns around."""
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        momentum = self.kept(parameter, "momentum")
+        parameter.sub_(torch.tanh(10 * torch.lerp(momentum, gradient, 0.1)), alpha=group["lr"])
+        momentum.lerp_(gradient, 0.01)
+
+
+class ScheduleFree(ByHand):
+    """Counts steps and sums weights in its groups; Defazio et al. 2024, https://arxiv.org/abs/2405.15682."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr=lr, num_steps=0, sum_of_weights=0.0)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["num_steps"] += 1
+        group["sum_of_weights"] += group["num_steps"] ** 0.5
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        base = self.kept(parameter, "base", parameter)
+        parameter.lerp_(base, group["num_steps"] ** 0.5 / group["sum_of_weights"])
+        parameter.sub_(gradient, alpha=0.1 * group["lr"])
+        base.sub_(gradient, alpha=group["lr"])
+
+
+class Derived(Adam):
+    """Its step and its base class's both have torch's hooks."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class OwnState(ByHand):
+    """Keeps momentum in a dict of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr=lr)
+        self.momentum: dict[Tensor, Tensor] = {}
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        momentum = self.momentum.setdefault(parameter, torch.zeros_like(parameter))
+        momentum.mul_(0.9).add_(gradient)
+        parameter.sub_(momentum, alpha=group["lr"])
+
+
+class DecayingFirst(ByHand):
+    """Changes parameters that have no gradient, too."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            parameter.mul_(0.99)
+
+
+class FlatStep(ByHand):
+    """Counts steps in a tensor of shape (1,)."""
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        state["step"] = state.get("step", torch.zeros(1)) + 1
+        average = state["average"] = state.get("average", torch.zeros_like(parameter)) + gradient
+        parameter.sub_(average / state["step"], alpha=group["lr"])
+
+
+# ---- whole parameters
+
+
+class Lamb(ByHand):
+    """Scales each parameter's step by its norm; You et al. 2020, https://arxiv.org/abs/1904.00962."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr=lr)
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        ratio = parameter.norm() / (gradient.norm() + 1e-3)
+        parameter.sub_(gradient * ratio.clamp(max=1.0), alpha=group["lr"])
+
+
+class Lars(ByHand):
+    """Lamb with momentum of the scaled steps; You et al. 2017, https://arxiv.org/abs/1708.03888."""
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        momentum = self.kept(parameter, "momentum")
+        ratio = parameter.norm() / (gradient.norm() + 1e-3)
+        momentum.mul_(0.9).add_(gradient * ratio.clamp(max=1.0), alpha=group["lr"])
+        parameter.sub_(momentum)
+
+
+class Shampoo(ByHand):
+    """Preconditions rows and columns, with states of other shapes; Gupta et al. 2018, https://arxiv.org/abs/1802.09568."""
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        matrix = gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
+        state = self.state[parameter]
+        for name, factor in (("left", matrix @ matrix.T), ("right", matrix.T @ matrix)):
+            state[name] = state.get(name, torch.eye(len(factor), dtype=factor.dtype)) + factor
+        left, right = (torch.linalg.inv(state[name]) for name in ("left", "right"))
+        parameter.sub_((left @ matrix @ right).view(parameter.shape), alpha=group["lr"])
+
+
+class PickyLamb(Lamb):
+    """Scales by norms in groups with weight decay alone, as timm's LARS does."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("weight_decay", weight_decay)
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        if group["weight_decay"]:
+            super().update(parameter, gradient, group)
+        else:
+            parameter.sub_(gradient, alpha=group["lr"])
+
+
+# ---- all parameters
+
+
+class ClippingAdam(Adam):
+    """Clips all gradients together in its step."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+        return loss
+
+
+class Prodigy(ByHand):
+    """One rate for all parameters, found from all gradients; after Mishchenko et al. 2023, https://arxiv.org/abs/2306.06101."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr=lr, rate=0.0)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        total = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
+        group["rate"] += 0.01 * math.log1p(total)
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(gradient, alpha=group["lr"] * group["rate"])
+
+
+class Listing(ByHand):
+    """Remembers its parameters in a list."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr=lr)
+        self.listed = [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for parameter in self.listed:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+class Sam(ByHand):
+    """Takes its gradient a little way up, by a second closure; Foret et al. 2021, https://arxiv.org/abs/2010.01412."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = torch.enable_grad()(closure)()
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        before = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.add_(parameter.grad / norm, alpha=0.05)
+        torch.enable_grad()(closure)()
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value.sub(parameter.grad, alpha=self.param_groups[0]["lr"]))
+        return loss
