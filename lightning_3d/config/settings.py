@@ -47,7 +47,8 @@ class ZeroConfig:
     optimizer_steps: Literal["auto", "rows", "parameters", "all"] = "auto"
     """How much of a parameter an optimizer has to see at once. ``"rows"``: any rows of one, as those that work element
     by element (AdamW). ``"parameters"``: whole parameters (Muon, LAMB). ``"all"``: all parameters together (LBFGS).
-    ``"auto"`` tries each optimizer on small tensors. Unless it is ``"rows"``, every rank steps all parameters."""
+    ``"auto"`` tries each optimizer on small tensors. At stages 1 and 2 ranks share the rows, or the parameters, each of
+    which one rank steps; with ``"all"`` every rank steps everything."""
 
     show_gradients: bool | Literal["auto"] = "auto"
     """Whether stages 1 and 2 gather the reduced gradients, so that ``grad`` is whole before the optimizer's step as
