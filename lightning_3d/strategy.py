@@ -508,7 +508,9 @@ class ThreeDStrategy(ParallelStrategy):
         if self.config.save_distributed_checkpoint:
             return optimizer_state(self._module, optimizer, self._parts.zero.shards)
         shards = self._parts.zero.shards
-        return full_optimizer_state(self._module, optimizer, self.mesh.axis("pp"), shards, self.mesh.axis("dp"))
+        return full_optimizer_state(
+            self._module, optimizer, self.mesh.axis("pp"), shards, self.mesh.device_mesh["dp_shard"]
+        )
 
     @override
     def save_checkpoint(

@@ -100,6 +100,15 @@ def test_each_state_is_on_one_rank(workers: WorkerPools, layout: Layout) -> None
     assert max(sum(state.values()) for state in states) <= 1.2 * whole / (layout.dp * layout.pp)
 
 
+def test_owners_with_hybrid_sharding(workers: WorkerPools) -> None:
+    job = Job(model=partial(trained_by, Lars, 32, 8), data=features, gradient_clip_val=0.2)
+    result = run_layout(workers, job, Layout(dp=4, zero=2, zero_settings={"shard_size": 2}))
+    assert_parity(run_reference(job), result, tolerance=1e-5)
+    first, second, *others = [held.optimizer_state for held in result.held]
+    assert others == [first, second]
+    assert sum(first.values()) <= 1.1 * sum(second.values())
+
+
 def test_the_plan_says_who_steps_what(workers: WorkerPools) -> None:
     job = Job(model=partial(trained_by, Lars, 32), data=features, sees_gradients=False, num_val_batches=1)
     plan = run_layout(workers, job, Layout(dp=2, zero=1)).plan

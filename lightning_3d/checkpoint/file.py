@@ -80,7 +80,8 @@ def full_optimizer_state(
         optimizer: An optimizer whose parameters come in the same order on all ranks.
         pp: The pp axis through this rank; None without pipeline parallel.
         shards: As in `optimizer_state`.
-        dp: The dp axis through this rank; None if each data-parallel rank has its part of all states.
+        dp: The axis of the data-parallel ranks that share the training state, through this rank; None if each has its
+            part of all states.
 
     Returns:
         On global rank 0 `{"state": {index: {name: CPU tensor}}, "param_groups": [...]}`. Elsewhere `{}`.
