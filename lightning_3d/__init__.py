@@ -5,7 +5,10 @@ Importing registers the strategy; Lightning has no entry point for it.
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.settings import BatchConfig, ThreeDConfig
+from lightning_3d.config.tensor import TensorConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import (
     BatchError,
     CheckpointError,

@@ -39,7 +39,10 @@ from lightning_3d.checkpoint import (
     states_whole,
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.settings import BatchConfig, ThreeDConfig
+from lightning_3d.config.tensor import TensorConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
 from lightning_3d.model.deferred import defer_init

@@ -13,7 +13,9 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
 from lightning_3d import ConfigError, ThreeDStrategy
-from lightning_3d.config.settings import PipelineConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.zero import ZeroConfig
 from tests.models import TinyMLP, features, loader
 from tests.workers import WorkerPools
 

@@ -13,7 +13,10 @@ from hydra import compose, initialize_config_dir
 from jsonargparse import ArgumentParser
 from omegaconf import OmegaConf
 
-from lightning_3d.config.settings import BatchConfig, PipelineConfig, TensorConfig, ThreeDConfig, ZeroConfig
+from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.settings import BatchConfig, ThreeDConfig
+from lightning_3d.config.tensor import TensorConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError
 
 CONF = Path(__file__).parents[1] / "conf"

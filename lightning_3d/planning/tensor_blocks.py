@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_3d.config.settings import TensorConfig
+from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.model.blocks import kind_of
 from lightning_3d.model.pytrees import is_opaque
 from lightning_3d.planning.plan import BlockPlan, Plan

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.optim import Optimizer
 
-from lightning_3d.config.settings import ZeroConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.errors import OffloadError
 from lightning_3d.torch_internals.fsdp import move_shards, shards_of, when_gathered

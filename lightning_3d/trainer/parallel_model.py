@@ -18,7 +18,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.config.settings import ThreeDConfig, ZeroConfig
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness, join_replica

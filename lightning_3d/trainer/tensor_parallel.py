@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Mapping
 import torch.distributed as dist
 from torch import nn
 
-from lightning_3d.config.settings import TensorConfig
+from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observation

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.config.settings import ZeroConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_3d.config.settings import ZeroConfig
+from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.modules import runs_beneath_torch_functions
 from lightning_3d.zero.averaging import PeriodicAveraging

@@ -1,0 +1,89 @@
+"""The settings of the pipeline."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lightning_3d.config.checks import Size, check_values
+from lightning_3d.errors import ConfigError
+
+PARTITION_METHODS = ("parameters", "uniform", "time", "memory")
+"""Values of ``pipeline.partition`` that stand for themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineConfig:
+    """How the model is cut into stages and how the batch flows through them."""
+
+    section: ClassVar[str] = "pipeline"
+
+    num_microbatches: Size | Literal["auto"] = "auto"
+    """Pieces that each rank's batch is cut into; ``"auto"`` is the number of stages."""
+
+    partition: str | tuple[str, ...] = "parameters"
+    """The load to balance. ``"parameters"``; ``"uniform"``: calls of blocks; ``"time"``: forward and
+    backward of the blocks, measured on the strategy's device; ``"memory"``: bytes of weights, gradients, AdamW's state
+    and activations. ``"type:REGEX"`` balances parameters and takes the modules whose class name matches the regular
+    expression as the blocks. A list of FQNs names the block with which each stage after the first begins."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
+    """``"gpipe"``: all forwards, then all backwards (Huang et al. 2019). ``"1f1b"``: one forward, one backward in
+    turn, which holds fewer activations (Narayanan et al. 2021); needs as many microbatches as ranks.
+    ``"interleaved"``: 1F1B with several stages per rank, which shrinks the bubble (Narayanan et al. 2021).
+    ``"interleaved_zero_bubble"`` and ``"zbv"`` also split the backward, so that weight gradients fill the bubble (Qi et
+    al. 2023); with these, ZeRO stages 2 and 3 keep gradients and parameters whole until the end of the step."""
+
+    stages_per_rank: Size | Literal["auto"] = "auto"
+    """Stages that each rank runs; ``"auto"`` is 2 for the last three schedules and 1 for the others."""
+
+    def __post_init__(self) -> None:
+        given: object = self.partition
+        if isinstance(given, list):  # from Python or YAML
+            object.__setattr__(self, "partition", tuple(given))
+        check_values(self)
+        _check_partition(self.partition)
+
+    @property
+    def num_local_stages(self) -> int:
+        """Stages per rank, with ``"auto"`` resolved."""
+        if self.stages_per_rank == "auto":
+            return 1 if self.schedule in ("gpipe", "1f1b") else 2
+        return self.stages_per_rank
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed apart from the rest of the backward."""
+        return self.schedule in ("interleaved_zero_bubble", "zbv")
+
+    def stage_ranks(self, pp: int) -> tuple[int, ...]:
+        """For every stage the index of its rank on a pp axis of ``pp`` ranks: round and round, or there and back."""
+        if pp == 1:
+            return (0,)
+        if self.schedule == "zbv":
+            return (*range(pp), *reversed(range(pp)))
+        return tuple(range(pp)) * self.num_local_stages
+
+
+def _check_partition(partition: str | tuple[str, ...]) -> None:
+    """Refuse a partition method that does not exist, a regular expression that does not compile, and equal FQNs."""
+    if isinstance(partition, tuple):
+        if len(set(partition)) < len(partition):
+            raise ConfigError(f"pipeline.partition={list(partition)} names a block twice: name one for each stage")
+        return
+    if partition in PARTITION_METHODS:
+        return
+    rule, separator, pattern = partition.partition(":")
+    if rule != "type" or not separator or not pattern:
+        nearest = difflib.get_close_matches(partition, (*PARTITION_METHODS, "type:REGEX"), n=1, cutoff=0)[0]
+        raise ConfigError(
+            f"pipeline.partition={partition!r} is not allowed: use {', '.join(map(repr, PARTITION_METHODS))},"
+            " 'type:REGEX' with a regular expression for class names, or a list of the FQNs of blocks"
+            f" (nearest: {nearest!r})"
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"pipeline.partition={partition!r} is no regular expression after 'type:': {error}") from None

@@ -1,0 +1,68 @@
+"""The settings of tensor parallel."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from lightning_3d.config.checks import check_values
+from lightning_3d.config.values import AtLeast
+from lightning_3d.errors import ConfigError
+
+TENSOR_STYLES = ("column", "row", "replicate", "vocabulary")
+"""The styles that a rule of ``tensor.plan`` can give a weight."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorConfig:
+    """How tensor-parallel plans are made and accepted."""
+
+    section: ClassVar[str] = "tensor"
+
+    plan: tuple[tuple[str, str], ...] = ()
+    """Rules in place of what planning would find: pairs of an FQN pattern (``"blocks.*.attention.out"``; ``*`` and
+    ``?`` as in a shell) and a style: ``"column"``, ``"row"``, ``"replicate"`` or ``"vocabulary"``. Of several rules
+    that name a weight the last one holds. Without tensor parallel there is nothing to plan."""
+
+    sequence_parallel: bool = False
+    """Let norms, dropout and residuals between a block's sharded weights work on slices of the sequence, which takes
+    1 / tensor_parallel_size of the memory for their activations (Korthikanti et al. 2022). For blocks whose first
+    argument is (B, T, D) and whose T the size divides."""
+
+    compile: bool = False
+    """Compile each sharded block, its collectives included; those sharded over the vocabulary run eagerly. A block is
+    compiled once for each kind of call: shapes, values of its attributes and of arguments other than tensors, training
+    or evaluation. One that does more than compute on tensors (draws random numbers as dropout does, sets attributes,
+    looks into its data) runs eagerly, with a warning that says why. It must not read anything else that changes; and
+    what activation checkpointing inside of it would recompute is for the compiler to decide."""
+
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """As for ``torch.compile``. ``"aot_eager"`` fuses nothing, and needs no compiler on the machine."""
+
+    verify: bool = True
+    """Compare every distinct planned block with its dense self before training, and drop the plans that differ."""
+
+    verify_tolerance: Annotated[float, AtLeast(0)] | Literal["auto"] = "auto"
+    """Largest difference that the comparison allows, relative to the largest dense value; ``"auto"`` is the square root
+    of the weights' machine epsilon (3e-4 in fp32). Reordered fp32 sums differ by about 1e-6, wrong plans by about 1."""
+
+    def __post_init__(self) -> None:
+        given: object = self.plan
+        if isinstance(given, (list, tuple)):  # from Python or YAML
+            object.__setattr__(self, "plan", tuple(tuple(r) if isinstance(r, (list, tuple)) else r for r in given))
+        check_values(self)
+        _check_rules(self.plan)
+
+
+def _check_rules(rules: tuple[tuple[str, str], ...]) -> None:
+    """Refuse a rule of ``tensor.plan`` that is no pair of a pattern and a style."""
+    for rule in rules:
+        if len(rule) != 2:
+            raise ConfigError(f"tensor.plan has the rule {list(rule)}: use pairs of an FQN pattern and a style")
+        if rule[1] not in TENSOR_STYLES:
+            nearest = difflib.get_close_matches(rule[1], TENSOR_STYLES, n=1, cutoff=0)[0]
+            raise ConfigError(
+                f"tensor.plan gives {rule[0]!r} the style {rule[1]!r}: use {', '.join(map(repr, TENSOR_STYLES))}"
+                f" (nearest: {nearest!r})"
+            )
