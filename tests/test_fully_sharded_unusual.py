@@ -117,7 +117,29 @@ class Freezes(TinyMLP):
         self.layers[1].requires_grad_(batch_idx > 2)  # type: ignore[union-attr]
 
 
-MODELS: list[Callable[[], L.LightningModule]] = [Adversarial, BackwardTwice, StepsAndRunsAgain, Freezes]
+class ChangesItself(TinyMLP):
+    """A block, and glue after the forward, change weights in place."""
+
+    class _Normed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.div_(self.weight.norm(dim=1, keepdim=True).clamp(min=1.0))
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__(width=16, num_layers=1)
+        self.layers.append(self._Normed(4, 4))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx) + self.scale.sum()
+        with torch.no_grad():
+            self.layers[0].weight.clamp_(-0.2, 0.2)  # type: ignore[operator,union-attr]
+            self.scale.mul_(0.9)
+        return loss + self.scale[0]
+
+
+MODELS: list[Callable[[], L.LightningModule]] = [Adversarial, BackwardTwice, StepsAndRunsAgain, Freezes, ChangesItself]
 
 
 @pytest.mark.parametrize("reshards", [True, False])

@@ -6,7 +6,8 @@ One ``fully_shard`` unit per block and one for what is left, below one root per 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Literal, cast
 
 import torch
@@ -27,6 +28,7 @@ from lightning_3d.zero.outside_reads import OutsideReads
 from lightning_3d.zero.reducer import GradientReducer
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
+from lightning_3d.zero.written_back import Slot, WrittenBack
 
 
 class FullySharded(Zero):
@@ -56,7 +58,8 @@ class FullySharded(Zero):
         self._replicas, self._dtype, self._mesh = Replicas(mesh), config.dtype, mesh
         self._reads = OutsideReads(self._replicas, config.dtype, device)
         self.root.gathered = self._reads.gathered
-        self.root.around = self._reads.on
+        self.root.around = self._step
+        self._written: dict[nn.Module, WrittenBack] = {}
         wholes = self._reads.wholes((fqn, p) for fqn, p in module.named_parameters() if not p.is_meta)
         self._replicated, apart = self._shard_units(chains, offload, root_takes_all=not optimizes_manually)
         for parameter in apart:
@@ -65,8 +68,9 @@ class FullySharded(Zero):
         self._units = [unit for unit in self.root.modules() if isinstance(unit, FSDPModule)]
         for unit in self._units:
             if unit is not self._fsdp:
-                hook = self._reads.read_arguments
-                cast(nn.Module, unit).register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+                block = cast(nn.Module, unit)
+                block.register_forward_pre_hook(self._reads.read_arguments, prepend=True, with_kwargs=True)
+                block.register_forward_hook(self._written[block].take_after, prepend=True)
         self.num_sharing = self._replicas.num_shards
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
         sharded = self.shards.keys() - self._replicated
@@ -88,6 +92,7 @@ class FullySharded(Zero):
             own = [p for p in module.parameters() if p in left - replicated]
             left -= set(own)
             apart |= _of_other_dtypes(own) if module is not self.root or root_takes_all else set(own)
+            slots = _slots(module, set(own) - apart)
             fully_shard(
                 module,
                 mesh=self._mesh.shard_axes,
@@ -96,6 +101,8 @@ class FullySharded(Zero):
                 offload_policy=offload,
                 ignored_params={p for p in module.parameters() if p.is_meta or p in replicated or p in apart},
             )
+            size, rank = self._replicas.num_shards, self._replicas.shard_rank
+            self._written[module] = WrittenBack(slots, size=size, rank=rank)
         return replicated, apart
 
     def _shard_apart(self, parameter: nn.Parameter, device: torch.device) -> None:
@@ -109,6 +116,13 @@ class FullySharded(Zero):
         for owner in self.root.modules():
             names = [name for name, held in parameters_of(owner).items() if held is parameter]
             parameters_of(owner).update(dict.fromkeys(names, sharded))
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        with self._reads.on():
+            yield
+            for unit in self._written.values():
+                unit.take()
 
     @override
     def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
@@ -197,6 +211,11 @@ def _receive(shard: RankShard, gradient: Tensor) -> None:
     """Take the reduced gradient of a parameter that is not sharded."""
     parameter, gradient = shard.parameter, gradient.to(shard.parameter.dtype)
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def _slots(module: nn.Module, parameters: Set[nn.Parameter]) -> list[Slot]:
+    slots = [(owner, name, p) for owner in module.modules() for name, p in parameters_of(owner).items()]
+    return [(owner, name) for owner, name, parameter in slots if parameter in parameters]
 
 
 def _unit(module: nn.Module) -> FSDPModule:
