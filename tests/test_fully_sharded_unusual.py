@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from tests.models import TinyMLP, features
-from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from tests.models import TinyMLP, features, loader, reference_loader
+from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
 
@@ -147,4 +148,98 @@ MODELS: list[Callable[[], L.LightningModule]] = [Adversarial, BackwardTwice, Ste
 def test_unusual_steps(workers: WorkerPools, model: Callable[[], L.LightningModule], reshards: bool) -> None:
     job = Job(model=model, data=features, sees_gradients=False, num_val_batches=1, steps=6)
     layout = Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": reshards, "show_gradients": "auto"})
+    assert_parity(run_reference(job), run_layout(workers, job, layout))
+
+
+class _Looks(L.Callback):
+    """Counts hooks, from the start of validation on, that see anything but shards."""
+
+    def __init__(self) -> None:
+        self.num_seen = self.num_gathered = 0
+
+    def _look(self, module: L.LightningModule) -> None:
+        present = [parameter for parameter in module.parameters() if not parameter.is_meta]
+        self.num_seen += 1
+        self.num_gathered += any(not isinstance(parameter, DTensor) for parameter in present)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self._look(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._look(pl_module)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self._look(pl_module)
+
+
+def _validated_between(strategy: Any, ranks: int, dp: int) -> tuple[dict[str, Tensor], list[float], tuple[int, int]]:
+    L.seed_everything(1, verbose=False)
+    looks = _Looks()
+    settings: dict[str, Any] = {**QUIET, "devices": ranks, "strategy": strategy, "callbacks": [looks]}
+    trainer = L.Trainer(max_epochs=1, val_check_interval=2, enable_checkpointing=False, **settings)
+    model, data = TinyMLP(num_layers=2), features(48)
+    validation = loader(data, global_batch_size=8, data_parallel_size=dp)
+    seen = [trainer.validate(model, validation, verbose=False)[0]["val_loss"]]
+    train = validation if ranks > 1 else reference_loader(data, global_batch_size=8, seed=1)
+    trainer.fit(model, train, validation)
+    seen += [trainer.validate(model, validation, verbose=False)[0]["val_loss"]]
+    if ranks == 1:
+        return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}, seen, (0, 0)
+    with trainer.strategy.summon_full_params():  # type: ignore[attr-defined]
+        weights = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    return weights, seen, (looks.num_seen, looks.num_gathered)
+
+
+def _validate_between(layout: Layout) -> tuple[dict[str, Tensor], list[float], tuple[int, int]]:
+    return _validated_between(layout.strategy(), layout.world_size, layout.dp)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": False, "prefetch": 2}),
+        Layout(pp=2, dp=2, zero=3, num_microbatches=2),
+    ],
+    ids=str,
+)
+def test_validation_between_steps(workers: WorkerPools, layout: Layout) -> None:
+    weights, losses, _ = _validated_between("auto", 1, 1)
+    for trained, seen, (num_seen, num_gathered) in workers(layout.world_size).run(_validate_between, layout):
+        assert (num_seen > 6, num_gathered) == (True, 0)
+        assert seen == pytest.approx(losses, abs=1e-5)
+        for fqn, value in weights.items():
+            torch.testing.assert_close(trained[fqn], value, atol=1e-5, rtol=0)
+
+
+class _Fails(nn.Linear):
+    """Fails in its second call, after it was gathered."""
+
+    num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise ValueError("out of range")
+        return super().forward(x)
+
+
+class TriesAgain(TinyMLP):
+    """Runs its forward once more if it fails."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, num_layers=2)
+        self.layers.append(_Fails(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x) * self.scale
+        except ValueError:
+            return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_a_forward_that_fails_is_run_again(workers: WorkerPools, reshards: bool) -> None:
+    job = Job(model=TriesAgain, data=features, num_val_batches=1)
+    layout = Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": reshards})
     assert_parity(run_reference(job), run_layout(workers, job, layout))
