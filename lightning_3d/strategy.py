@@ -60,6 +60,7 @@ from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged
+from lightning_3d.trainer.user_clipping import clipping_joined
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.plain_parameters import PlainParameters
 
@@ -249,6 +250,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._patches.enter_context(dataclasses_registered(self._dataclasses))
         self._patches.enter_context(metrics_joined(self._module, self.mesh.group("dp")))
         self._patches.enter_context(parts_averaged())
+        is_in_parts = self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1
         if self._parallel is None:
             is_syncing = lightning_helpers.is_syncing_batchnorm(self)
             refuse_unsupported(self._module, self.mesh, self.config.zero, sync_batchnorm=is_syncing)
@@ -261,9 +263,12 @@ class ThreeDStrategy(ParallelStrategy):
                 device=self.root_device,
             )
             answer_for_parts(self._module)
-            if self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1:
+            if is_in_parts:
                 lay_out_copies(self._module, lightning_helpers.callbacks_of(trainer), self.root_device)
         self._patches.enter_context(self._parallel.router.installed())
+        if is_in_parts:
+            norm = self._parallel.gradients.norm
+            self._patches.enter_context(clipping_joined(self._module, self._parallel.zero, norm))
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)

@@ -40,6 +40,7 @@ from lightning_3d import torch_internals
 from lightning_3d.torch_internals import (
     autograd,
     capture,
+    clipping,
     dispatch,
     dtensor,
     fake_tensors,
@@ -113,6 +114,11 @@ def test_versions() -> None:
     assert tensors.version_of(tensor) > before, "an in-place change of a view counts"
 
 
+@canary(tensors, "contiguous_stride")
+def test_strides() -> None:
+    assert tensors.contiguous_stride(torch.Size((2, 3, 4))) == (12, 4, 1)
+
+
 @canary(tensors, "base_of", "is_view")
 def test_views() -> None:
     tensor = torch.zeros(2, requires_grad=True) * 1
@@ -130,6 +136,23 @@ def test_nodes_behind_an_output() -> None:
     nodes = autograd.reachable_nodes([output])
     assert first.grad_fn in nodes
     assert second.grad_fn not in nodes
+
+
+@canary(clipping, "clipping_replaced")
+def test_clipping_is_replaced() -> None:
+    weight, other = nn.Parameter(torch.ones(4)), torch.full((4,), 3.0)
+    scaled: list[Any] = []
+
+    def replace_norm(norm: clipping.TotalNorm) -> clipping.TotalNorm:
+        return lambda tensors, *args: norm([*tensors, other], *args)
+
+    with clipping.clipping_replaced(replace_norm, lambda parameters, *args: scaled.append((parameters, *args[:2]))):
+        weight.grad = torch.full((4,), 4.0)
+        assert nn.utils.clip_grad_norm_([weight], 5.0) == 10.0
+        assert nn.utils.get_total_norm([weight.grad]) == 10.0
+        nn.utils.clip_grad_value_([nn.Parameter(torch.ones(1))], 1.0)  # nothing to clamp
+    assert scaled == [([weight], 5.0, torch.tensor(10.0))]
+    assert nn.utils.clip_grad_norm_([weight], 1.0) == 8.0
 
 
 @canary(optimizers, "has_step_hooks", "first_step_post_hook")
@@ -177,6 +200,16 @@ def test_end_of_a_backward() -> None:
     first.register_post_accumulate_grad_hook(lambda _: calls.append("first"))
     (first * second.exp()).sum().backward()
     assert calls == ["first", "end"]
+
+
+@canary(autograd, "is_in_backward")
+def test_a_backward_is_noticed() -> None:
+    noticed: list[bool] = []
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.register_post_accumulate_grad_hook(lambda _: noticed.append(autograd.is_in_backward()))
+    parameter.sum().backward()
+    assert noticed == [True]
+    assert not autograd.is_in_backward()
 
 
 @canary(autograd, "current_backward")

@@ -1,0 +1,62 @@
+"""Gradients that user code clips with torch's own functions, by any norm and by value, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.models import TinyGPT
+from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.workers import WorkerPools
+
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "norm 1": partial(nn.utils.clip_grad_norm_, max_norm=2.0, norm_type=1),
+    "norm 2": partial(nn.utils.clip_grad_norm_, max_norm=0.1),
+    "norm inf": partial(nn.utils.clip_grad_norm_, max_norm=0.01, norm_type=float("inf"), error_if_nonfinite=True),
+    "value": partial(nn.utils.clip_grad_value_, clip_value=0.001),
+}
+
+
+class Clipped(TinyGPT):
+    """Clips the gradients of one block, then those of all."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(num_layers=2)
+        self.clip = CLIPS[name]
+        self.norms: list[float] = []
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip(self.blocks[0].parameters())
+        total = self.clip(list(self.parameters()))
+        self.norms.append(0.0 if total is None else float(total))
+
+    def on_train_end(self) -> None:
+        assert len(set(self.norms)) == len(self.norms) or self.norms[0] == 0.0
+
+
+@cache
+def _reference(name: str) -> ReferenceRun:
+    return run_reference(_job(name))
+
+
+def _job(name: str) -> Job:
+    return Job(model=partial(Clipped, name), sees_gradients=False)
+
+
+LAYOUTS = (
+    *(Layout(dp=2, zero=stage, zero_settings={"show_gradients": "auto"}) for stage in (0, 1, 2, 3)),
+    Layout(pp=2),
+    Layout(tp=2),
+    Layout(pp=2, dp=2, zero=3),
+    Layout(dp=2, tp=2, zero=1, zero_settings={"show_gradients": "auto"}),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", CLIPS)
+def test_users_clip_as_in_one_process(workers: WorkerPools, name: str, layout: Layout) -> None:
+    assert_parity(_reference(name), run_layout(workers, _job(name), layout))
