@@ -179,6 +179,7 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"zero": {"offload_optimizer": True}}, "zero.offload_optimizer=True is not allowed"),
         ({"zero": {"offload_params": "cpu"}}, "zero.offload_params='cpu' needs zero.stage=3"),
         ({"zero": {"offload_params": "x", "stage": 3}}, "does not go with zero.offload_optimizer='none'"),
+        ({"zero": {"offload_window": 8}}, "zero.offload_window=8 needs zero.offload_optimizer"),
         ({"zero": {"offload_window": -1}}, "zero.offload_window=-1 is not allowed: use a number of at least 0"),
         ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is not built yet"),
         ({"pipeline": {"num_microbatches": 4}}, "Trainer(accumulate_grad_batches=4)"),

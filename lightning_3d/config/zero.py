@@ -73,8 +73,9 @@ class ZeroConfig:
     """Where the shards of parameters lie at stage 3: as ``offload_optimizer``, which must not be ``"none"`` then, as
     parameters are stepped where they lie."""
 
-    offload_window: Annotated[float, AtLeast(0)] = 64
-    """MiB of parameters that an offloaded optimizer steps at a time, while those before and after them are copied."""
+    offload_window: Annotated[float, AtLeast(0)] | Literal["auto"] = "auto"
+    """MiB of parameters that an offloaded optimizer steps at a time, while those before and after them are copied;
+    ``"auto"`` is 64."""
 
     shard_size: Annotated[int, AtLeast(2)] | Literal["auto"] = "auto"
     """How many consecutive data-parallel ranks share the training state; each such group holds all of it (hybrid
@@ -124,6 +125,11 @@ def _check_offload(config: ZeroConfig) -> None:
         raise ConfigError(
             f"zero.offload_params={config.offload_params!r} needs zero.stage=3: at stage {config.stage} every rank's"
             " forward uses whole parameters all the time. Use stage 3, or offload_params='none'"
+        )
+    if config.offload_window != "auto" and config.offload_optimizer == "none":
+        raise ConfigError(
+            f"zero.offload_window={config.offload_window} needs zero.offload_optimizer: without it optimizers step all"
+            " parameters at once. Leave it out, or offload"
         )
     if config.offload_params != "none" and config.offload_optimizer == "none":
         raise ConfigError(

@@ -19,6 +19,8 @@ from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.store import HostMemory, Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states
 
+_WINDOW = 64  # MiB
+
 
 def offload_policy(place: str, device: torch.device) -> OffloadPolicy:
     """FSDP2's policy for ``zero.offload_params``."""
@@ -77,7 +79,7 @@ def offloaded_steps(
     raise_alike(failure, device)
     assert store is not None
     zero.keep_states(store.zeros)
-    window_bytes = config.offload_window * 2**20
+    window_bytes = 2**20 * (_WINDOW if config.offload_window == "auto" else config.offload_window)
     return OffloadedSteps(store, zero.parameter_store, window_bytes=window_bytes, device=device, kinds=kinds)
 
 
