@@ -198,7 +198,8 @@ class _Stage(ShapedStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        around = self.around_backward(self.stage_index, is_last=last_backward) if full_backward else nullcontext()
+        computes = self.has_backward and full_backward  # torch calls it in evaluations, too
+        around = self.around_backward(self.stage_index, is_last=last_backward) if computes else nullcontext()
         with self._measured("backward" if full_backward else "input", bwd_chunk_id), around:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
