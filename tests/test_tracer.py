@@ -64,7 +64,8 @@ class Traced:
             with router.installed():
                 run = StageRun(router, flow, stage, sent, lambda call: nullcontext())
                 sent = run.run(lambda: self.module(self.x))
-        return sent
+        with Router(self.blocks).installed():  # a backward may compute blocks of all stages again, in this one process
+            return sent
 
 
 def _input() -> Tensor:
