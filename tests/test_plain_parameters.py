@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from tests.parity import (
     run_reference,
     whole_state,
 )
-from tests.workers import WorkerPools
+from tests.workers import WorkerError, WorkerPools
 
 Stage = Literal[0, 1, 2, 3]
 PLAIN: tuple[Stage, ...] = (0, 1, 2)
@@ -353,6 +354,15 @@ def test_a_momentum_teacher(workers: WorkerPools, layout: Layout) -> None:
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(dp=2, zero=3)], ids=str)
 def test_a_momentum_teacher_on_another_stage(workers: WorkerPools, layout: Layout) -> None:
     assert_same_state(workers(2).run(_trained, layout, SummonedTeacher), _trained(None, Teacher))
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, dp=2, zero=3)], ids=str)
+def test_a_momentum_teacher_that_would_not_learn_is_refused(workers: WorkerPools, layout: Layout) -> None:
+    with pytest.raises(WorkerError) as caught:
+        workers(layout.world_size).run(_trained, layout, Teacher)
+    for failure in caught.value.failures.values():
+        assert re.search(r"StepError: add_ (changes teacher\.|needs the values of )", failure)
+    assert len(caught.value.failures) == layout.world_size
 
 
 # ---- after fit

@@ -1,7 +1,8 @@
 """A module of which each rank holds a part, in the hands of code that knows nothing of it.
 
-``load_state_dict`` takes whole values, of which each rank keeps its part; ``to`` and the like leave alone what is on
-other pipeline stages; ``state_dict`` warns that it gives parts. Copies (``copy.deepcopy``) do all of this, too.
+``load_state_dict`` takes whole values, of which each rank keeps its part; what is on other pipeline stages raises where
+its values are needed, and ``to`` and the like leave it alone; ``state_dict`` warns that it gives parts. Copies
+(``copy.deepcopy``) do all of this, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.box import fill, is_part
 from lightning_3d.checkpoint.own_state import warn_of_parts
 from lightning_3d.errors import StepError
+from lightning_3d.model.absent import mark_absent
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.tensor.placement import Parts, marks_hidden, marks_of
 from lightning_3d.torch_internals.fsdp_units import let_be_copied, without_units
@@ -34,6 +36,7 @@ def answer_for_parts(module: nn.Module) -> None:
     """Let a module that holds parts answer as described above."""
     if not holds_parts(module):
         return
+    mark_absent(module)
     for owner in module.modules():
         if isinstance(owner, FSDPModule):
             let_be_copied(owner)
@@ -78,6 +81,8 @@ def _take_parts(
                 " holds a part. Use assign=False."
             )
         if not is_part(value) and value.shape == tensor.shape:
+            if tensor.is_meta:
+                tensor.detach().copy_(value)  # raises for another parameter of this stage
             state_dict[prefix + name] = own_part(value, tensor, parts.get(name))
 
 

@@ -49,6 +49,8 @@ class ShardedParameter(DTensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, spec = tree_flatten((args, kwargs))
+        if len(types) > 1 and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            return NotImplemented  # what lies on another pipeline stage answers for itself
         reads = next(_whole_of(leaf).reads for leaf in leaves if isinstance(leaf, ShardedParameter))
         if reads.is_on and not _is_about(func):
             if func in _ALIASES:

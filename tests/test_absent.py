@@ -1,0 +1,123 @@
+"""What lies on other pipeline stages tells its shape, and raises where its values are needed."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from lightning_3d.errors import StepError
+from lightning_3d.model.absent import AbsentTensor, mark_absent
+
+
+def _model() -> nn.Sequential:
+    """Two layers and a norm, of which the first and the norm's buffers are absent."""
+    model = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.Linear(3, 3), nn.BatchNorm1d(3, device="meta"))
+    mark_absent(model)
+    return model
+
+
+Use = Callable[[Tensor, Tensor], Any]
+
+LOST: dict[str, Use] = {
+    "add_": lambda absent, present: present.add_(absent),
+    "add_ of data": lambda absent, present: present.data.mul_(0.5).add_(absent.data, alpha=0.5),
+    "add_ of what was computed": lambda absent, present: present.add_((0.5 * absent).detach().clone()),
+    "+=": lambda absent, present: present.__iadd__(absent),
+    "add_ of a number": lambda absent, present: present.sum().add_(absent.sum()),
+    "lerp_": lambda absent, present: present.lerp_(absent, 0.5),
+    "copy_": lambda absent, present: present.copy_(absent),
+    "_foreach_add_": lambda absent, present: torch._foreach_add_([absent, present], [absent, absent]),
+    "[]": lambda absent, present: present.__setitem__(0, absent[0]),
+    "out": lambda absent, present: torch.add(absent, absent, out=present),
+    "matrix product": lambda absent, present: present @ absent,
+    "linear": lambda absent, present: nn.functional.linear(present, absent),
+    "stack": lambda absent, present: torch.stack([present, absent]),
+    "float": lambda absent, present: float(absent.norm()),
+    "sum of norms": lambda absent, present: float(sum(p.norm() for p in (present, absent))),
+    "numpy": lambda absent, present: absent.detach().numpy(),
+    "cpu": lambda absent, present: absent.cpu(),
+    "equal": lambda absent, present: torch.equal(absent, absent),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+@torch.no_grad()
+def test_functions_that_need_absent_values_raise(name: str) -> None:
+    model = _model()
+    absent, present = model[0].weight, model[1].weight
+    assert isinstance(absent, Tensor)
+    assert isinstance(present, Tensor)
+    before = present.clone()
+    with pytest.raises(StepError, match=r"needs the values of 0.weight, .* inside of `with trainer.strategy.summon"):
+        LOST[name](absent, present)
+    assert torch.equal(present, before) or name == "add_ of data"
+
+
+CROSSING: dict[str, Use] = {
+    "add_": lambda absent, present: absent.mul_(0.5).add_(present, alpha=0.5),
+    "data": lambda absent, present: absent.data.add_(present.data),
+    "copy_": lambda absent, present: absent.copy_(present.detach()),
+    "_foreach_add_": lambda absent, present: torch._foreach_add_([absent], [present]),
+    "assigned data": lambda absent, present: setattr(absent, "data", present),
+}
+
+
+@pytest.mark.parametrize("name", CROSSING)
+@torch.no_grad()
+def test_changes_of_absent_tensors_by_parameters_of_this_stage_raise(name: str) -> None:
+    model = _model()
+    with pytest.raises(StepError, match=r"changes 0\.weight by a parameter of another pipeline stage than its own"):
+        CROSSING[name](model[0].weight, model[1].weight)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_what_another_rank_does_is_left_to_it() -> None:
+    model = _model()
+    absent, present = model[0].weight, model[1].weight
+    assert isinstance(absent, nn.Parameter)
+    assert isinstance(present, nn.Parameter)
+    absent.copy_(torch.ones(3, 3))
+    absent.data = torch.ones(3, 3)
+    absent.mul_(torch.tensor(0.5)).add_(absent).clamp_(-1, 1)
+    absent[0] = 1.0
+    torch._foreach_lerp_([absent, present], [absent * 2, present * 2], 0.5)
+    assert present.isfinite().all()
+    assert model[0].weight.is_meta
+
+
+def test_they_look_like_any_parameter() -> None:
+    model = _model()
+    model.append(model[0])
+    absent = model[0].weight
+    assert isinstance(absent, nn.Parameter)
+    told = absent.shape, absent.numel(), absent.requires_grad, absent.is_leaf, absent.grad
+    assert told == ((3, 3), 9, True, True, None)
+    assert "meta" in repr(model[2].running_mean)
+    assert len(list(model.parameters())) == 6
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.zero_grad()
+    assert optimizer.state_dict()["param_groups"][0]["params"] == list(range(6))
+    copied = copy.deepcopy(model)
+    assert copied[0].weight is copied[3].weight
+    for held in (copied[0].weight, copied[2].running_mean, absent.detach().clone()):
+        assert isinstance(held, AbsentTensor)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    average.update_parameters(model)
+    average.update_parameters(model)
+
+
+def test_files_hold_tensors_of_torch() -> None:
+    model, file = _model(), io.BytesIO()
+    torch.save([model.state_dict(), model[0].weight], file)
+    file.seek(0)
+    state, weight = torch.load(file, weights_only=True)
+    assert type(state["0.weight"]) is Tensor
+    assert type(weight) is nn.Parameter
+    assert weight.is_meta
