@@ -13,8 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.models import TinyMLP, features, loader, reference_loader
-from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
-from tests.workers import WorkerPools
+from tests.parity import (
+    QUIET,
+    Job,
+    Layout,
+    assert_parity,
+    assert_same_state,
+    fitted,
+    run_layout,
+    run_reference,
+    whole_state,
+)
+from tests.workers import WorkerError, WorkerPools
 
 
 class Manual(TinyMLP):
@@ -243,3 +253,48 @@ def test_a_forward_that_fails_is_run_again(workers: WorkerPools, reshards: bool)
     job = Job(model=TriesAgain, data=features, num_val_batches=1)
     layout = Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": reshards})
     assert_parity(run_reference(job), run_layout(workers, job, layout))
+
+
+class _SetsData(L.Callback):
+    """Sets `data` to what was computed from it, and to whole tensors, as pruning and orthogonal regularisers do.
+
+    Args:
+        transposes: Whether it does so to another shape.
+    """
+
+    def __init__(self, transposes: bool = False) -> None:
+        self.transposes = transposes
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        for parameter in pl_module.parameters():
+            parameter.data = parameter.data * 0.9
+        pl_module.scale.data = torch.full((3,), 0.5)
+        first = pl_module.layers[0].weight
+        first.data = torch.arange(first.numel()).view(first.shape).div(first.numel())
+        if self.transposes:
+            first.data = torch.ones(first.shape[::-1])
+
+
+class Scaled(TinyMLP):
+    """A parameter with fewer rows than ranks have places for."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, num_layers=1)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.sum()
+
+
+def _set_data(layout: Layout | None, *transposes: bool) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, Scaled, data=features, callbacks=[_SetsData(*transposes)])[0])
+
+
+def test_data_of_parameters_is_set(workers: WorkerPools) -> None:
+    layout = Layout(dp=2, zero=3)
+    assert_same_state(workers(2).run(_set_data, layout), _set_data(None))
+    with pytest.raises(
+        WorkerError, match=r"StepError: layers.0.weight.data was set to a tensor of shape \(8, 16\)"
+    ) as e:
+        workers(2).run(_set_data, layout, True)
+    assert e.value.failures.keys() == {0, 1}

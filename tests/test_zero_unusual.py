@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from lightning_3d import ThreeDStrategy
 from tests.models import TinyMLP, features, loader, reference_loader
 from tests.optimizers import DecayingFirst, Derived, FlatStep, Listing, OwnState
-from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
+from tests.parity import (
+    QUIET,
+    Job,
+    Layout,
+    assert_parity,
+    assert_same_state,
+    fitted,
+    run_layout,
+    run_reference,
+    whole_state,
+)
 from tests.workers import WorkerError, WorkerPools
 
 Stage = Literal[0, 1, 2]
@@ -55,6 +65,30 @@ class Trained(TinyMLP):
 def test_unusual_optimizers(workers: WorkerPools, name: str, stage: Stage) -> None:
     job = Job(model=partial(Trained, name), data=features, sees_gradients=False, num_val_batches=1, steps=6)
     assert_parity(run_reference(job), run_layout(workers, job, Layout(dp=2, zero=stage)), tolerance=1e-5)
+
+
+class _AddsGroup(L.Callback):
+    """Gives parameters to the optimizer that had gradients and no optimizer before, as fine-tuning callbacks do."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            trainer.optimizers[0].add_param_group({"params": pl_module.layers[1].parameters(), "lr": 0.1})
+
+
+class PartlyOptimized(TinyMLP):
+    """A layer of no optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for fqn, p in self.named_parameters() if "layers.1." not in fqn], lr=0.05)
+
+
+def _add_group(layout: Layout | None) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, PartlyOptimized, data=features, callbacks=[_AddsGroup()])[0])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_groups_added_in_training_begin_without_gradients(workers: WorkerPools, stage: Any) -> None:
+    assert_same_state(workers(2).run(_add_group, Layout(dp=2, zero=stage)), _add_group(None))
 
 
 # ---- models and steps

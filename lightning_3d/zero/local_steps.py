@@ -37,10 +37,12 @@ class LocalSteps:
         self._swapped: dict[Optimizer, _Swapped | Window] = {}
         self._failed: set[Optimizer] = set()  # whose last step was left by an exception
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
+        self._optimizers: Sequence[Optimizer] = ()
 
     @contextmanager
     def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
         """Change the steps of these optimizers inside."""
+        self._optimizers = optimizers
         for optimizer in optimizers:
             self._take_own_rows(optimizer)
         hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
@@ -99,9 +101,14 @@ class LocalSteps:
             self._offload.finish()
         parameters = self._parameters(optimizer)
         self._zero.begin_gather(p for p in parameters if p.requires_grad)
-        self._zero.drop_gradients(parameters)
+        self._zero.drop_gradients([*parameters, *self._unused()])
         if self._has_owners(optimizer):
             raise_alike(error, self._device)
+
+    def _unused(self) -> list[nn.Parameter]:
+        """Parameters of no optimizer, which may get one: their gradients until then are not to be stepped."""
+        used = {parameter for optimizer in self._optimizers for parameter in self._parameters(optimizer)}
+        return [parameter for parameter in self._zero.shards if parameter not in used]
 
     def fail(self, optimizer: Optimizer, error: Exception) -> None:
         """After a step that raised: raise on all ranks where each steps other parameters, and so may fail alone."""

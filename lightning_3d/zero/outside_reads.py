@@ -39,6 +39,7 @@ _ABOUT = {  # what a parameter says of itself without its values
 }
 _VALUE_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 _ALIASES = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # a getset descriptor
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))}
 
 
@@ -52,6 +53,8 @@ class ShardedParameter(DTensor):
         if len(types) > 1 and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return NotImplemented  # what lies on another pipeline stage answers for itself
         reads = next(_whole_of(leaf).reads for leaf in leaves if isinstance(leaf, ShardedParameter))
+        if func == _SET_DATA:
+            return _set_data(*args)
         if reads.is_on and not _is_about(func):
             if func in _ALIASES:
                 with DisableTorchFunctionSubclass():
@@ -73,6 +76,20 @@ class ShardedParameter(DTensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         with DisableTorchFunctionSubclass():
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+@torch.no_grad()
+def _set_data(tensor: ShardedParameter, values: Tensor) -> None:
+    """Take values over: DTensors keep theirs in another tensor, which ``data`` does not reach."""
+    if values.shape != tensor.shape or values.dtype != tensor.dtype:
+        raise StepError(
+            f"{_whole_of(tensor).fqn}.data was set to a tensor of shape {tuple(values.shape)} and {values.dtype}, but"
+            f" at ZeRO stage 3 each replica has its rows of {tuple(tensor.shape)} in {tensor.dtype}. Give it one of"
+            " that shape and dtype."
+        )
+    target, own = _placed([tensor, values], "data")
+    with DisableTorchFunctionSubclass():
+        target.copy_(own)
 
 
 def _is_about(func: Any) -> bool:
