@@ -334,9 +334,8 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self._parts.runner.before_backward(closure_loss)
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._parts.runner.after_backward()
+        with self._parts.runner.around_backward(closure_loss):
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if not self._accumulating:
             self._parts.zero.settle()
         return loss

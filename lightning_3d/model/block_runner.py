@@ -1,6 +1,7 @@
 """The one owner of a block's calls: a patch of the block, and the layers around its author's forward in fixed order.
 
     block(...)           route      a running step answers; a block of another stage refuses to run outside of one
+                         watch      whoever watches the step sees what goes in and comes out
                          recompute  the step runs what is below under a checkpoint, if glue called one
                          hooks      the user's, and those with which FSDP2 gathers parameters
     block.forward(...)   route      as above, as glue may call it directly
@@ -49,12 +50,23 @@ class Step(Protocol):
         """Answer a call of a block that glue made; ``call`` runs the block itself."""
 
 
+class Watch(Protocol):
+    """Sees what blocks take and give."""
+
+    def run(self, fqn: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Run the call of a block."""
+
+
 class Route(Protocol):
     """Where the calls of blocks go."""
 
     @property
     def step(self) -> Step | None:
         """The step whose glue is running."""
+
+    @property
+    def watch(self) -> Watch | None:
+        """Sees the calls that are answered here."""
 
 
 class BlockRunner:
@@ -151,13 +163,17 @@ class BlockRunner:
 
     def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
         call = self._hidden[CALL] if CALL in self._hidden else call_of(self.block)
-        return call(*args, **kwargs)
+        return self._watched(call)(*args, **kwargs)
+
+    def _watched(self, call: Call) -> Call:
+        watch = None if self.route is None else self.route.watch
+        return call if watch is None else functools.partial(watch.run, self.fqn, call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In place of ``block.forward(...)``."""
         if self.route is not None and (step := self.route.step) is not None:
-            return step.on_block(self, self._forward, args, kwargs)
-        return self._forward(*args, **kwargs)
+            return step.on_block(self, self._watched(self._forward), args, kwargs)
+        return self._watched(self._forward)(*args, **kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_present()

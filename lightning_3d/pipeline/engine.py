@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from torch import Tensor
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.anomaly import StepWatch
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
@@ -31,7 +33,7 @@ from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.study import Study
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
-from lightning_3d.torch_internals.pytree import tree_map_only
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.zero.engine import RankModule
@@ -102,6 +104,7 @@ class _Step:
     flows: Sequence[StageFlow]
     number: int
     backward: bool
+    watch: StepWatch | None
     outputs: dict[int, Any] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage."""
 
@@ -143,13 +146,25 @@ class PipelineEngine:
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()
 
-    def run(self, name: str, batch: Any, rest: Sequence[Any], *, number: int, backward: bool) -> Any:
+    def run(
+        self,
+        name: str,
+        batch: Any,
+        rest: Sequence[Any],
+        *,
+        number: int,
+        backward: bool,
+        watch: StepWatch | None = None,
+        computed: Callable[[], None] = lambda: None,
+    ) -> Any:
         """Run ``module.<name>(batch, *rest)`` in microbatches on all stages.
 
         Args:
             name: ``"training_step"``, ``"validation_step"``, ...
             number: Counts the steps, for their random numbers.
             backward: Whether to run the backward too; gradients are left in the parameters, not reduced.
+            watch: Watches the step.
+            computed: Called when all microbatches are computed on this rank; if it raises, it has to do so on all.
 
         Returns:
             What the step returns for the whole batch, the same on every stage; tensors are detached.
@@ -161,13 +176,14 @@ class PipelineEngine:
         keys = [(*modes, signature(part.batch)) for part in parts]
         flows = [self._flow(key, name, part.batch, rest) for key, part in zip(keys, parts, strict=True)]
         schedule = self._schedule((backward, *keys), flows, backward=backward)
-        step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward)
+        step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward, watch=watch)
         with self._effects.begin(number):
             if self._recorder is not None:
                 torch.distributed.barrier(self._group)
                 self._recorder.begin()
                 self._planned = schedule.planned()
             schedule.run(partial(self._forward, step), self._around_backward, self._recorder)
+        computed()
         self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=batch_size(parts[-1].batch))
         reports = share(
             lambda: self._reports(step),
@@ -195,11 +211,17 @@ class PipelineEngine:
     def _forward(self, step: _Step, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a microbatch on a stage; returns the tensors to send, or the weighted loss on the last stage."""
         place = Place(stage=stage, microbatch=index, is_last=stage == self._last_stage)
-        output = self._rank_module(partial(self._run_stage, step, place), *received)
-        if not place.is_last:
-            return output
-        step.outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
-        return check_loss(output).reshape(()) * step.parts[index].weight if step.backward else ()
+        watched = nullcontext() if step.watch is None else step.watch.microbatch(stage, index, len(step.parts))
+        with watched as watch:
+            output = self._rank_module(partial(self._run_stage, step, place), *received)
+        if place.is_last:
+            step.outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
+            output = check_loss(output).reshape(()) * step.parts[index].weight if step.backward else ()
+        if watch is not None:
+            if place.is_last:
+                watch.see_loss(output)
+            watch.see_backward(tree_leaves(output))
+        return output
 
     def _run_stage(self, step: _Step, place: Place, *received: Tensor) -> Any:
         index = place.microbatch

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Variable
 from torch.autograd import function as autograd_function
+from torch.autograd.graph import Node
 from torch.utils.checkpoint import _StopRecomputationError
 
 from lightning_3d.torch_internals.modules import attributes_replaced
@@ -69,16 +71,33 @@ def is_reentrant(cls: type[torch.autograd.Function]) -> bool:
     return cls is torch.utils.checkpoint.CheckpointFunction
 
 
-def reachable_nodes(outputs: Iterable[Tensor]) -> set[object]:
+def reachable_nodes(outputs: Iterable[Tensor]) -> set[Node]:
     """The nodes that the backward of these outputs runs."""
-    waiting: list[object] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    nodes: set[object] = set(waiting)
+    waiting: list[Node] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    nodes = set(waiting)
     while waiting:
-        for node, _ in waiting.pop().next_functions:  # type: ignore[attr-defined]
+        for node, _ in waiting.pop().next_functions:
             if node is not None and node not in nodes:
                 nodes.add(node)
                 waiting.append(node)
     return nodes
+
+
+def next_node_number() -> int:
+    """The number that the next node of the graph gets that this thread makes; they ascend."""
+    return _get_sequence_nr()
+
+
+def number_of_node(node: Node) -> int:
+    """The number of a node, in the order of the thread that made it."""
+    return node._sequence_nr()
+
+
+def frames_of_forward(node: Node) -> list[str]:
+    """The stack, outermost first, as ``traceback`` formats it, of the call that made a node in torch's anomaly mode."""
+    metadata: Any = node.metadata  # a property, which torch 2.13 declares as a method
+    frames: list[str] = metadata.get("traceback_", [])
+    return frames
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

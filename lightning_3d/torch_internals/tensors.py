@@ -23,6 +23,9 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a view was made of, for autograd; None for what is no view."""
 
+is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor stands for others inside of a transform of ``torch.func``, such as ``vmap``."""
+
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 """Whether autograd holds a tensor for a view of another."""
 

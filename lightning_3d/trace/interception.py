@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.model.block_runner import BlockRunner, Call, running
+from lightning_3d.model.block_runner import BlockRunner, Call, Watch, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, custom_functions_seen, is_reentrant
 from lightning_3d.torch_internals.dispatch import pop_function_mode, push_function_mode
 from lightning_3d.trace.attributes import AttributeGuards
@@ -187,6 +187,7 @@ class Router:
 
     def __init__(self, blocks: Mapping[str, nn.Module], absent: AbstractSet[str] = frozenset()) -> None:
         self.step: StepMode | None = None
+        self.watch: Watch | None = None
         self.blocks, self._absent = blocks, absent
         self._guards = AttributeGuards(lambda: self.step is not None)
 

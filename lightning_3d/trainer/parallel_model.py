@@ -32,6 +32,7 @@ from lightning_3d.planning.planner import Observer, decide
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
+from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
@@ -132,7 +133,8 @@ def make_parallel(
         stage=mesh.pp_rank,
         device=device,
     )
-    runner: StepRunner = WholeModelRunner(module, zero, randomness)
+    anomalies = AnomalyDetection(router, mesh, plan.num_stages, device)
+    runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies)
     if mesh.shape.pp > 1:
         engine = PipelineEngine(
             module=module,
@@ -144,7 +146,8 @@ def make_parallel(
             device=device,
             around_backward=zero.stage_backward,
         )
-        runner = PipelineRunner(module, zero, engine, gradients, splits_backward=config.pipeline.splits_backward)
+        splits = config.pipeline.splits_backward
+        runner = PipelineRunner(module, zero, engine, gradients, splits_backward=splits, anomalies=anomalies)
     precision.attach(device_type=device.type, norm=gradients.norm, zero=zero)
     guard = BatchGuard(config.batch, mesh, device)
     return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
@@ -11,11 +13,13 @@ from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.trainer.anomaly import AnomalyDetection, without_torchs_check
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.gradients import Gradients
@@ -37,12 +41,8 @@ class StepRunner(Protocol):
         """Run ``<name>(batch, *rest)`` without gradients; returns what it returns."""
 
     @abstractmethod
-    def before_backward(self, loss: Tensor) -> None:
-        """Called before Lightning runs the backward of a loss."""
-
-    @abstractmethod
-    def after_backward(self) -> None:
-        """Called when Lightning has run a backward."""
+    def around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Inside of it Lightning runs the backward of a loss."""
 
     @abstractmethod
     def after_optimizer_step(self) -> None:
@@ -60,12 +60,21 @@ class StepRunner(Protocol):
 class WholeModelRunner(StepRunner):
     """Runs steps at once, where every rank holds all blocks."""
 
-    def __init__(self, module: LightningModule, zero: Zero, randomness: StepRandomness) -> None:
-        self._module, self._zero, self._randomness = module, zero, randomness
+    def __init__(
+        self, module: LightningModule, zero: Zero, randomness: StepRandomness, anomalies: AnomalyDetection
+    ) -> None:
+        self._module, self._zero, self._randomness, self._anomalies = module, zero, randomness, anomalies
+        self._watch: StepWatch | None = None  # of the last training step
+        self._watched: MicrobatchWatch | None = None  # its one microbatch
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         self._zero.set_accumulating(accumulating)
-        output = self._run("training_step", batch, rest, number=number)
+        self._watch = self._anomalies.new_watch()
+        if self._watch is None:
+            output = self._run("training_step", batch, rest, number=number)
+        else:
+            with without_torchs_check(), self._watch.microbatch(0, 0, 1) as self._watched:
+                output = self._run("training_step", batch, rest, number=number)
         if self._module.automatic_optimization:
             check_loss(output)
         return output
@@ -79,11 +88,18 @@ class WholeModelRunner(StepRunner):
         with self._randomness.replica(number):
             return tree_map(plain, self._zero.root(lambda: getattr(self._module, name)(batch, *rest)))
 
-    def before_backward(self, loss: Tensor) -> None:
+    @contextmanager
+    def around_backward(self, loss: Tensor) -> Iterator[None]:
         self._zero.before_backward(loss)
-
-    def after_backward(self) -> None:
-        """Nothing: the gradients are where Lightning looks for them."""
+        if self._watch is None or self._watched is None:
+            yield
+            return
+        self._watched.see_loss(loss)
+        self._watched.see_backward([loss])
+        with without_torchs_check():
+            yield
+        if (error := self._anomalies.error(self._watch)) is not None:
+            raise error
 
     def after_optimizer_step(self) -> None:
         """Nothing."""
@@ -110,29 +126,41 @@ class PipelineRunner(StepRunner):
         gradients: Gradients,
         *,
         splits_backward: bool,
+        anomalies: AnomalyDetection,
     ) -> None:
         self._module, self._zero, self._engine, self._gradients = module, zero, engine, gradients
-        self._splits_backward = splits_backward
+        self._anomalies, self._splits_backward = anomalies, splits_backward
         self._pending = PendingGradients(zero)
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         self._pending.begin()
         self._zero.begin_step(splits_backward=self._splits_backward)
-        output = self._engine.run("training_step", batch, rest, number=number, backward=True)
+        output = self._run(batch, rest, number)
         self._zero.end_step()
         self._gradients.sum_shared()
         loss = self._pending.hold(loss_of(output))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
+    def _run(self, batch: Any, rest: Sequence[Any], number: int) -> Any:
+        run = partial(self._engine.run, "training_step", batch, rest, number=number, backward=True)
+        if (watch := self._anomalies.new_watch()) is None:
+            return run()
+        with without_torchs_check():
+            return run(watch=watch, computed=partial(self._raise_if_found, watch))
+
+    def _raise_if_found(self, watch: StepWatch) -> None:
+        if (error := self._anomalies.error(watch)) is not None:
+            self._zero.end_step()
+            raise error
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         output = self._engine.run(name, batch, rest, number=number, backward=False)
         self._zero.settle()
         return output
 
-    def before_backward(self, loss: Tensor) -> None:
-        """Nothing: the backward has run."""
-
-    def after_backward(self) -> None:
+    @contextmanager
+    def around_backward(self, loss: Tensor) -> Iterator[None]:
+        yield  # the backward has run; Lightning's puts the gradients in place
         self._pending.check_released()
 
     def after_optimizer_step(self) -> None:

@@ -1,0 +1,249 @@
+"""What is not finite in a training step, and which block made it; looked for under ``Trainer(detect_anomaly=True)``.
+
+Nothing is raised where it is found, as other ranks would wait for this one in a schedule or a collective. It is noted,
+the step runs on to the end of its backward, and then all ranks raise alike (``trainer/anomaly.py``). So torch's own
+check, which raises inside of a backward, is off meanwhile, and hooks on the nodes of the graph look at what it would.
+
+[Note: infinities]
+An infinity may be meant: a mask, the logits of choices that are left out. So one is only noted, and counts once
+something else is certain: a NaN, or a loss that is not finite. Then it may be what that comes from, and is told first.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import lightning_3d
+from lightning_3d.model.block_runner import Call
+from lightning_3d.tensor.vocabulary.sharded_output import ShardedOutput
+from lightning_3d.torch_internals.autograd import (
+    frames_of_forward,
+    is_in_backward,
+    next_node_number,
+    number_of_node,
+    reachable_nodes,
+)
+from lightning_3d.torch_internals.dtensor import local_tensor
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.tensors import is_transformed
+from lightning_3d.trace.interception import Router
+
+_LIBRARIES = tuple(f'  File "{Path(package.__file__ or "").parent}{os.sep}' for package in (torch, L, lightning_3d))
+_NUM_FRAMES = 5
+
+
+class Value(IntEnum):
+    """The worst value in some tensors."""
+
+    FINITE = 0
+    INFINITE = 1
+    NAN = 2
+
+    def __str__(self) -> str:
+        return ("finite values", "inf", "nan")[self]
+
+
+class Phase(IntEnum):
+    """The part of a microbatch's computation, in order."""
+
+    FORWARD = 0
+    LOSS = 1
+    BACKWARD = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that is not finite, on one rank in one microbatch."""
+
+    stage: int
+    microbatch: int
+    num_microbatches: int
+    phase: Phase
+    order: int
+    """Sorts the findings of one stage, microbatch and phase, alike on the ranks that compute it."""
+    block: str | None
+    """FQN of the block that computed it; None for code outside of blocks."""
+    after: str | None
+    """FQN of the block that ran last on this stage before."""
+    took: Value
+    """The worst among what it was computed of."""
+    gave: Value
+    detail: str = ""
+    """Of a backward: torch's words for it."""
+    frames: tuple[str, ...] = ()
+    """Of a backward: the lines of the user's code that called its forward, outermost first."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it can't be meant; see [Note: infinities]."""
+        return self.gave == Value.NAN or self.phase == Phase.LOSS
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Sorts the findings of one microbatch as its computation goes through the stages and back."""
+        return self.phase, -self.stage if self.phase == Phase.BACKWARD else self.stage, self.order
+
+
+class StepWatch:
+    """Watches a training step on this rank.
+
+    Args:
+        router: Shows the calls of the blocks.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self.findings: list[Finding] = []
+
+    @contextmanager
+    def microbatch(self, stage: int, index: int, num_microbatches: int) -> Iterator[MicrobatchWatch]:
+        """Watch the blocks inside, where a stage runs the forward of a microbatch."""
+        self._router.watch = watch = MicrobatchWatch(self.findings, stage, index, num_microbatches)
+        try:
+            yield watch
+        finally:
+            self._router.watch = None
+
+
+class MicrobatchWatch:
+    """Watches a microbatch on a stage.
+
+    Args:
+        findings: Gets the first finding of each kind.
+    """
+
+    def __init__(self, findings: list[Finding], stage: int, index: int, num_microbatches: int) -> None:
+        self._findings = findings
+        self._stage, self._index, self._num_microbatches = stage, index, num_microbatches
+        self._first_node = next_node_number()
+        self._starts: list[int] = []  # by call of a block: the number of the first node of the graph that it made
+        self._ends: list[int] = []
+        self._blocks: list[str] = []  # by call: FQN
+        self._is_in_block = False
+        self._noted: set[tuple[Phase, bool]] = set()
+
+    def run(self, fqn: str, call: Call, *args: Any, **kwargs: Any) -> Any:
+        """Run the call of a block, and look at what it takes and gives."""
+        if self._is_in_block or is_in_backward():  # seen already, the latter in the forward that is recomputed
+            return call(*args, **kwargs)
+        took, start = worst_value(tree_leaves((args, kwargs))), next_node_number()
+        self._is_in_block = True
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._is_in_block = False
+        gave = worst_value(tree_leaves(output))
+        if gave != Value.FINITE:
+            self._note(Phase.FORWARD, order=len(self._blocks), block=fqn, took=took, gave=gave)
+        self._starts.append(start)
+        self._ends.append(next_node_number())
+        self._blocks.append(fqn)
+        return output
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Look at a loss before its backward."""
+        if (value := worst_value([loss])) != Value.FINITE:
+            self._note(Phase.LOSS, gave=value)
+
+    def see_backward(self, outputs: Iterable[Any]) -> None:
+        """Let the backward of these outputs be watched."""
+        for node in reachable_nodes(leaf for leaf in outputs if isinstance(leaf, Tensor)):
+            if node.next_functions:  # else it puts a gradient into a parameter, which several microbatches do
+                watch = partial(self._on_node, node.name(), number_of_node(node), frames_of_forward(node))
+                node.register_hook(watch)  # which does not refer to the node: no garbage collector would see that
+
+    def _on_node(
+        self, name: str, number: int, frames: list[str], outputs: Iterable[Any], inputs: Iterable[Any]
+    ) -> None:
+        if (Phase.BACKWARD, True) in self._noted:
+            return
+        position = next((i for i, output in enumerate(outputs) if worst_value([output]) == Value.NAN), None)
+        if position is None:
+            return
+        call = bisect_right(self._starts, number) - 1
+        is_in_block = call >= 0 and number < self._ends[call]
+        self._note(
+            Phase.BACKWARD,
+            order=self._first_node - number,
+            block=self._blocks[call] if is_in_block else None,
+            after=self._blocks[call] if call >= 0 else None,
+            took=worst_value(inputs),
+            gave=Value.NAN,
+            detail=f"Function {name!r} returned nan values in its {position}th output",
+            frames=_of_user(frames),
+        )
+
+    def _note(
+        self,
+        phase: Phase,
+        *,
+        gave: Value,
+        took: Value = Value.FINITE,
+        order: int = 0,
+        block: str | None = None,
+        after: str | None = None,
+        detail: str = "",
+        frames: tuple[str, ...] = (),
+    ) -> None:
+        finding = Finding(
+            stage=self._stage,
+            microbatch=self._index,
+            num_microbatches=self._num_microbatches,
+            phase=phase,
+            order=order,
+            block=block,
+            after=after if after is not None or not self._blocks or phase == Phase.BACKWARD else self._blocks[-1],
+            took=took,
+            gave=gave,
+            detail=detail,
+            frames=frames,
+        )
+        if (phase, finding.is_certain) not in self._noted:
+            self._noted.add((phase, finding.is_certain))
+            self._findings.append(finding)
+
+
+@torch.no_grad()
+def worst_value(leaves: Iterable[Any]) -> Value:
+    """The worst floating value in this rank's parts of these tensors; other leaves count as finite."""
+    worst = Value.FINITE
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            continue
+        values = _values(leaf)
+        if values.is_meta or is_transformed(values) or values.isfinite().all():
+            continue
+        if values.isnan().any():
+            return Value.NAN
+        worst = Value.INFINITE
+    return worst
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """All values that this rank has of a tensor, without a collective."""
+    if isinstance(tensor, ShardedOutput):
+        tensor = tensor.local
+    elif isinstance(tensor, DTensor):
+        tensor = local_tensor(tensor)
+    if tensor.layout != torch.strided or tensor.is_nested:
+        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+
+
+def _of_user(frames: list[str]) -> tuple[str, ...]:
+    """The innermost frames outside of torch, Lightning and this package."""
+    own = [frame for frame in frames if not frame.startswith(_LIBRARIES)]
+    return tuple(own[-_NUM_FRAMES:])
