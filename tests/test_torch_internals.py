@@ -192,6 +192,24 @@ def test_steps_without_hooks() -> None:
         assert calls == []
 
 
+@canary(autograd, "next_node_number", "number_of_node", "frames_of_forward")
+def test_nodes_tell_when_and_where_they_were_made() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        first = autograd.next_node_number()
+        doubled = 2 * x
+        second = autograd.next_node_number()
+        total = doubled.sum()
+    assert doubled.grad_fn is not None
+    assert total.grad_fn is not None
+    numbers = [autograd.number_of_node(node) for node in (doubled.grad_fn, total.grad_fn)]
+    assert first <= numbers[0] < second <= numbers[1] < autograd.next_node_number()
+    assert "doubled = 2 * x" in autograd.frames_of_forward(doubled.grad_fn)[-1]
+    unseen = x.sum().grad_fn
+    assert unseen is not None
+    assert autograd.frames_of_forward(unseen) == []
+
+
 @canary(autograd, "when_backward_ends")
 def test_end_of_a_backward() -> None:
     calls: list[str] = []
@@ -221,6 +239,19 @@ def test_backwards_have_numbers() -> None:
     (torch.utils.checkpoint.checkpoint(lambda x: x * parameter, x, use_reentrant=True) * parameter).sum().backward()
     parameter.sum().backward()
     assert len(numbers) == len(set(numbers)) == 3
+
+
+@canary(tensors, "is_transformed")
+def test_tensors_inside_of_transforms() -> None:
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(tensors.is_transformed(x))
+        return x
+
+    torch.vmap(function)(torch.ones(2, 2))
+    assert seen == [True]
+    assert not tensors.is_transformed(torch.ones(2))
 
 
 @canary(tensors, "storage_id", "typed_storage")

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import lightning_3d
 from lightning_3d.model.block_runner import Call
 from lightning_3d.tensor.vocabulary.sharded_output import ShardedOutput
 from lightning_3d.torch_internals.autograd import (
@@ -41,7 +40,8 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import is_transformed
 from lightning_3d.trace.interception import Router
 
-_LIBRARIES = tuple(f'  File "{Path(package.__file__ or "").parent}{os.sep}' for package in (torch, L, lightning_3d))
+_FOLDERS = (*(Path(package.__file__ or "").parent for package in (torch, L)), Path(__file__).parents[1])
+_LIBRARIES = tuple(f'  File "{folder}{os.sep}' for folder in _FOLDERS)
 _NUM_FRAMES = 5
 
 

@@ -1,0 +1,339 @@
+"""`Trainer(detect_anomaly=True)`: all ranks raise one error that says where a value is not finite, and lose nothing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import Tensor, nn
+
+from lightning_3d import StepError
+from lightning_3d.pipeline.anomaly import Finding, Phase, Value, worst_value
+from lightning_3d.trainer.anomaly import RankFinding, describe
+from tests.models import TinyGPT
+from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.workers import WorkerPools
+
+LIMIT = 60.0
+"""Seconds in which every rank has raised."""
+
+STEPS_BEFORE = 2
+"""Optimizer steps before the faulty one."""
+
+
+class _NanBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("nan")
+
+
+def _spoiled(x: Tensor, how: str) -> Tensor:
+    if how == "backward":
+        spoiled: Tensor = _NanBackward.apply(x)  # type: ignore[no-untyped-call]  # torch 2.13
+        return spoiled
+    return x + torch.full_like(x, float(how))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that goes wrong in one call of one module on one rank."""
+
+    how: Literal["nan", "inf", "backward"] = "nan"
+    call: int = 0
+    """Which call of it in the step, counted from 0: with a pipeline the microbatch."""
+    rank: int | None = None
+    """The only rank on which it does; None for all that run it."""
+
+
+class Spoiling(nn.Module):
+    """A module whose output can be spoiled."""
+
+    def __init__(self, inner: nn.Module, fault: Fault) -> None:
+        super().__init__()
+        self.inner, self.fault = inner, fault
+        self.calls: int | None = None
+        """In this step; None while nothing goes wrong."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.inner(x)
+        is_spoiled = self.calls == self.fault.call and self.fault.rank in (None, dist.get_rank())
+        self.calls = None if self.calls is None else self.calls + 1
+        return _spoiled(output, self.fault.how if is_spoiled else "0")  # glue has to make the same calls in each step
+
+
+class FaultyGPT(TinyGPT):
+    """A TinyGPT in which the third block, the loss, or glue between the second and third block, can go wrong."""
+
+    def __init__(self, place: Literal["block", "loss", "glue"], fault: Fault) -> None:
+        super().__init__()
+        spoiling = Spoiling(self.blocks[2] if place == "block" else nn.Identity(), fault)
+        if place == "block":
+            self.blocks[2] = spoiling
+        else:
+            self.spoiling = spoiling
+        self.place = place
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for index, block in enumerate(self.blocks):
+            x = self.spoiling(x) if self.place == "glue" and index == 2 else x
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return self.spoiling(loss) if self.place == "loss" else loss
+
+
+class _Arm(L.Callback):
+    """Lets the fault happen in one batch."""
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, Spoiling):
+                module.calls = 0 if batch_idx == STEPS_BEFORE else None
+
+
+def _message(layout: Layout, model: partial[FaultyGPT]) -> tuple[str, float, dict[str, Tensor]]:
+    """What is raised on this rank, after how long, and the state that is saved then."""
+    start, callbacks = time.monotonic(), [_Arm(), OnExceptionCheckpoint(".")]
+    with pytest.raises(StepError) as raised:
+        fitted(layout, model, callbacks=callbacks, epochs=1, detect_anomaly=True, enable_checkpointing=True)
+    elapsed = time.monotonic() - start
+    state = torch.load("on_exception.ckpt", weights_only=False)["state_dict"] if dist.get_rank() == 0 else {}
+    return str(raised.value), elapsed, state
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fault in a layout, and what the error begins with."""
+
+    layout: Layout
+    fault: Fault
+    place: Literal["block", "loss", "glue"] = "block"
+    error: str
+    where: str
+    then: str = ""
+
+
+def _in_pipeline(schedule: Any, fault: Fault, error: str, then: str = "") -> Case:
+    num_stages = 2 if schedule in ("gpipe", "1f1b") else 4
+    layout = Layout(pp=2, num_microbatches=4, schedule=schedule, stages_per_rank=num_stages // 2)
+    where = f"pipeline stage {num_stages // 2} of {num_stages}, microbatch {fault.call} of 4"
+    return Case(layout=layout, fault=fault, error=error, where=where, then=then)
+
+
+NAN = "block blocks.2 made nan out of finite values"
+INF = "block blocks.2 made inf out of finite values"
+THEN_NAN = " Then block blocks.3 gave nan."
+LOSS = "made after the last block, head"
+BACKWARD = (
+    "the backward of block blocks.2 made nan: Function '_NanBackwardBackward' returned nan values in its 0th output"
+)
+WHOLE = "pipeline stage 0 of 1, microbatch 0 of 1"
+
+CASES = {
+    "gpipe": _in_pipeline("gpipe", Fault(how="inf", call=2), INF, THEN_NAN),
+    "1f1b": _in_pipeline("1f1b", Fault(how="backward", call=1), BACKWARD),
+    "interleaved": _in_pipeline("interleaved", Fault(call=3), NAN),
+    "zero bubble": _in_pipeline("interleaved_zero_bubble", Fault(how="backward"), BACKWARD),
+    "zbv": _in_pipeline("zbv", Fault(how="backward", call=3), BACKWARD),
+    "loss in a pipeline": Case(
+        layout=Layout(pp=2, num_microbatches=2),
+        fault=Fault(how="inf"),  # of all microbatches, each of which begins with the attributes of before the step
+        place="loss",
+        error=f"the loss is inf, {LOSS}",
+        where="pipeline stage 1 of 2, microbatch 0 of 2",
+    ),
+    "one replica": Case(
+        layout=Layout(dp=2, zero=1),
+        fault=Fault(how="inf", rank=1),
+        error=INF,
+        where=f"{WHOLE}, data-parallel rank 1 of 2",
+        then=THEN_NAN,
+    ),
+    "backward on one replica": Case(
+        layout=Layout(dp=2, zero=3),
+        fault=Fault(how="backward", rank=1),
+        error=BACKWARD,
+        where=f"{WHOLE}, data-parallel rank 1 of 2",
+    ),
+    "loss on one replica": Case(
+        layout=Layout(dp=2, zero=2),
+        fault=Fault(rank=1),
+        place="loss",
+        error=f"the loss is nan, {LOSS}",
+        where=f"{WHOLE}, data-parallel rank 1 of 2",
+    ),
+    "glue": Case(
+        layout=Layout(dp=2, zero=0),
+        fault=Fault(),
+        place="glue",
+        error="block blocks.2 was given nan, made outside of blocks before it, and gave nan",
+        where=f"{WHOLE}, data-parallel rank 0 of 2",
+    ),
+    "one tensor-parallel rank": Case(
+        layout=Layout(tp=2),
+        fault=Fault(rank=1),
+        error=NAN,
+        where=f"{WHOLE}, tensor-parallel rank 1 of 2",
+    ),
+    "backward on one tensor-parallel rank": Case(
+        layout=Layout(tp=2),
+        fault=Fault(how="backward", rank=0),
+        error=BACKWARD,
+        where=f"{WHOLE}, tensor-parallel rank 0 of 2",
+    ),
+    "stage 3 in a pipeline": Case(
+        layout=Layout(pp=2, dp=2, zero=3, num_microbatches=2),
+        fault=Fault(how="backward", call=1, rank=3),
+        error=BACKWARD,
+        where="pipeline stage 1 of 2, microbatch 1 of 2, data-parallel rank 1 of 2",
+    ),
+    "tensor parallel in a pipeline": Case(
+        layout=Layout(pp=2, tp=2, num_microbatches=2),
+        fault=Fault(call=1, rank=3),
+        error=NAN,
+        where="pipeline stage 1 of 2, microbatch 1 of 2, tensor-parallel rank 1 of 2",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def states() -> dict[str, dict[str, Tensor]]:
+    """One process just before the faulty step, by the place of the fault."""
+    return {
+        place: whole_state(
+            fitted(None, partial(FaultyGPT, place, Fault()), max_steps=STEPS_BEFORE, limit_val_batches=0)[0]
+        )
+        for place in ("block", "loss", "glue")
+    }
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_all_ranks_raise_alike(case: Case, workers: WorkerPools, states: dict[str, dict[str, Tensor]]) -> None:
+    ranks = workers(case.layout.world_size).run(_message, case.layout, partial(FaultyGPT, case.place, case.fault))
+    message = ranks[0][0]
+    assert message.startswith(f"{case.error}: {case.where}, counted from 0.{case.then} Trainer(detect_anomaly=True)")
+    assert ("in forward\n    return _spoiled(output" in message) == (case.fault.how == "backward"), message
+    for other, elapsed, _ in ranks:
+        assert other == message
+        assert elapsed < LIMIT
+    assert_same_state([ranks[0][2]], states[case.place])
+
+
+def _final_state(layout: Layout, model: Any, detect_anomaly: bool) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, model, callbacks=[_Arm()], epochs=1, detect_anomaly=detect_anomaly)[0])
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, num_microbatches=2)], ids=str)
+def test_nothing_is_looked_at_unless_asked_for(layout: Layout, workers: WorkerPools) -> None:
+    for state in workers(2).run(_final_state, layout, partial(FaultyGPT, "block", Fault()), False):
+        assert all(value.isnan().any() for name, value in state.items() if name.endswith("weight"))
+
+
+class MasksByInfinity(TinyGPT):
+    """Its first block makes a mask with infinities, which the others take; the loss and all gradients are finite."""
+
+    class Embed(nn.Module):
+        def __init__(self, tokens: nn.Embedding, positions: nn.Embedding) -> None:
+            super().__init__()
+            self.tokens, self.positions = tokens, positions
+
+        def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            length = torch.arange(tokens.shape[1], device=tokens.device)
+            x = self.tokens(tokens) + self.positions(length)
+            mask = x.new_zeros(len(length), len(length)).masked_fill(length[:, None] < length, float("-inf"))
+            return x, mask
+
+    class Mix(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, width)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            y = self.norm(x)
+            mixed: Tensor = x + self.out((y @ y.mT + mask).softmax(-1) @ y)
+            return mixed
+
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.embed = self.Embed(self.tokens, self.positions)
+        del self.tokens, self.positions
+        self.blocks = nn.ModuleList(self.Mix(32) for _ in range(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, mask = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, mask)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2, num_microbatches=2)], ids=str)
+def test_infinities_that_are_meant_are_no_anomaly(layout: Layout, workers: WorkerPools) -> None:
+    expected = whole_state(fitted(None, MasksByInfinity, epochs=1, detect_anomaly=True)[0])
+    assert_same_state(workers(2).run(_final_state, layout, MasksByInfinity, True), expected)
+
+
+def _finding(rank: tuple[int, int], phase: Phase, gave: Value, **further: Any) -> RankFinding:
+    """A finding of (dp, tp) rank ``rank``."""
+    settings: dict[str, Any] = {"stage": 0, "microbatch": 0, "order": 0, "block": "b", "after": None, **further}
+    finding = Finding(num_microbatches=4, phase=phase, gave=gave, **{"took": Value.FINITE, **settings})
+    return RankFinding(dp_rank=rank[0], tp_rank=rank[1], finding=finding)
+
+
+def test_the_first_is_told() -> None:
+    forward, backward, loss = Phase.FORWARD, Phase.BACKWARD, Phase.LOSS
+    found = [
+        _finding((0, 0), forward, Value.INFINITE, microbatch=0, block="a mask"),
+        _finding((1, 1), forward, Value.NAN, microbatch=1, order=4, block="late"),
+        _finding((1, 0), forward, Value.NAN, microbatch=1, order=4, block="late"),
+        _finding((1, 0), forward, Value.INFINITE, microbatch=1, order=3, block="early"),
+        _finding((0, 0), forward, Value.NAN, microbatch=2, block="later microbatch"),
+        _finding((1, 0), backward, Value.NAN, microbatch=0, stage=0, order=-9, block="first stage"),
+        _finding((1, 0), backward, Value.NAN, microbatch=0, stage=1, order=-5, block="last stage, earlier"),
+        _finding((1, 1), backward, Value.NAN, microbatch=0, stage=1, order=-7, block=None, after="last stage"),
+    ]
+    where = "pipeline stage {} of 2, microbatch {} of 4, data-parallel rank 1 of 2"
+    told = describe(found, 2, 2, 2)
+    assert told.startswith(
+        "the backward of code outside of blocks, after block last stage, made nan: : "
+        + where.format(1, 0)
+        + ", tensor-parallel rank 1 of 2, counted from 0. Trainer"
+    )
+    told = describe(found[:5], 2, 2, 2)
+    expected = f"block early made inf out of finite values: {where.format(0, 1)}, tensor-parallel rank 0 of 2"
+    assert told.startswith(f"{expected}, counted from 0. Then block late gave nan. Trainer")
+    told = describe([*found[:1], _finding((0, 0), loss, Value.INFINITE, after="head")], 1, 1, 1)
+    assert "block a mask made inf out of finite values: pipeline stage 0 of 1, microbatch 0 of 4, counted" in told
+    assert "Then the loss was inf." in told
+    told = describe([*found[:1], _finding((0, 0), backward, Value.NAN)], 1, 1, 1)
+    assert "the backward of block b made nan" in told
+    assert "In its forward before, block a mask made inf out of finite values." in told
+
+
+def test_kinds_of_values() -> None:
+    assert worst_value([torch.ones(2), "text", None, torch.tensor([1]), torch.empty(0)]) == Value.FINITE
+    assert worst_value([torch.tensor([1, -torch.inf]).bfloat16()]) == Value.INFINITE
+    assert worst_value([torch.tensor([torch.inf]), torch.tensor([1, torch.nan])]) == Value.NAN
+    assert worst_value([torch.tensor([complex(0, torch.nan)])]) == Value.NAN
+    assert worst_value([torch.tensor([torch.nan, 0]).to_sparse()]) == Value.NAN
+    assert worst_value([torch.tensor([torch.nan]).to(torch.float8_e5m2)]) == Value.NAN
+    assert worst_value([torch.empty(2, device="meta")]) == Value.FINITE
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.tensor([torch.inf, 0])], layout=torch.jagged)
+    assert worst_value([nested]) == Value.INFINITE
