@@ -1,4 +1,4 @@
-"""What is not finite in a training step, and which block made it; looked for under ``Trainer(detect_anomaly=True)``.
+"""Values of a training step that are not finite, and which block made them, under ``Trainer(detect_anomaly=True)``.
 
 Nothing is raised where it is found, as other ranks would wait for this one in a schedule or a collective. It is noted,
 the step runs on to the end of its backward, and then all ranks raise alike (``trainer/anomaly.py``). So torch's own
@@ -82,9 +82,9 @@ class Finding:
     """The worst among what it was computed of."""
     gave: Value
     detail: str = ""
-    """Of a backward: torch's words for it."""
+    """Torch's words for a backward that returns NaNs."""
     frames: tuple[str, ...] = ()
-    """Of a backward: the lines of the user's code that called its forward, outermost first."""
+    """The lines of the user's code that called the forward of that backward, outermost first."""
 
     @property
     def is_certain(self) -> bool:

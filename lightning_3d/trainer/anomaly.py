@@ -38,7 +38,7 @@ class AnomalyDetection:
         self._router, self._mesh, self._num_stages, self._device = router, mesh, num_stages, device
 
     def new_watch(self) -> StepWatch | None:
-        """What watches the next step; None if nothing does."""
+        """A watch for the next step; None if the mode is off."""
         is_on = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         return StepWatch(self._router) if is_on else None
 
@@ -95,7 +95,7 @@ def describe(found: Sequence[RankFinding], num_stages: int, num_replicas: int, n
 
 
 def _what(finding: Finding) -> str:
-    """What was found, as a clause."""
+    """Say a finding as a clause."""
     who = f"block {finding.block}"
     if finding.block is None:
         who = "code outside of blocks" + (f", after block {finding.after}," if finding.after is not None else "")
