@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +17,8 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_3d import StepError
-from lightning_3d.pipeline.anomaly import Finding, Phase, Value, worst_value
+from lightning_3d.pipeline.anomaly import Finding, Phase, StepWatch, Value, worst_value
+from lightning_3d.trace.interception import routed
 from lightning_3d.trainer.anomaly import RankFinding, describe
 from tests.models import TinyGPT
 from tests.parity import Layout, assert_same_state, fitted, whole_state
@@ -307,12 +310,22 @@ def test_the_first_is_told() -> None:
         _finding((0, 0), forward, Value.NAN, microbatch=2, block="later microbatch"),
         _finding((1, 0), backward, Value.NAN, microbatch=0, stage=0, order=-9, block="first stage"),
         _finding((1, 0), backward, Value.NAN, microbatch=0, stage=1, order=-5, block="last stage, earlier"),
-        _finding((1, 1), backward, Value.NAN, microbatch=0, stage=1, order=-7, block=None, after="last stage"),
+        _finding(
+            (1, 1),
+            backward,
+            Value.NAN,
+            microbatch=0,
+            stage=1,
+            order=-7,
+            block=None,
+            after="last stage",
+            detail="Function 'X'",
+        ),
     ]
     where = "pipeline stage {} of 2, microbatch {} of 4, data-parallel rank 1 of 2"
     told = describe(found, 2, 2, 2)
     assert told.startswith(
-        "the backward of code outside of blocks, after block last stage, made nan: : "
+        "the backward of code outside of blocks, after block last stage, made nan: Function 'X': "
         + where.format(1, 0)
         + ", tensor-parallel rank 1 of 2, counted from 0. Trainer"
     )
@@ -322,9 +335,51 @@ def test_the_first_is_told() -> None:
     told = describe([*found[:1], _finding((0, 0), loss, Value.INFINITE, after="head")], 1, 1, 1)
     assert "block a mask made inf out of finite values: pipeline stage 0 of 1, microbatch 0 of 4, counted" in told
     assert "Then the loss was inf." in told
-    told = describe([*found[:1], _finding((0, 0), backward, Value.NAN)], 1, 1, 1)
+    told = describe([*found[:1], _finding((0, 0), backward, Value.NAN, detail="Function 'X'")], 1, 1, 1)
     assert "the backward of block b made nan" in told
     assert "In its forward before, block a mask made inf out of finite values." in told
+
+
+class _Holds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: object) -> Tensor:
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def test_gradients_in_a_forward_are_watched() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with routed({}) as router, torch.autograd.set_detect_anomaly(True, check_nan=False):
+        step = StepWatch(router)
+        with step.microbatch(0, 0, 1) as watch:
+            loss = _spoiled(x, "backward").sum()
+            torch.autograd.grad(loss, x, retain_graph=True)
+        assert [finding.phase for finding in step.findings] == [Phase.FORWARD]
+        watch.see_backward([loss])
+        loss.backward()  # type: ignore[no-untyped-call]  # torch 2.13
+    assert [finding.phase for finding in step.findings] == [Phase.FORWARD, Phase.BACKWARD]
+    for finding in step.findings:
+        assert finding.detail == "Function '_NanBackwardBackward' returned nan values in its 0th output"
+
+
+def test_a_watched_graph_ends_with_its_outputs() -> None:
+    held = Fault()
+    is_held = weakref.ref(held)
+    with routed({}) as router, StepWatch(router).microbatch(0, 0, 1) as watch:
+        output = _Holds.apply(torch.ones(2, requires_grad=True), held)  # type: ignore[no-untyped-call]  # torch 2.13
+    watch.see_backward([output])
+    del held
+    assert is_held() is not None
+    gc.disable()  # it would hide a cycle, which would keep the memory of a step
+    try:
+        del output
+        assert is_held() is None
+    finally:
+        gc.enable()
 
 
 def test_kinds_of_values() -> None:
@@ -337,3 +392,6 @@ def test_kinds_of_values() -> None:
     assert worst_value([torch.empty(2, device="meta")]) == Value.FINITE
     nested = torch.nested.nested_tensor([torch.ones(1), torch.tensor([torch.inf, 0])], layout=torch.jagged)
     assert worst_value([nested]) == Value.INFINITE
+    seen: list[Value] = []
+    torch.vmap(lambda x: seen.append(worst_value([x])) or x)(torch.tensor([0, torch.nan]))  # type: ignore[func-returns-value]
+    assert seen == [Value.NAN]

@@ -13,7 +13,7 @@ import inspect
 import logging
 import random
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -210,6 +210,26 @@ def test_nodes_tell_when_and_where_they_were_made() -> None:
     assert autograd.frames_of_forward(unseen) == []
 
 
+@canary(autograd, "backwards_seen")
+def test_backwards_are_seen_before_they_run() -> None:
+    x = torch.ones(2, requires_grad=True)
+    first, second, third = x.sum(), (2 * x).sum(), (3 * x).sum()
+    seen: list[object] = []
+
+    def see(outputs: Iterable[object]) -> None:
+        seen.extend(outputs)
+        assert x.grad is None
+
+    grad = torch.autograd.grad
+    with autograd.backwards_seen(see):
+        grad(first, x)
+        second.backward()
+    third.backward()
+    assert len(seen) == 2
+    assert seen[0] is first
+    assert seen[1] is second
+
+
 @canary(autograd, "when_backward_ends")
 def test_end_of_a_backward() -> None:
     calls: list[str] = []
@@ -241,17 +261,18 @@ def test_backwards_have_numbers() -> None:
     assert len(numbers) == len(set(numbers)) == 3
 
 
-@canary(tensors, "is_transformed")
+@canary(tensors, "untransformed")
 def test_tensors_inside_of_transforms() -> None:
-    seen: list[bool] = []
+    seen: list[torch.Size] = []
 
     def function(x: Tensor) -> Tensor:
-        seen.append(tensors.is_transformed(x))
-        return x
+        seen.append(tensors.untransformed(x).shape)
+        return x.sum()
 
-    torch.vmap(function)(torch.ones(2, 2))
-    assert seen == [True]
-    assert not tensors.is_transformed(torch.ones(2))
+    torch.vmap(torch.func.grad(function))(torch.ones(2, 3))
+    assert seen == [torch.Size((2, 3))]
+    plain = torch.ones(2)
+    assert tensors.untransformed(plain) is plain
 
 
 @canary(tensors, "storage_id", "typed_storage")

@@ -12,8 +12,9 @@ something else is certain: a NaN, or a loss that is not finite. Then it may be w
 from __future__ import annotations
 
 import os
+import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -23,12 +24,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import Call
 from lightning_3d.tensor.vocabulary.sharded_output import ShardedOutput
 from lightning_3d.torch_internals.autograd import (
+    backwards_seen,
     frames_of_forward,
     is_in_backward,
     next_node_number,
@@ -37,7 +39,7 @@ from lightning_3d.torch_internals.autograd import (
 )
 from lightning_3d.torch_internals.dtensor import local_tensor
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.torch_internals.tensors import is_transformed
+from lightning_3d.torch_internals.tensors import untransformed
 from lightning_3d.trace.interception import Router
 
 _FOLDERS = (*(Path(package.__file__ or "").parent for package in (torch, L)), Path(__file__).parents[1])
@@ -74,13 +76,15 @@ class Finding:
     phase: Phase
     order: int
     """Sorts the findings of one stage, microbatch and phase, alike on the ranks that compute it."""
-    block: str | None
-    """FQN of the block that computed it; None for code outside of blocks."""
-    after: str | None
-    """FQN of the block that ran last on this stage before."""
-    took: Value
-    """The worst among what it was computed of."""
     gave: Value
+    took: Value = Value.FINITE
+    """The worst value that a block was called with."""
+    block: str | None = None
+    """FQN of the block that computed it; None for code outside of blocks."""
+    after: str | None = None
+    """FQN of the block that ran last on this stage before that code."""
+    parameter: str | None = None
+    """Name in the block of the first parameter that is not finite."""
     detail: str = ""
     """Torch's words for a backward that returns NaNs."""
     frames: tuple[str, ...] = ()
@@ -111,9 +115,11 @@ class StepWatch:
     @contextmanager
     def microbatch(self, stage: int, index: int, num_microbatches: int) -> Iterator[MicrobatchWatch]:
         """Watch the blocks inside, where a stage runs the forward of a microbatch."""
-        self._router.watch = watch = MicrobatchWatch(self.findings, stage, index, num_microbatches)
+        watch = MicrobatchWatch(self._router.blocks, self.findings, stage, index, num_microbatches)
+        self._router.watch = watch
         try:
-            yield watch
+            with backwards_seen(watch.see_inner_backward):
+                yield watch
         finally:
             self._router.watch = None
 
@@ -122,12 +128,20 @@ class MicrobatchWatch:
     """Watches a microbatch on a stage.
 
     Args:
+        blocks: FQN -> block.
         findings: Gets the first finding of each kind.
     """
 
-    def __init__(self, findings: list[Finding], stage: int, index: int, num_microbatches: int) -> None:
-        self._findings = findings
-        self._stage, self._index, self._num_microbatches = stage, index, num_microbatches
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        findings: list[Finding],
+        stage: int,
+        index: int,
+        num_microbatches: int,
+    ) -> None:
+        self._block_of, self._findings, self._phase = blocks, findings, Phase.FORWARD
+        self._found = partial(Finding, stage=stage, microbatch=index, num_microbatches=num_microbatches)
         self._first_node = next_node_number()
         self._starts: list[int] = []  # by call of a block: the number of the first node of the graph that it made
         self._ends: list[int] = []
@@ -139,80 +153,71 @@ class MicrobatchWatch:
         """Run the call of a block, and look at what it takes and gives."""
         if self._is_in_block or is_in_backward():  # seen already, the latter in the forward that is recomputed
             return call(*args, **kwargs)
-        took, start = worst_value(tree_leaves((args, kwargs))), next_node_number()
+        self._phase = Phase.FORWARD
+        took = worst_value(tree_leaves((args, kwargs)))
+        self._starts.append(next_node_number())
+        self._ends.append(sys.maxsize)
+        self._blocks.append(fqn)
         self._is_in_block = True
         try:
             output = call(*args, **kwargs)
         finally:
             self._is_in_block = False
+        self._ends[-1] = next_node_number()
         gave = worst_value(tree_leaves(output))
         if gave != Value.FINITE:
-            self._note(Phase.FORWARD, order=len(self._blocks), block=fqn, took=took, gave=gave)
-        self._starts.append(start)
-        self._ends.append(next_node_number())
-        self._blocks.append(fqn)
+            named = self._block_of[fqn].named_parameters()
+            parameter = next((name for name, p in named if worst_value([p]) != Value.FINITE), None)
+            order = len(self._blocks)
+            self._note(
+                self._found(phase=self._phase, order=order, block=fqn, took=took, gave=gave, parameter=parameter)
+            )
         return output
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at a loss before its backward."""
         if (value := worst_value([loss])) != Value.FINITE:
-            self._note(Phase.LOSS, gave=value)
+            after = self._blocks[-1] if self._blocks else None
+            self._note(self._found(phase=Phase.LOSS, order=0, after=after, gave=value))
+
+    def see_inner_backward(self, outputs: Iterable[Any]) -> None:
+        """Let a backward be watched that the user's code runs in the forward."""
+        if self._phase == Phase.FORWARD:
+            self._watch_nodes(outputs)
 
     def see_backward(self, outputs: Iterable[Any]) -> None:
-        """Let the backward of these outputs be watched."""
+        """Let the backward of these outputs be watched; their forward is done."""
+        self._phase = Phase.BACKWARD
+        self._watch_nodes(outputs)
+
+    def _watch_nodes(self, outputs: Iterable[Any]) -> None:
         for node in reachable_nodes(leaf for leaf in outputs if isinstance(leaf, Tensor)):
             if node.next_functions:  # else it puts a gradient into a parameter, which several microbatches do
                 watch = partial(self._on_node, node.name(), number_of_node(node), frames_of_forward(node))
                 node.register_hook(watch)  # which does not refer to the node: no garbage collector would see that
 
-    def _on_node(
-        self, name: str, number: int, frames: list[str], outputs: Iterable[Any], inputs: Iterable[Any]
-    ) -> None:
-        if (Phase.BACKWARD, True) in self._noted:
+    def _on_node(self, name: str, number: int, frames: list[str], outputs: Iterable[Any], _: Iterable[Any]) -> None:
+        if (self._phase, True) in self._noted:
             return
         position = next((i for i, output in enumerate(outputs) if worst_value([output]) == Value.NAN), None)
         if position is None:
             return
         call = bisect_right(self._starts, number) - 1
         is_in_block = call >= 0 and number < self._ends[call]
-        self._note(
-            Phase.BACKWARD,
-            order=self._first_node - number,
+        finding = self._found(
+            phase=self._phase,
+            order=self._first_node - number if self._phase == Phase.BACKWARD else len(self._blocks),
             block=self._blocks[call] if is_in_block else None,
             after=self._blocks[call] if call >= 0 else None,
-            took=worst_value(inputs),
             gave=Value.NAN,
             detail=f"Function {name!r} returned nan values in its {position}th output",
             frames=_of_user(frames),
         )
+        self._note(finding)
 
-    def _note(
-        self,
-        phase: Phase,
-        *,
-        gave: Value,
-        took: Value = Value.FINITE,
-        order: int = 0,
-        block: str | None = None,
-        after: str | None = None,
-        detail: str = "",
-        frames: tuple[str, ...] = (),
-    ) -> None:
-        finding = Finding(
-            stage=self._stage,
-            microbatch=self._index,
-            num_microbatches=self._num_microbatches,
-            phase=phase,
-            order=order,
-            block=block,
-            after=after if after is not None or not self._blocks or phase == Phase.BACKWARD else self._blocks[-1],
-            took=took,
-            gave=gave,
-            detail=detail,
-            frames=frames,
-        )
-        if (phase, finding.is_certain) not in self._noted:
-            self._noted.add((phase, finding.is_certain))
+    def _note(self, finding: Finding) -> None:
+        if (finding.phase, finding.is_certain) not in self._noted:
+            self._noted.add((finding.phase, finding.is_certain))
             self._findings.append(finding)
 
 
@@ -224,7 +229,7 @@ def worst_value(leaves: Iterable[Any]) -> Value:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             continue
         values = _values(leaf)
-        if values.is_meta or is_transformed(values) or values.isfinite().all():
+        if values.is_meta or values.isfinite().all():
             continue
         if values.isnan().any():
             return Value.NAN
@@ -234,6 +239,7 @@ def worst_value(leaves: Iterable[Any]) -> Value:
 
 def _values(tensor: Tensor) -> Tensor:
     """All values that this rank has of a tensor, without a collective."""
+    tensor = untransformed(tensor)
     if isinstance(tensor, ShardedOutput):
         tensor = tensor.local
     elif isinstance(tensor, DTensor):

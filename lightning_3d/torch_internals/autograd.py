@@ -1,9 +1,10 @@
 """Autograd behind the back of torch's function modes: custom functions, checkpoints, the recorded graph.
 
-Owns two workarounds for torch 2.13. ``autograd.Function.apply`` bypasses function modes: for a while the base class of
-``Function`` gets an ``apply`` that asks first. ``Function.apply`` itself calls the base class's, so that references to
-``MyFunction.apply`` kept by user code are seen, too. And the generator behind non-reentrant activation checkpoints is
-the one place to step in there; reentrant ones are an autograd function.
+Owns three workarounds for torch 2.13. ``autograd.Function.apply`` bypasses function modes: for a while the base class
+of ``Function`` gets an ``apply`` that asks first. ``Function.apply`` itself calls the base class's, so that references
+to ``MyFunction.apply`` kept by user code are seen, too. The generator behind non-reentrant activation checkpoints is
+the one place to step in there; reentrant ones are an autograd function. And ``Tensor.backward`` and ``autograd.grad``
+both call a function of the module ``torch.autograd`` that can be replaced.
 """
 
 from __future__ import annotations
@@ -98,6 +99,18 @@ def frames_of_forward(node: Node) -> list[str]:
     metadata: Any = node.metadata  # a property, which torch 2.13 declares as a method
     frames: list[str] = metadata.get("traceback_", [])
     return frames
+
+
+def backwards_seen(see: Callable[[Iterable[Any]], None]) -> AbstractContextManager[None]:
+    """Show the outputs of every backward that begins inside to ``see``, before it runs."""
+    name = "_engine_run_backward"
+    present = vars(torch.autograd)[name]
+
+    def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        see(outputs)
+        return present(outputs, *args, **kwargs)
+
+    return attributes_replaced(torch.autograd, {name: run})
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

@@ -23,9 +23,6 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a view was made of, for autograd; None for what is no view."""
 
-is_transformed: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor stands for others inside of a transform of ``torch.func``, such as ``vmap``."""
-
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 """Whether autograd holds a tensor for a view of another."""
 
@@ -44,6 +41,13 @@ def count_as_parameter(tensor: Tensor) -> None:
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     """The strides of a new tensor."""
     return torch.empty(shape, device="meta").stride()
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """The tensor behind one inside of transforms of ``torch.func``; for ``vmap`` that of all samples."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -99,11 +99,12 @@ def _what(finding: Finding) -> str:
     who = f"block {finding.block}"
     if finding.block is None:
         who = "code outside of blocks" + (f", after block {finding.after}," if finding.after is not None else "")
-    if finding.phase == Phase.BACKWARD:
+    if finding.detail:
         return f"the backward of {who} made nan: {finding.detail}"
     if finding.phase == Phase.LOSS:
         where = f"after the last block, {finding.after}" if finding.after is not None else "outside of blocks"
         return f"the loss is {finding.gave}, made {where}"
     if finding.gave > finding.took:
-        return f"{who} made {finding.gave} out of {finding.took}"
+        of = f" (its parameter {finding.parameter} is not finite)" if finding.parameter is not None else ""
+        return f"{who} made {finding.gave} out of {finding.took}{of}"
     return f"{who} was given {finding.took}, made outside of blocks before it, and gave {finding.gave}"
