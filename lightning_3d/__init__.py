@@ -6,6 +6,7 @@ Importing registers the strategy; Lightning has no entry point for it.
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
@@ -18,8 +19,8 @@ from lightning_3d.errors import (
     ThreeDError,
     TraceError,
 )
+from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
-from lightning_3d.trainer.precision import ThreeDPrecision
 
 __all__ = [
     "BatchConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "PipelineConfig",
     "PlanError",
+    "PrecisionConfig",
     "StepError",
     "TensorConfig",
     "ThreeDConfig",

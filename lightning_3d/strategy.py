@@ -40,6 +40,7 @@ from lightning_3d.checkpoint import (
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
@@ -49,6 +50,7 @@ from lightning_3d.model.deferred import defer_init
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
+from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.early_copies import lay_out_copies
 from lightning_3d.trainer.full_params import full_params, tensors_kept
@@ -56,10 +58,9 @@ from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
-from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
-from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged
+from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged, schedulers_skipping
 from lightning_3d.trainer.user_clipping import clipping_joined
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.plain_parameters import PlainParameters
@@ -77,6 +78,7 @@ class ThreeDStrategy(ParallelStrategy):
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.
         batch: A ``BatchConfig`` or a dict of its keys.
+        precision: A ``PrecisionConfig`` or a dict of its keys; ``Trainer(precision=...)`` picks the precision itself.
         save_distributed_checkpoint: ``True`` writes a folder with every rank's part, ``False`` one ``.ckpt`` file.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default the one for the device.
         timeout: The timeout of collectives.
@@ -95,6 +97,7 @@ class ThreeDStrategy(ParallelStrategy):
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         tensor: TensorConfig | dict[str, Any] | None = None,
         batch: BatchConfig | dict[str, Any] | None = None,
+        precision: PrecisionConfig | dict[str, Any] | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -110,6 +113,7 @@ class ThreeDStrategy(ParallelStrategy):
                 "pipeline": pipeline,
                 "tensor": tensor,
                 "batch": batch,
+                "precision": precision,
                 "save_distributed_checkpoint": save_distributed_checkpoint,
             }
         )
@@ -250,8 +254,10 @@ class ThreeDStrategy(ParallelStrategy):
         self._patches.enter_context(dataclasses_registered(self._dataclasses))
         self._patches.enter_context(metrics_joined(self._module, self.mesh.group("dp")))
         self._patches.enter_context(parts_averaged())
+        self.config.precision.check_for(self._precision.precision)
         is_in_parts = self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1
         if self._parallel is None:
+            self._precision.convert_module(self._module)
             is_syncing = lightning_helpers.is_syncing_batchnorm(self)
             refuse_unsupported(self._module, self.mesh, self.config.zero, sync_batchnorm=is_syncing)
             self._parallel = make_parallel(
@@ -284,10 +290,14 @@ class ThreeDStrategy(ParallelStrategy):
         zero.divide(kinds)
         self._parallel = self._parts.with_optimizers(kinds, self._module, self.config.zero)
         self._optimizer_hooks.callback(zero.release)
-        self._local_steps = LocalSteps(
-            zero, self.root_device, offloaded_steps(self.config.zero, zero, kinds, self.root_device)
-        )
+        self._precision.divide(self.optimizers, self._module, self.config.precision)
+        masters = self._precision.master_weights(self.config.precision)
+        offload = offloaded_steps(self.config.zero, zero, kinds, self.root_device, masters)
+        check = self._precision.check_unscaled
+        self._local_steps = LocalSteps(zero, self.root_device, check=check, offload=offload, masters=masters)
         self._optimizer_hooks.enter_context(self._local_steps.hooked(self.optimizers))
+        if self._precision.scales_losses:
+            self._optimizer_hooks.enter_context(schedulers_skipping(self._module, self._precision.skips))
 
     # ---- steps
 

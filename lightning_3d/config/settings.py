@@ -20,6 +20,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML ships no ty
 
 from lightning_3d.config.checks import Size, check_values
 from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError
@@ -75,6 +76,9 @@ class ThreeDConfig:
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Checks of the batch within a replica."""
+
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """How 16-bit numbers train a model; which numbers those are is ``Trainer(precision=...)``."""
 
     save_distributed_checkpoint: bool = True
     """``True``: a folder that every rank writes its part of. ``False``: one plain Lightning ``.ckpt`` file."""
@@ -174,7 +178,7 @@ def _unknown_key(cls: Any, key: str) -> ConfigError:
     prefix = f"{cls.section}." if cls.section else ""
     here = [prefix + item.name for item in fields(cls)]
     dotted = [item.name for item in fields(ThreeDConfig)]
-    for section in (ZeroConfig, PipelineConfig, TensorConfig, BatchConfig):
+    for section in (ZeroConfig, PipelineConfig, TensorConfig, BatchConfig, PrecisionConfig):
         dotted += [f"{section.section}.{item.name}" for item in fields(section)]
     # A key of this section wins; else one with the same last part elsewhere ("stage" -> "zero.stage").
     nearest = (

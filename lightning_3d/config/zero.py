@@ -43,8 +43,8 @@ class ZeroConfig:
     is off by default: ``torch.func`` transforms and extensions in C++ that get a parameter, compiled functions."""
 
     communication_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The dtype in which gradients are reduced; ``"auto"`` is their own. They are divided by the number of replicas
-    before, so that float16 does not overflow where the mean does not."""
+    """The dtype in which gradients are reduced; ``"auto"`` is their own, but float32 for 16-bit ones. They are divided
+    by the number of replicas before, so that float16 does not overflow where the mean does not."""
 
     bucket_size: Annotated[float, AtLeast(0)] | Literal["auto"] = "auto"
     """MiB of parameters whose gradients are reduced together at stages 0 to 2; ``"auto"`` is 25 as in DDP, or less so

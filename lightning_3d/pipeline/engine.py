@@ -105,6 +105,7 @@ class _Step:
     number: int
     backward: bool
     watch: StepWatch | None
+    loss_scale: float
     outputs: dict[int, Any] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage."""
 
@@ -154,6 +155,7 @@ class PipelineEngine:
         *,
         number: int,
         backward: bool,
+        loss_scale: float = 1.0,
         watch: StepWatch | None = None,
         computed: Callable[[], None] = lambda: None,
     ) -> Any:
@@ -163,6 +165,7 @@ class PipelineEngine:
             name: ``"training_step"``, ``"validation_step"``, ...
             number: Counts the steps, for their random numbers.
             backward: Whether to run the backward too; gradients are left in the parameters, not reduced.
+            loss_scale: The factor of losses in the backward, and so of gradients.
             watch: Watches the step.
             computed: Called when all microbatches are computed on this rank; if it raises, it has to do so on all.
 
@@ -176,7 +179,16 @@ class PipelineEngine:
         keys = [(*modes, signature(part.batch)) for part in parts]
         flows = [self._flow(key, name, part.batch, rest) for key, part in zip(keys, parts, strict=True)]
         schedule = self._schedule((backward, *keys), flows, backward=backward)
-        step = _Step(name=name, parts=parts, rest=rest, flows=flows, number=number, backward=backward, watch=watch)
+        step = _Step(
+            name=name,
+            parts=parts,
+            rest=rest,
+            flows=flows,
+            number=number,
+            backward=backward,
+            watch=watch,
+            loss_scale=loss_scale,
+        )
         with self._effects.begin(number):
             if self._recorder is not None:
                 torch.distributed.barrier(self._group)
@@ -221,6 +233,8 @@ class PipelineEngine:
             if place.is_last:
                 watch.see_loss(output)
             watch.see_backward(tree_leaves(output))
+        if place.is_last and step.backward and step.loss_scale != 1.0:
+            return output.float() * step.loss_scale
         return output
 
     def _run_stage(self, step: _Step, place: Place, *received: Tensor) -> Any:

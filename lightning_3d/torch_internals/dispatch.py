@@ -45,6 +45,9 @@ foreach_norm = torch._foreach_norm
 schema_of: Callable[[OpOverload], FunctionSchema] = attrgetter("_schema")
 """Names, defaults and aliases of an operator's arguments."""
 
+unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiply tensors of one device in place by a factor, and set a flag to 1 where one of them is not finite."""
+
 
 def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to; optional ones that were not given are left out."""

@@ -13,9 +13,9 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
 from lightning_3d.planning.planner import ExampleStep
+from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import before_transfer
 from lightning_3d.trainer.batches import example_batch
-from lightning_3d.trainer.precision import ThreeDPrecision
 
 _STEPS: Mapping[TrainerFn, str] = {
     TrainerFn.FITTING: "training_step",

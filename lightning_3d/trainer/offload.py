@@ -14,6 +14,7 @@ from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.errors import OffloadError
 from lightning_3d.torch_internals.fsdp import move_shards, shards_of, when_gathered
 from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.master_weights import MasterWeights, is_half
 from lightning_3d.zero.offload.places import make_store
 from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.store import HostMemory, Store
@@ -57,12 +58,17 @@ def offload_parameters(place: str, root: nn.Module, device: torch.device) -> Sto
 
 
 def offloaded_steps(
-    config: ZeroConfig, zero: Zero, kinds: Mapping[Optimizer, OptimizerKind], device: torch.device
+    config: ZeroConfig,
+    zero: Zero,
+    kinds: Mapping[Optimizer, OptimizerKind],
+    device: torch.device,
+    masters: MasterWeights | None,
 ) -> OffloadedSteps | None:
     """How optimizers step elsewhere than on the device, if they do; every rank calls it.
 
     Args:
         kinds: Of the optimizers.
+        masters: Step 16-bit parameters in fp32.
 
     Raises:
         OffloadError: the directory can't be written or has no room for their states, on any rank.
@@ -73,7 +79,7 @@ def offloaded_steps(
     failure: OffloadError | None = None
     try:
         store = make_store(config.offload_optimizer)
-        store.reserve(sum(_num_bytes(optimizer, zero, store) for optimizer in kinds))
+        store.reserve(sum(_num_bytes(optimizer, zero, store, masters) for optimizer in kinds))
     except OffloadError as error:
         failure = error
     raise_alike(failure, device)
@@ -83,8 +89,13 @@ def offloaded_steps(
     return OffloadedSteps(store, zero.parameter_store, window_bytes=window_bytes, device=device, kinds=kinds)
 
 
-def _num_bytes(optimizer: Optimizer, zero: Zero, store: Store) -> int:
+def _num_bytes(optimizer: Optimizer, zero: Zero, store: Store, masters: MasterWeights | None) -> int:
     """Bytes of the states that it will have on this rank, as far as a trial tells."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p in zero.shards]
-    sizes = [store.size_of(zero.shards[p].own(p).nbytes) for p in parameters if p.requires_grad]
-    return num_states(optimizer) * sum(sizes)
+    num_bytes, num = 0, num_states(optimizer)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in zero.shards):
+        own = zero.shards[parameter].own(parameter)
+        widens = masters is not None and is_half(own)
+        num_kept = num + (masters is not None and widens and masters.are_kept)
+        if parameter.requires_grad:
+            num_bytes += num_kept * store.size_of(own.numel() * 4 if widens else own.nbytes)
+    return num_bytes

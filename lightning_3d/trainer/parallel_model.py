@@ -29,6 +29,7 @@ from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observer, decide
+from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
@@ -36,7 +37,6 @@ from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
-from lightning_3d.trainer.precision import ThreeDPrecision
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.zero.engine import Zero
@@ -146,9 +146,16 @@ def make_parallel(
             device=device,
             around_backward=zero.stage_backward,
         )
-        splits = config.pipeline.splits_backward
-        runner = PipelineRunner(module, zero, engine, gradients, splits_backward=splits, anomalies=anomalies)
-    precision.attach(device_type=device.type, norm=gradients.norm, zero=zero)
+        runner = PipelineRunner(
+            module,
+            zero,
+            engine,
+            gradients,
+            splits_backward=config.pipeline.splits_backward,
+            loss_scale=precision.scale_before_backward,
+            anomalies=anomalies,
+        )
+    precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
     guard = BatchGuard(config.batch, mesh, device)
     return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)
 

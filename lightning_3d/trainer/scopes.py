@@ -6,16 +6,18 @@ The strategy enters them in ``setup`` and leaves them in ``teardown``, which the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
 import torchmetrics
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_3d.errors import StepError
@@ -82,3 +84,27 @@ def parts_averaged() -> Iterator[None]:
 
     with attributes_replaced(AveragedModel, {"update_parameters": update_parameters}):
         yield
+
+
+@contextmanager
+def schedulers_skipping(module: LightningModule, skips: Callable[[Optimizer], bool]) -> Iterator[None]:
+    """Let learning-rate schedulers that Lightning steps with every step of their optimizer skip those that it skips.
+
+    Args:
+        skips: Whether an optimizer has skipped its last step.
+    """
+    original = type(module).lr_scheduler_step
+
+    def lr_scheduler_step(self: LightningModule, scheduler: Any, metric: Any) -> None:
+        if self is not module or not _steps_with(scheduler, module, skips):
+            original(self, scheduler, metric)
+
+    with attributes_replaced(type(module), {"lr_scheduler_step": lr_scheduler_step}):
+        yield
+
+
+def _steps_with(scheduler: Any, module: LightningModule, skips: Callable[[Optimizer], bool]) -> bool:
+    """Whether a scheduler goes with steps, the last of which its optimizer has skipped."""
+    optimizer = vars(scheduler).get("optimizer")
+    configs = [config for config in module.trainer.lr_scheduler_configs if config.scheduler is scheduler]
+    return optimizer is not None and skips(optimizer) and any(config.interval == "step" for config in configs)

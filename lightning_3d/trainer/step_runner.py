@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -116,6 +116,7 @@ class PipelineRunner(StepRunner):
 
     Args:
         splits_backward: Whether the schedule computes gradients of weights apart from those of inputs.
+        loss_scale: Gives the factor of the losses whose backward comes.
     """
 
     def __init__(
@@ -127,22 +128,27 @@ class PipelineRunner(StepRunner):
         *,
         splits_backward: bool,
         anomalies: AnomalyDetection,
+        loss_scale: Callable[[], float],
     ) -> None:
+        self._loss_scale = loss_scale
         self._module, self._zero, self._engine, self._gradients = module, zero, engine, gradients
         self._anomalies, self._splits_backward = anomalies, splits_backward
         self._pending = PendingGradients(zero)
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
+        loss_scale = self._loss_scale()
         self._pending.begin()
         self._zero.begin_step(splits_backward=self._splits_backward)
-        output = self._run(batch, rest, number)
+        output = self._run(batch, rest, number, loss_scale)
         self._zero.end_step()
         self._gradients.sum_shared()
         loss = self._pending.hold(loss_of(output))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
-    def _run(self, batch: Any, rest: Sequence[Any], number: int) -> Any:
-        run = partial(self._engine.run, "training_step", batch, rest, number=number, backward=True)
+    def _run(self, batch: Any, rest: Sequence[Any], number: int, loss_scale: float) -> Any:
+        run = partial(
+            self._engine.run, "training_step", batch, rest, number=number, backward=True, loss_scale=loss_scale
+        )
         if (watch := self._anomalies.new_watch()) is None:
             return run()
         with without_torchs_check():

@@ -203,7 +203,7 @@ def make_buckets(
 
     Args:
         num_bytes: Bytes of parameters at which a bucket is full.
-        dtype: Of what is communicated; that of the gradients if None.
+        dtype: Of what is communicated; if None that of the gradients, but fp32 for 16-bit ones.
         compression: Index of a bucket -> how its gradients are compressed.
     """
     full: list[tuple[torch.dtype, list[RankShard]]] = []
@@ -218,4 +218,9 @@ def make_buckets(
             full.append((key[0], open_buckets.pop(key)))
             del sizes[key]
     full += [(key[0], members) for key, members in open_buckets.items()]
-    return [Bucket(members, replicas, dtype or own, compression(i)) for i, (own, members) in enumerate(full)]
+    return [Bucket(m, replicas, dtype or reduce_dtype(own), compression(i)) for i, (own, m) in enumerate(full)]
+
+
+def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients are reduced where nobody sets it: their own, but fp32 for 16-bit ones."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

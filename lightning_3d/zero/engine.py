@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.zero.master_weights import is_half
 from lightning_3d.zero.offload.store import HostMemory, Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.shard import RankShard, plain
@@ -144,6 +145,13 @@ class Zero(ABC):
     def held_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """The plain tensors that these parameters' gradients lie in, whole or this rank's rows."""
         return [plain(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    def widen_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make 16-bit gradients fp32, for hooks and norms, and for optimizers that step in fp32."""
+        for parameter in parameters:
+            if parameter.grad is not None and is_half(parameter.grad):
+                parameter.grad_dtype = None  # any
+                parameter.grad = parameter.grad.float()
 
     def take_gradients(self) -> HeldGradients:
         """Take all gradients off."""

@@ -21,7 +21,7 @@ from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
-from lightning_3d.zero.buckets import bucket_bytes, make_buckets
+from lightning_3d.zero.buckets import bucket_bytes, make_buckets, reduce_dtype
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.outside_reads import OutsideReads
@@ -97,7 +97,7 @@ class FullySharded(Zero):
                 module,
                 mesh=self._mesh.shard_axes,
                 reshard_after_forward=not self._keeps,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=self._dtype),
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=self._dtype or _reduce_dtype(set(own) - apart)),
                 offload_policy=offload,
                 ignored_params={p for p in module.parameters() if p.is_meta or p in replicated or p in apart},
             )
@@ -221,6 +221,11 @@ def _slots(module: nn.Module, parameters: Set[nn.Parameter]) -> list[Slot]:
 def _unit(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
+
+
+def _reduce_dtype(parameters: Set[nn.Parameter]) -> torch.dtype | None:
+    """Of a unit's gradients; None if it trains nothing."""
+    return next((reduce_dtype(parameter.dtype) for parameter in parameters if parameter.requires_grad), None)
 
 
 def _of_other_dtypes(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:

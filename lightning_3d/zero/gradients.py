@@ -33,6 +33,8 @@ class Gradients:
         device: torch.device,
     ) -> None:
         self._zero, self._mesh, self._device = zero, mesh, device
+        is_double = any(parameter.dtype == torch.float64 for parameter in module.parameters())
+        self._dtype = torch.float64 if is_double else torch.float32  # of norms, alike on all ranks
         self._fqns = {p: fqn for fqn, p in module.named_parameters() if not p.is_meta}
         self._owned = {p for p, fqn in self._fqns.items() if state_ranks[fqn][0] == mesh.pp_rank}
         self._shared = _shared_parameters(self._fqns, state_ranks)
@@ -62,8 +64,8 @@ class Gradients:
         chosen = self._fqns if parameters is None else parameters
         local = [self._zero.gradient(p) for p in chosen if p in self._owned and self._is_first_copy(p)]
         norms = foreach_norm(found, norm_type) if (found := [g for g in local if g is not None and g.numel()]) else []
-        norms = [norm.to(self._device, torch.float32) for norm in norms]
-        stacked = torch.stack(norms) if norms else torch.zeros(1, device=self._device)
+        norms = [norm.to(self._device, self._dtype) for norm in norms]
+        stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=self._dtype, device=self._device)
         group = None if self._zero.reduces_gradients else self._mesh.group("replica")
         if norm_type == float("inf"):
             total = stacked.max()

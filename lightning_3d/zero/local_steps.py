@@ -2,14 +2,15 @@
 
 While an optimizer's ``step`` runs, its ``param_groups`` hold the plain part of each parameter that this rank steps, and
 its ``state`` is keyed by them; before and after they hold the module's parameters. So ``foreach`` and ``fused`` work in
-every layout, and no step pays for the dispatch of DTensors.
+every layout, and no step pays for the dispatch of DTensors. 16-bit parameters may be stepped in fp32
+(`MasterWeights`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from torch.optim import Optimizer
 from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.loading import loading_states
+from lightning_3d.zero.master_weights import MasterWeights, is_half
 from lightning_3d.zero.offload.steps import KnownLoss, OffloadedSteps, Window, repeated_closure
 from lightning_3d.zero.offload.windows import Part
+from lightning_3d.zero.shard import plain
 
 
 class LocalSteps:
@@ -28,13 +32,25 @@ class LocalSteps:
 
     Args:
         device: The strategy's.
+        check: Called with an optimizer before its step; raises if it must not step now.
         offload: Steps them elsewhere than on the device, if that is wanted.
+        masters: Steps 16-bit parameters in fp32, if that is wanted.
     """
 
-    def __init__(self, zero: Zero, device: torch.device, offload: OffloadedSteps | None = None) -> None:
-        self._zero, self._device, self._offload = zero, device, offload
+    def __init__(
+        self,
+        zero: Zero,
+        device: torch.device,
+        *,
+        check: Callable[[Optimizer], None],
+        offload: OffloadedSteps | None,
+        masters: MasterWeights | None,
+    ) -> None:
+        self._check = check
+        self._zero, self._device, self._offload, self._masters = zero, device, offload, masters
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
         self._swapped: dict[Optimizer, _Swapped | Window] = {}
+        self._lent: dict[Optimizer, list[nn.Parameter]] = {}  # parameters that are stepped in fp32 now
         self._failed: set[Optimizer] = set()  # whose last step was left by an exception
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
         self._optimizers: Sequence[Optimizer] = ()
@@ -48,11 +64,40 @@ class LocalSteps:
         hooks = [optimizer.register_step_pre_hook(self._before) for optimizer in optimizers]
         hooks += [first_step_post_hook(optimizer, self._after) for optimizer in optimizers]
         try:
-            with nullcontext() if self._offload is None else self._offload.hooked(optimizers):
+            with self._loading(optimizers):
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def _loading(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Inside, states that are loaded lie where those of steps do, and have their dtype."""
+        with ExitStack() as stack:
+            for optimizer in optimizers:
+                if self._offload is not None:
+                    self._make_masters(optimizer, self._offload)
+                    self._offload.bring_home(optimizer)
+                    stack.enter_context(loading_states(optimizer, self._state_place, self._offload.bring_home))
+                elif self._masters is not None:
+                    stack.enter_context(loading_states(optimizer, self._state_place))
+            yield
+
+    def _make_masters(self, optimizer: Optimizer, offload: OffloadedSteps) -> None:
+        """Make master weights where they are to lie, one after the other."""
+        for parameter in self._parameters(optimizer):
+            shard = self._zero.shards[parameter]
+            if self._is_widened(parameter) and parameter.requires_grad and not shard.is_elsewhere:
+                assert self._masters is not None
+                self._masters.make(optimizer, parameter, shard.own(parameter))
+                offload.bring_home(optimizer, parameter)
+
+    def _state_place(self, parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
+        device = plain(parameter).device if self._offload is None else torch.device("cpu")
+        return device, torch.float32 if self._is_widened(parameter) else parameter.dtype
+
+    def _is_widened(self, parameter: nn.Parameter) -> bool:
+        return self._masters is not None and parameter in self._zero.shards and is_half(parameter)
 
     def _take_own_rows(self, optimizer: Optimizer) -> None:
         """Cut states that an optimizer makes when it is made (Adagrad)."""
@@ -64,7 +109,8 @@ class LocalSteps:
             else:
                 own = self._zero.shards[parameter].own
                 full = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
-                state.update((key, own(value).clone()) for key, value in full.items())
+                dtype = torch.float32 if self._is_widened(parameter) else None
+                state.update((key, own(value).to(dtype or value.dtype, copy=True)) for key, value in full.items())
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         self._depth[optimizer] += 1
@@ -124,6 +170,7 @@ class LocalSteps:
         return any(parameter in self._zero.owners for group in optimizer.param_groups for parameter in group["params"])
 
     def _enter(self, optimizer: Optimizer, *closure: KnownLoss) -> None:
+        self._check(optimizer)
         self._zero.settle()
         if self._offload is not None:
             self._swapped[optimizer] = self._offload.enter(optimizer, self._offloaded(optimizer), *closure)
@@ -132,8 +179,8 @@ class LocalSteps:
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards):
             if self._zero.shards[parameter].is_elsewhere:
                 parts[parameter] = None
-            elif (part := self._part(parameter)) is not parameter:
-                part.grad = self._zero.gradient(parameter)
+            elif (part := self._part(optimizer, parameter)) is not parameter:
+                part.grad = self._gradient(parameter)
                 parts[parameter] = part
         self._swapped[optimizer] = _Swapped(optimizer, parts)
 
@@ -145,15 +192,22 @@ class LocalSteps:
                     part, gradient = parameter, parameter.grad
                 elif self._zero.shards[parameter].is_elsewhere:
                     continue
-                else:
-                    part, gradient = self._part(parameter), self._zero.gradient(parameter)
+                elif (gradient := self._gradient(parameter)) is not None:
+                    part = self._part(optimizer, parameter)
                 if gradient is not None:
                     parts.append(Part(parameter=parameter, values=part, gradient=gradient, group=index))
         return parts
 
-    def _part(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        gradient = self._zero.gradient(parameter)
+        return gradient.float() if gradient is not None and self._is_widened(parameter) else gradient
+
+    def _part(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
         shard, before = self._zero.shards[parameter], self._parts.get(parameter)
         own = shard.own(parameter)
+        if self._masters is not None and self._is_widened(parameter):
+            self._lent.setdefault(optimizer, []).append(parameter)
+            return self._masters.lend(optimizer, parameter, own)
         if before is None or before.data_ptr() != own.data_ptr() or before.shape != own.shape:
             before = self._parts[parameter] = shard.to_step()
         return before
@@ -186,6 +240,9 @@ class LocalSteps:
     def _put_back(self, optimizer: Optimizer) -> None:
         if (swapped := self._swapped.pop(optimizer, None)) is not None:
             swapped.back()
+        for parameter in self._lent.pop(optimizer, ()):
+            assert self._masters is not None
+            self._masters.take_back(optimizer, parameter, self._zero.shards[parameter].own(parameter))
 
 
 class _Swapped:

@@ -25,6 +25,7 @@ from lightning_3d.zero.averaging import PeriodicAveraging
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
 from lightning_3d.zero.gathering import Gathering, wait_for
+from lightning_3d.zero.master_weights import is_half
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.owners import choose_owners, kinds_of
 from lightning_3d.zero.power_sgd import PowerSGD
@@ -242,6 +243,12 @@ class PlainParameters(Zero):
     def held_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         chosen = list(parameters)
         return [*super().held_gradients(chosen), *(self._held[p] for p in chosen if p in self._held)]
+
+    @override
+    def widen_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        chosen = list(parameters)
+        super().widen_gradients(chosen)
+        self._held.update((p, self._held[p].float()) for p in chosen if p in self._held and is_half(self._held[p]))
 
     @override
     def take_gradients(self) -> HeldGradients:

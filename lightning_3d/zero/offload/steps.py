@@ -6,8 +6,7 @@ is under way, whose hooks, profiler and result belong to the step as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,7 +18,6 @@ from lightning_3d.errors import OffloadError, StepError
 from lightning_3d.torch_internals.optimizers import step_without_hooks
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.offload.copies import HostCopies, Lent
-from lightning_3d.zero.offload.loading import loading_to_host
 from lightning_3d.zero.offload.states import OffloadedStates
 from lightning_3d.zero.offload.store import Store
 from lightning_3d.zero.offload.windows import Part, Piece, deal
@@ -52,21 +50,13 @@ class OffloadedSteps:
         self._stepped: dict[tuple[nn.Parameter, int], nn.Parameter] = {}  # the same in every step
         self._failure: OffloadError | None = None
 
-    @contextmanager
-    def hooked(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
-        """Bring states that these optimizers have, and those that are loaded into them inside, to the store."""
-        with ExitStack() as stack:
-            for optimizer in optimizers:
-                self._bring_home(optimizer)
-                stack.enter_context(loading_to_host(optimizer, self._bring_home))
-            yield
-
     @torch.no_grad()
-    def _bring_home(self, optimizer: Optimizer) -> None:
-        for parameter, state in optimizer.state.items():
-            if isinstance(parameter, nn.Parameter):
-                self._states.bring_home(optimizer, parameter)
-                self._let_go(value for value in tree_leaves(state) if isinstance(value, Tensor))
+    def bring_home(self, optimizer: Optimizer, *only: nn.Parameter) -> None:
+        """Move the states that an optimizer has, of all parameters or only of some, to the store."""
+        for parameter in only or [p for p in optimizer.state if isinstance(p, nn.Parameter)]:
+            state = optimizer.state[parameter]
+            self._states.bring_home(optimizer, parameter)
+            self._let_go(value for value in tree_leaves(state) if isinstance(value, Tensor))
 
     @torch.no_grad()
     def enter(self, optimizer: Optimizer, parts: Sequence[Part], *closure: KnownLoss) -> Window:

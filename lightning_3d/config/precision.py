@@ -1,0 +1,84 @@
+"""The settings of 16-bit precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, ClassVar, Literal
+
+from lightning_3d.config.checks import Size, check_values
+from lightning_3d.config.values import AtLeast
+from lightning_3d.errors import ConfigError
+
+PrecisionName = Literal["32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionConfig:
+    """How 16-bit numbers train a model; ``Trainer(precision=...)`` says which numbers."""
+
+    section: ClassVar[str] = "precision"
+
+    updates: Literal["auto", "master", "stochastic", "direct"] = "auto"
+    """How optimizers step 16-bit parameters (``"16-true"``, ``"bf16-true"``). ``"master"``: in fp32 copies of them,
+    which the ranks share as optimizer states. ``"stochastic"``: in fp32, rounded up or down by chance, without copies
+    (bf16 only). ``"direct"``: as they are, with 16-bit states, as Lightning does in one process. ``"auto"`` is
+    ``"master"``. What code writes to a parameter counts in all of them."""
+
+    loss_scale: Annotated[float, AtLeast(1)] | Literal["dynamic"] = "dynamic"
+    """The factor of losses, and so of gradients until they are unscaled, with fp16. ``"dynamic"`` halves it when
+    gradients overflow, and doubles it after a while without overflow. A step that overflows anywhere is skipped
+    everywhere, with its learning-rate schedulers."""
+
+    initial_scale_power: Annotated[int, AtLeast(0)] = 16
+    """The dynamic scale begins at 2 to this power."""
+
+    loss_scale_window: Size = 1000
+    """Steps without overflow after which the dynamic scale doubles."""
+
+    hysteresis: Size = 2
+    """The overflow, counted from the last time the scale doubled, with which the dynamic scale begins to be halved."""
+
+    min_loss_scale: Annotated[float, AtLeast(0)] = 1.0
+    """The smallest dynamic scale; an overflow that would halve it ends the training with an error."""
+
+    consecutive_hysteresis: bool = False
+    """Whether every step without overflow begins the count of ``hysteresis`` anew."""
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        if self.loss_scale != "dynamic":
+            self._refuse(_DYNAMIC, f"precision.loss_scale={self.loss_scale} is fixed")
+        elif self.min_loss_scale > 2.0**self.initial_scale_power:
+            raise ConfigError(
+                f"precision.min_loss_scale={self.min_loss_scale} is more than the first scale,"
+                f" 2**{self.initial_scale_power}: use a larger precision.initial_scale_power, or a smaller minimum"
+            )
+
+    def check_for(self, precision: PrecisionName) -> None:
+        """Refuse what does nothing in a precision.
+
+        Raises:
+            ConfigError: a key was given that has no meaning there.
+        """
+        if not precision.startswith("16-"):
+            self._refuse(("loss_scale", *_DYNAMIC), f"precision={precision!r} needs no scaled losses, only fp16 does")
+        if precision not in ("16-true", "bf16-true"):
+            self._refuse(("updates",), f"precision={precision!r} has no 16-bit parameters")
+        if precision == "16-true" and self.updates == "stochastic":
+            raise ConfigError(
+                "precision.updates='stochastic' with precision='16-true': only bf16 is rounded stochastically, since"
+                " fp16 would underflow. Use precision='bf16-true', or precision.updates='master'"
+            )
+
+    def _refuse(self, names: tuple[str, ...], reason: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value != _DEFAULTS[name]:
+                raise ConfigError(f"precision.{name}={value!r} would do nothing: {reason}. Leave it out")
+
+
+_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis")
+"""Keys of the dynamic scale."""
+
+_DEFAULTS: Mapping[str, object] = {item.name: item.default for item in fields(PrecisionConfig)}

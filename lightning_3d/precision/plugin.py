@@ -1,0 +1,264 @@
+"""The precision plugin of ``strategy="3d"``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, get_args
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from typing_extensions import override
+
+from lightning_3d.config.precision import PrecisionConfig, PrecisionName
+from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.errors import ConfigError, StepError
+from lightning_3d.precision.loss_scaling import LossScaling
+from lightning_3d.precision.stochastic_rounding import StochasticRounding
+from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.master_weights import MasterWeights
+
+_AUTOCAST: Mapping[PrecisionName, torch.dtype] = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+_TRANSLATED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+
+class ThreeDPrecision(Precision):
+    """Precision of computation, scaled losses, and gradient clipping over all axes of the mesh.
+
+    Picked by ``Trainer(precision=...)``; the rest is the section ``precision`` of the strategy's config.
+
+    ==============  ==========================  =======  ==============================================================
+    precision       weights, buffers, inputs    compute  the optimizer steps
+    ==============  ==========================  =======  ==============================================================
+    ``32-true``     as they are                 as they  the weights
+                                                are
+    ``16-mixed``    as they are                 fp16     the weights; losses are scaled
+                                                autocast
+    ``bf16-mixed``  as they are                 bf16     the weights
+                                                autocast
+    ``16-true``     fp16                        fp16     fp32 master weights; losses are scaled
+    ``bf16-true``   bf16                        bf16     fp32 master weights (``precision.updates``)
+    ``64-true``     fp64                        fp64     the weights
+    ==============  ==========================  =======  ==============================================================
+
+    Args:
+        precision: One of them. ``ThreeDPrecision("16-mixed")`` computes in fp16 also on CPUs, where Lightning takes
+            ``Trainer(precision="16-mixed")`` for ``"bf16-mixed"``, with a warning.
+
+    Raises:
+        ConfigError: another precision.
+    """
+
+    precision: PrecisionName
+
+    def __init__(self, precision: PrecisionName = "32-true") -> None:
+        if precision not in get_args(PrecisionName):
+            raise ConfigError(_unknown(repr(precision)))
+        self.precision = precision
+        self._lightnings = _of_weights(precision)
+        self._device = torch.device("cpu")
+        self._norm: Callable[[Iterable[nn.Parameter]], Tensor] | None = None
+        self._zero: Zero | None = None
+        self._scales_itself = True  # whether losses are scaled where Lightning has them, not in a pipeline
+        self._scaling: LossScaling | None = None
+        self._widens = False
+        self._names: Mapping[nn.Parameter, str] = {}
+
+    @staticmethod
+    def translate(plugin: Precision) -> ThreeDPrecision:
+        """The counterpart of the plugin that the Trainer chose by its ``precision`` string.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if isinstance(plugin, ThreeDPrecision):
+            return plugin
+        if type(plugin) not in _TRANSLATED:
+            raise ConfigError(_unknown(f"{getattr(plugin, 'precision', None)!r} ({type(plugin).__name__})"))
+        return ThreeDPrecision(plugin.precision)  # type: ignore[arg-type]  # checked there
+
+    @property
+    def has_half_weights(self) -> bool:
+        """Whether parameters are 16-bit."""
+        return isinstance(self._lightnings, HalfPrecision)
+
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses are scaled."""
+        return self.precision in ("16-mixed", "16-true")
+
+    @property
+    def loss_scales(self) -> list[float]:
+        """The loss scale of every optimizer; empty without fp16."""
+        return [] if self._scaling is None else self._scaling.scales
+
+    # ---- what the strategy tells
+
+    def attach(
+        self,
+        *,
+        device: torch.device,
+        norm: Callable[[Iterable[nn.Parameter]], Tensor],
+        zero: Zero,
+        scales_itself: bool,
+    ) -> None:
+        """Tell the device, how to take the norm of gradients over all ranks, who holds them, and whether the backward
+        is Lightning's, not a pipeline's.
+        """
+        self._device, self._norm, self._zero = device, norm, zero
+        self._scales_itself = scales_itself
+
+    def divide(self, optimizers: Sequence[Optimizer], module: nn.Module, config: PrecisionConfig) -> None:
+        """Begin to train with these optimizers."""
+        assert self._zero is not None
+        self._widens = self.has_half_weights and config.updates != "direct"
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        self._scaling = None
+        if self.scales_losses:
+            held = self._zero.held_gradients
+            self._scaling = LossScaling(optimizers, config, held=held, names=self._names, device=self._device)
+
+    def master_weights(self, config: PrecisionConfig) -> MasterWeights | None:
+        """The fp32 values that optimizers step in place of 16-bit parameters; every rank calls it."""
+        assert self._zero is not None
+        if not self._widens:
+            return None
+        if config.updates != "stochastic":
+            return MasterWeights()
+        seed = on_rank_zero(torch.initial_seed, self._device)
+        return MasterWeights(StochasticRounding(self._zero.shards, self._names, seed=seed, device=self._device))
+
+    def scale_before_backward(self) -> float:
+        """The factor of the loss whose backward comes."""
+        return 1.0 if self._scaling is None else self._scaling.before_backward()
+
+    def skips(self, optimizer: Optimizer) -> bool:
+        """Whether its last gradients overflowed, so that it did not step."""
+        return self._scaling is not None and self._scaling.skips(optimizer)
+
+    def check_unscaled(self, optimizer: Optimizer) -> None:
+        """Before a step of an optimizer.
+
+        Raises:
+            StepError: its gradients still carry the loss scale.
+        """
+        if self._scaling is not None:
+            self._scaling.check_unscaled(optimizer)
+
+    # ---- weights, inputs, computation
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._lightnings.convert_module(module)
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        return self._lightnings.convert_input(data)
+
+    @override
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return self._lightnings.tensor_init_context()
+
+    @override
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        return self._lightnings.module_init_context()
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        dtype = _AUTOCAST.get(self.precision)
+        with self._lightnings.forward_context() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
+            yield
+
+    # ---- backward and step
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
+        tensor = super().pre_backward(tensor, module)
+        if self._scaling is None or not self._scales_itself:
+            return tensor
+        return tensor.float() * self._scaling.before_backward()
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        if self._scaling is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        if isinstance(optimizer, LBFGS):
+            raise StepError(
+                f"{type(optimizer).__name__} runs training_step several times per step, which precision="
+                f"{self.precision!r} would have to skip when gradients overflow. Use another optimizer, or another"
+                " precision."
+            )
+        result = self._wrap_closure(model, optimizer, closure)
+        if not self._scaling.skips(optimizer):
+            result = optimizer.step(**kwargs)
+        elif self._zero is not None:
+            self._zero.drop_gradients(p for group in optimizer.param_groups for p in group["params"])
+        self._scaling.after_step(optimizer)
+        return result
+
+    @override
+    def _wrap_closure(self, model: LightningModule, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        result = closure()
+        if self._zero is not None and self._widens:
+            self._zero.widen_gradients(p for group in optimizer.param_groups for p in group["params"])
+        if self._scaling is not None:
+            self._scaling.after_backward(optimizer)
+        self._after_closure(model, optimizer)
+        return result
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if clip_val <= 0:
+            return
+        gradients = self._gradients(optimizer)
+        assert self._norm is not None
+        norm = self._norm(list(self.main_params(optimizer)))
+        scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
+        for gradient in gradients:
+            gradient.mul_(scale.to(gradient.device))
+
+    @override
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        if clip_val <= 0:
+            return
+        for gradient in self._gradients(optimizer):
+            gradient.clamp_(-clip_val, clip_val)
+
+    def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        if self._zero is None:
+            raise ConfigError(
+                "ThreeDPrecision clips gradients for strategy='3d' only; use Trainer(precision=...) instead"
+            )
+        return self._zero.held_gradients(self.main_params(optimizer))
+
+    # ---- checkpoints
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._scaling is None else {"loss_scalers": self._scaling.state_dict()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._scaling is not None and "loss_scalers" in state_dict:
+            self._scaling.load_state_dict(state_dict["loss_scalers"])
+
+
+def _of_weights(precision: PrecisionName) -> Precision:
+    """Lightning's plugin that changes the dtype of weights, buffers and inputs as this precision does."""
+    if precision in ("16-true", "bf16-true"):
+        return HalfPrecision(precision)
+    return DoublePrecision() if precision == "64-true" else Precision()
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"precision={name} is not built for strategy='3d'; use one of {get_args(PrecisionName)}. fp8 is not among them:"
+        " its layers keep scales of weights and activations that would have to be agreed on across shards and stages."
+    )

@@ -1,0 +1,94 @@
+"""Stepping 16-bit parameters in fp32.
+
+While an optimizer steps, the part of a 16-bit parameter that this rank steps is replaced by fp32 values. These are its
+master weights, kept with the optimizer's state and rounded into the parameter after the step; or a copy made for the
+step alone, which is rounded up or down by chance.
+
+Code may write to a parameter between steps (a checkpoint that is loaded, weights that are clipped). Where a parameter
+is no longer the rounded master weight, the master weight follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MASTER = "master_weight"
+"""The name of master weights in an optimizer's state."""
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+Rounding = Callable[[nn.Parameter, Tensor, Tensor], None]
+"""(parameter, its part, fp32 values): writes the rounded values to the part."""
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Whether its numbers have 16 bits."""
+    return tensor.dtype in _HALVES
+
+
+class MasterWeights:
+    """Lends fp32 values to steps.
+
+    Args:
+        rounding: Rounds what was stepped where no master weights are kept; None keeps them.
+    """
+
+    def __init__(self, rounding: Rounding | None = None) -> None:
+        self._rounding = rounding
+        self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether they are part of the optimizer's state."""
+        return self._rounding is None
+
+    @torch.no_grad()
+    def make(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> None:
+        """Make the master weights of a part in host memory, if there are none."""
+        if self.are_kept:
+            optimizer.state[parameter].setdefault(MASTER, own.to("cpu", torch.float32))
+
+    @torch.no_grad()
+    def lend(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> nn.Parameter:
+        """The fp32 parameter to step, taken out of the optimizer's state.
+
+        Args:
+            own: The 16-bit part of the parameter.
+        """
+        values = self._taken(optimizer, parameter)
+        if values is None or values.shape != own.shape:
+            values = own.float()
+        elif self.are_kept:
+            near = own.to(values.device)
+            torch.where(values.to(own.dtype) == near, values, near.float(), out=values)
+        stepped = self._stepped.setdefault(parameter, nn.Parameter(values))
+        stepped.requires_grad_(parameter.requires_grad)
+        stepped.grad = None
+        stepped.data = values
+        vars(stepped).update(vars(parameter))
+        return stepped
+
+    def _taken(self, optimizer: Optimizer, parameter: nn.Parameter) -> Tensor | None:
+        state = optimizer.state.get(parameter)
+        if state is None or MASTER not in state:
+            return None
+        values: Tensor = state.pop(MASTER)
+        if not state:
+            del optimizer.state[parameter]
+        return values
+
+    @torch.no_grad()
+    def take_back(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> None:
+        """Round what was stepped into the 16-bit part; the optimizer's state is that of the parameter again."""
+        stepped = self._stepped[parameter]
+        values, stepped.grad = stepped.data, None
+        stepped.data = values.new_empty(0)
+        if self._rounding is None:
+            own.copy_(values)
+            optimizer.state[parameter][MASTER] = values
+        else:
+            self._rounding(parameter, own, values)
