@@ -21,9 +21,9 @@ class PrecisionConfig:
 
     updates: Literal["auto", "master", "stochastic", "direct"] = "auto"
     """How optimizers step 16-bit parameters (``"16-true"``, ``"bf16-true"``). ``"master"``: in fp32 copies of them,
-    which the ranks share as optimizer states. ``"stochastic"``: in fp32, rounded up or down by chance, without copies
-    (bf16 only). ``"direct"``: as they are, with 16-bit states, as Lightning does in one process. ``"auto"`` is
-    ``"master"``. What code writes to a parameter counts in all of them."""
+    which the ranks share as optimizer states. ``"stochastic"``: in fp32, rounded up or down by chance, without
+    copies. ``"direct"``: as they are, with 16-bit states, as Lightning does in one process; both for bf16 only.
+    ``"auto"`` is ``"master"``. What code writes to a parameter counts in all of them."""
 
     loss_scale: Annotated[float, AtLeast(1)] | Literal["dynamic"] = "dynamic"
     """The factor of losses, and so of gradients until they are unscaled, with fp16. ``"dynamic"`` halves it when
@@ -65,10 +65,14 @@ class PrecisionConfig:
             self._refuse(("loss_scale", *_DYNAMIC), f"precision={precision!r} needs no scaled losses, only fp16 does")
         if precision not in ("16-true", "bf16-true"):
             self._refuse(("updates",), f"precision={precision!r} has no 16-bit parameters")
-        if precision == "16-true" and self.updates == "stochastic":
+        if precision == "16-true" and self.updates in ("stochastic", "direct"):
+            reason = {
+                "stochastic": "only bf16 is rounded stochastically",
+                "direct": "small updates of fp16 weights would be lost, and their unscaled gradients, too",
+            }
             raise ConfigError(
-                "precision.updates='stochastic' with precision='16-true': only bf16 is rounded stochastically, since"
-                " fp16 would underflow. Use precision='bf16-true', or precision.updates='master'"
+                f"precision.updates={self.updates!r} with precision='16-true': {reason[self.updates]}. Use"
+                " precision='bf16-true', or precision.updates='master'"
             )
 
     def _refuse(self, names: tuple[str, ...], reason: str) -> None:

@@ -1,0 +1,376 @@
+"""Precisions in every layout: weights of 16 and 64 bits, master weights, scaled losses, and overflows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_3d import PrecisionConfig, ThreeDPrecision, ThreeDStrategy
+from lightning_3d.precision.stochastic_rounding import round_stochastically
+from lightning_3d.zero.master_weights import MASTER
+from tests.models import TinyGPT, loader, reference_loader, tokens
+from tests.parity import QUIET, Layout, whole_state
+from tests.workers import WorkerError, WorkerPools
+
+STEPS, NUM_LAYERS = 4, 4
+HALVES = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
+LAYOUTS = [
+    *(Layout(dp=2, zero=stage) for stage in (0, 1, 2, 3)),
+    Layout(pp=2),
+    Layout(pp=2, schedule="zbv"),
+    Layout(tp=2),
+    Layout(dp=2, zero_settings={"offload_optimizer": "cpu", "offload_window": 0.01}),
+    Layout(dp=2, zero=3, zero_settings={"offload_optimizer": ".", "offload_params": "cpu"}),
+]
+
+
+class _Seen(L.Callback):
+    """Notes gradient norms, losses and learning rates; multiplies gradients in the backward where it is told to."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+        self.scales: list[float] = []
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, ThreeDStrategy)
+        self.norms.append(float(trainer.strategy.gradient_norm()))
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.precision_plugin, ThreeDPrecision)
+        self.scales += trainer.precision_plugin.loss_scales
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def _strategy(layout: Layout, settings: dict[str, Any]) -> ThreeDStrategy:
+    strategy = layout.strategy()
+    strategy.config = replace(strategy.config, precision=PrecisionConfig(**settings))
+    return strategy
+
+
+def _fit(
+    layout: Layout,
+    precision: Any,
+    settings: dict[str, Any],
+    *,
+    model: type[TinyGPT] = TinyGPT,
+    steps: int = STEPS,
+    callbacks: tuple[L.Callback, ...] = (),
+    ckpt_path: Path | None = None,
+    **trainer: Any,
+) -> tuple[L.Trainer, _Seen]:
+    seen = _Seen()
+    L.seed_everything(1, verbose=False)
+    runs = L.Trainer(
+        strategy=_strategy(layout, settings),
+        devices=layout.world_size,
+        plugins=[ThreeDPrecision(precision)],
+        max_steps=steps,
+        callbacks=[seen, *callbacks],
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        **{**QUIET, **trainer},
+    )
+    data = loader(tokens(8 * 8), global_batch_size=8, data_parallel_size=layout.dp)
+    runs.fit(model(num_layers=NUM_LAYERS, num_warmup_steps=10), data, ckpt_path=ckpt_path, weights_only=False)
+    return runs, seen
+
+
+def _trained(layout: Layout, precision: Any, settings: dict[str, Any], **how: Any) -> dict[str, Any]:
+    trainer, seen = _fit(layout, precision, settings, **how)
+    state = trainer.optimizers[0].state
+    dtypes = {v.dtype for values in state.values() for v in values.values() if isinstance(v, Tensor) and v.dim()}
+    return {
+        "weights": whole_state(trainer),
+        "norms": seen.norms,
+        "scales": seen.scales,
+        "rates": seen.rates,
+        "state_dtypes": dtypes,
+        "masters": sum(v[MASTER].numel() for v in state.values() if MASTER in v),
+    }
+
+
+def _difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    pairs = [(first[name].double(), second[name].double()) for name in first]
+    return max(float((one - other).abs().max()) for one, other in pairs if one.numel())
+
+
+@pytest.fixture(scope="module")
+def one_process(workers: WorkerPools) -> dict[str, dict[str, Any]]:
+    """The runs of one process, by precision."""
+    precisions = ("32-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
+    (results,) = workers(1).run(_all_trained, precisions)
+    return dict(zip(precisions, results, strict=True))
+
+
+def _all_trained(precisions: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [_trained(Layout(), precision, {}) for precision in precisions]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "bf16-true"])
+def test_layouts_train_as_one_process_to_the_rounding_of_16_bits(
+    workers: WorkerPools, one_process: dict[str, dict[str, Any]], layout: Layout, precision: str
+) -> None:
+    expected, exact = one_process[precision], one_process["32-true"]
+    rounding = _difference(expected["weights"], exact["weights"])
+    for found in workers(layout.world_size).run(_trained, layout, precision, {}):
+        assert _difference(found["weights"], expected["weights"]) <= 2 * rounding  # each rounds on its own
+        assert found["scales"] == expected["scales"]
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-2, nan_ok=True)
+        assert found["rates"] == expected["rates"]
+        assert found["state_dtypes"] == {torch.float32}
+        assert all(weight.dtype == expected["weights"][name].dtype for name, weight in found["weights"].items())
+        assert bool(found["masters"]) == (precision in HALVES)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2)], ids=str)
+def test_fp64_is_fp64_in_all_layouts(
+    workers: WorkerPools, one_process: dict[str, dict[str, Any]], layout: Layout
+) -> None:
+    expected = one_process["64-true"]
+    for found in workers(2).run(_trained, layout, "64-true", {}):
+        assert _difference(found["weights"], expected["weights"]) < 1e-12
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-12)
+        assert found["state_dtypes"] == {torch.float64}
+
+
+def _beside_lightning(precision: Any, settings: dict[str, Any]) -> float:
+    """The difference between our weights and those of Lightning's own precision plugin."""
+    L.seed_everything(1, verbose=False)
+    plain: dict[str, Any] = {"max_steps": STEPS, "limit_val_batches": 0, "enable_checkpointing": False, **QUIET}
+    trainer = L.Trainer(precision=precision, **plain)
+    model = TinyGPT(num_layers=NUM_LAYERS, num_warmup_steps=10)
+    trainer.fit(model, reference_loader(tokens(8 * 8), global_batch_size=8, seed=1))
+    return _difference(_trained(Layout(), precision, settings)["weights"], dict(model.state_dict()))
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings"), [("bf16-true", {"updates": "direct"}), ("bf16-mixed", {}), ("64-true", {})]
+)
+def test_one_process_is_lightnings_own(workers: WorkerPools, precision: str, settings: dict[str, Any]) -> None:
+    assert workers(1).run(_beside_lightning, precision, settings) == [0.0]
+
+
+# -------------------------------------------------------------------------------------------------------- overflows
+
+
+class _Overflowing(torch.autograd.Function):
+    """Makes gradients infinite or NaN in one backward of one rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Poisoned.num_backwards += 1
+        return gradient * Poisoned.factor if Poisoned.num_backwards == Poisoned.which else gradient
+
+
+class Poisoned(TinyGPT):
+    """Overflows in one backward of its last block, on ranks where `factor` is not 1."""
+
+    factor, which, num_backwards = 1.0, 0, 0
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.blocks[-1].mlp.append(_Poison())
+
+
+class _Poison(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Overflowing.apply(x)
+
+
+def _poisoned(layout: Layout, rank: int, factor: float, which: int, **how: Any) -> dict[str, Any]:
+    is_here = torch.distributed.get_rank() == rank
+    Poisoned.factor, Poisoned.which, Poisoned.num_backwards = (factor if is_here else 1.0), which, 0
+    weights: list[dict[str, Tensor]] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            weights.append(whole_state(trainer))
+
+    found = _trained(
+        layout, "16-mixed", {"initial_scale_power": 8, "hysteresis": 1}, model=Poisoned, callbacks=(Watch(),), **how
+    )
+    return {**found, "by_step": weights}
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")], ids=["inf", "nan"])
+@pytest.mark.parametrize(
+    ("layout", "rank", "which"),
+    [
+        (Layout(dp=2), 1, 2),  # the second step of one replica
+        (Layout(dp=2, zero=3), 0, 2),
+        (Layout(pp=2), 1, 4),  # the second microbatch of the second step, on the last stage
+        (Layout(tp=2, verify=False), 1, 2),  # of one tensor-parallel rank
+    ],
+    ids=["replica", "replica-zero3", "microbatch", "tensor"],
+)
+def test_an_overflow_anywhere_skips_the_step_everywhere(
+    workers: WorkerPools, layout: Layout, rank: int, which: int, factor: float
+) -> None:
+    for found in workers(2).run(_poisoned, layout, rank, factor, which):
+        assert found["scales"] == [256.0, 128.0, 128.0, 128.0]
+        moved = [_difference(one, other) for one, other in zip(found["by_step"], found["by_step"][1:], strict=False)]
+        assert moved[0] == 0.0
+        assert min(moved[1:]) > 0.0
+        assert found["rates"] == pytest.approx([0.002, 0.002, 0.003, 0.004])
+
+
+def _spent() -> None:
+    Poisoned.factor, Poisoned.which, Poisoned.num_backwards = float("inf"), 2, 0
+    _fit(Layout(dp=2), "16-mixed", {"initial_scale_power": 0, "hysteresis": 1}, model=Poisoned)
+
+
+def test_training_ends_at_the_smallest_scale_with_the_name_of_a_parameter(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError) as caught:
+        workers(2).run(_spent)
+    told = str(caught.value)
+    assert "--- ranks 0, 1:" in told  # they say the same
+    assert "The gradient of tokens.weight is not finite at the smallest loss scale, precision.min_loss_scale=1" in told
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+class _Overflows(L.Callback):
+    """Lets the gradients of some steps overflow."""
+
+    def __init__(self, steps: set[int]) -> None:
+        self.steps = steps
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step in self.steps:
+            for parameter in pl_module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(float("inf"))
+
+
+def _resumed(layout: Layout, precision: str, stop: int | None, other: Layout) -> dict[str, Any]:
+    """Train six steps, of which the first, the third and the fifth overflow; stopped and resumed after `stop`."""
+    settings = {"initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 3}
+    overflows = (_Overflows({0, 2, 4}),)
+    how: dict[str, Any] = {"callbacks": overflows, "limit_train_batches": 1, "max_epochs": -1}
+    if stop is None:
+        return _trained(layout, precision, settings, steps=6, **how)
+    trainer, _ = _fit(layout, precision, settings, steps=stop, **how)
+    trainer.save_checkpoint("stopped.ckpt")
+    return _trained(other, precision, settings, steps=6, ckpt_path=Path("stopped.ckpt"), **how)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("other", [Layout(dp=2), Layout(dp=2, zero=3, save_distributed_checkpoint=True)], ids=str)
+def test_a_run_goes_on_in_the_middle_of_a_hysteresis_window(
+    workers: WorkerPools, other: Layout, precision: str
+) -> None:
+    layout = replace(other, zero=1)
+    whole = workers(2).run(_resumed, layout, precision, None, layout)[0]
+    assert whole["scales"] == [256.0, 256.0, 128.0, 128.0, 64.0, 64.0]
+    for stop in (1, 2, 3):
+        for found in workers(2).run(_resumed, layout, precision, stop, other):
+            assert found["scales"] == whole["scales"][stop:]
+            assert _difference(found["weights"], whole["weights"]) <= 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------- master weights
+
+
+def _written() -> list[float]:
+    """A callback writes to a parameter after the second step."""
+
+    class Write(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            if trainer.global_step == 2:
+                with torch.no_grad():
+                    pl_module.norm.weight.fill_(3.0)  # type: ignore[union-attr,operator]
+
+    found = _trained(Layout(dp=2), "bf16-true", {}, steps=3, callbacks=(Write(),))
+    weights: list[float] = found["weights"]["norm.weight"].tolist()
+    return weights
+
+
+def test_what_is_written_to_a_parameter_counts(workers: WorkerPools) -> None:
+    for weights in workers(2).run(_written):
+        assert all(2.9 < weight < 3.1 for weight in weights)
+
+
+@pytest.mark.parametrize(("layout"), [Layout(dp=2), Layout(dp=2, zero=0), Layout(tp=2)], ids=str)
+def test_stochastic_rounding_keeps_ranks_alike(workers: WorkerPools, layout: Layout) -> None:
+    first, second = workers(2).run(_trained, layout, "bf16-true", {"updates": "stochastic"})
+    assert _difference(first["weights"], second["weights"]) == 0.0
+    assert first["masters"] == 0
+    assert first["state_dtypes"] == {torch.float32}
+    assert all(weight.dtype != torch.float32 for name, weight in first["weights"].items() if "accuracy" not in name)
+
+
+def test_stochastic_rounding_has_the_mean_of_the_values() -> None:
+    generator = torch.Generator().manual_seed(0)
+    value = 1.0 + 2**-9  # a quarter of the way from 1 to the next number of bf16
+    rounded = round_stochastically(torch.full((100_000,), value), generator).float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert rounded.mean().item() == pytest.approx(value, abs=2e-4)  # 5 standard errors
+    special = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -2.0])
+    assert torch.equal(round_stochastically(special, generator).float().nan_to_num(7), special.nan_to_num(7))
+
+
+# ------------------------------------------------------------------------------------------------ several optimizers
+
+
+class TwoOptimizers(L.LightningModule):
+    """Manual optimization: each optimizer has its own part of the model, and the second one overflows once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        for optimizer, layer in zip(self.optimizers(), (self.first, self.second), strict=True):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            loss = (layer(batch[0]) - batch[1]).square().mean()
+            if layer is self.second and batch_idx == 1 and self.global_rank == 1:
+                loss = loss * float("inf")
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.first, self.second)]
+
+
+def _two_optimizers(stage: Literal[1, 3]) -> list[list[float]]:
+    scales: list[list[float]] = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            assert isinstance(trainer.precision_plugin, ThreeDPrecision)
+            scales.append(trainer.precision_plugin.loss_scales)
+
+    L.seed_everything(1, verbose=False)
+    settings = {"initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}
+    strategy = _strategy(Layout(dp=2, zero=stage), settings)
+    plain: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 3, "enable_checkpointing": False, **QUIET}
+    trainer = L.Trainer(
+        strategy=strategy, devices=2, plugins=[ThreeDPrecision("16-mixed")], callbacks=[Watch()], **plain
+    )
+    data = torch.utils.data.TensorDataset(torch.randn(24, 8), torch.randn(24, 4))
+    module = TwoOptimizers()
+    trainer.fit(module, loader(data, global_batch_size=8, data_parallel_size=2))
+    assert all(bool(parameter.isfinite().all()) for parameter in whole_state(trainer).values())
+    return scales
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_optimizer_has_a_scale_of_its_own(workers: WorkerPools, stage: int) -> None:
+    for scales in workers(2).run(_two_optimizers, stage):
+        assert scales == [[16.0, 16.0], [32.0, 8.0], [32.0, 8.0]]
