@@ -257,7 +257,7 @@ class ThreeDStrategy(ParallelStrategy):
         self.config.precision.check_for(self._precision.precision)
         is_in_parts = self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1
         if self._parallel is None:
-            self._precision.convert_module(self._module)
+            self._precision.convert(self._module, self.config.precision, self.root_device)
             is_syncing = lightning_helpers.is_syncing_batchnorm(self)
             refuse_unsupported(self._module, self.mesh, self.config.zero, sync_batchnorm=is_syncing)
             self._parallel = make_parallel(

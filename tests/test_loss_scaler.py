@@ -88,6 +88,7 @@ def test_fixed_scale_does_not_move() -> None:
     [
         ({"hysteresis": 4}, "bf16-mixed", "precision.hysteresis=4 would do nothing: precision='bf16-mixed' needs no"),
         ({"loss_scale": 64}, "32-true", "precision.loss_scale=64 would do nothing"),
+        ({"keep_fp32": ["head"]}, "32-true", "precision='32-true' has no 16-bit numbers"),
         ({"updates": "direct"}, "16-mixed", "precision.updates='direct' would do nothing: precision='16-mixed' has no"),
         ({"updates": "stochastic"}, "16-true", "only bf16 is rounded stochastically"),
         ({"updates": "direct"}, "16-true", "small updates of fp16 weights would be lost"),

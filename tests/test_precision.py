@@ -374,3 +374,51 @@ def _two_optimizers(stage: Literal[1, 3]) -> list[list[float]]:
 def test_every_optimizer_has_a_scale_of_its_own(workers: WorkerPools, stage: int) -> None:
     for scales in workers(2).run(_two_optimizers, stage):
         assert scales == [[16.0, 16.0], [32.0, 8.0], [32.0, 8.0]]
+
+
+# ------------------------------------------------------------------------------------------------------ kept in fp32
+
+
+class _Dtypes(L.Callback):
+    """Notes the dtypes in which norms and projections of this rank compute in training."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, torch.dtype]] = set()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for module in pl_module.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.register_forward_pre_hook(lambda module, args: self.seen.add(("norm", module.weight.dtype)))
+            if isinstance(module, nn.GELU):
+                module.register_forward_pre_hook(lambda module, args: self.seen.add(("mlp", args[0].dtype)))
+
+
+def _kept(layout: Layout, precision: str) -> dict[str, Any]:
+    dtypes = _Dtypes()
+    settings = {"keep_fp32": ["blocks.*.norm1", "blocks.*.norm2", "norm", "blocks.1.mlp"]}
+    found = _trained(layout, precision, settings, callbacks=(dtypes,))
+    return {**found, "dtypes": dtypes.seen}
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2)], ids=str)
+def test_modules_are_kept_in_fp32_in_every_layout(workers: WorkerPools, layout: Layout, precision: str) -> None:
+    (expected,) = workers(1).run(_kept, Layout(), precision)
+    (coarse,) = workers(1).run(_trained, Layout(), precision, {})
+    rounding = max(1e-3, _difference(expected["weights"], coarse["weights"]))
+    results = workers(2).run(_kept, layout, precision)
+    for found in results:
+        assert _difference(found["weights"], expected["weights"]) <= 2 * rounding
+        norms = {weight.dtype for name, weight in found["weights"].items() if "norm" in name}
+        assert norms == {torch.float32}
+    half = torch.bfloat16 if precision == "bf16-true" else torch.float16
+    assert set().union(*(found["dtypes"] for found in results)) == {
+        ("norm", torch.float32),
+        ("mlp", torch.float32),
+        ("mlp", half),
+    }
+
+
+def test_a_pattern_without_a_module_is_refused(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"precision\.keep_fp32 has the pattern 'blocks\.\*\.nrom', which matches no"):
+        workers(1).run(_trained, Layout(), "bf16-true", {"keep_fp32": ["blocks.*.nrom"]})

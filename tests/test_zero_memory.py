@@ -67,15 +67,32 @@ def _weigh(layout: Layout, precision: Any) -> dict[str, float]:
     return {"parameters": weights / full, "gradients": optimizer.num_bytes / full, "states": _num_bytes(states) / full}
 
 
+# Bytes of a number of the parameters, their gradients where optimizers step them, and the states of AdamW.
+_BYTES = {"32-true": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16-true": (2, 4, 12), "64-true": (8, 8, 16)}
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_hold_what_zero_says(workers: WorkerPools, stage: Stage, num_ranks: int, precision: str) -> None:
-    share = 1 / num_ranks
+    _check_shares(workers, stage, num_ranks, precision)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_ranks_hold_what_zero_says_in_other_precisions(
+    workers: WorkerPools, stage: Stage, num_ranks: int, precision: str
+) -> None:
+    _check_shares(workers, stage, num_ranks, precision)
+
+
+def _check_shares(workers: WorkerPools, stage: Stage, num_ranks: int, precision: str) -> None:
+    share, (parameters, gradients, states) = 1 / num_ranks, _BYTES[precision]
     formula = {
-        "parameters": share if stage == 3 else 1,
-        "gradients": 1 if stage == 0 else share,  # at stage 1 once they are reduced
-        "states": 2 if stage == 0 else 2 * share,
+        "parameters": parameters / 4 * (share if stage == 3 else 1),
+        "gradients": gradients / 4 * (1 if stage == 0 else share),  # at stage 1 once they are reduced
+        "states": states / 4 * (1 if stage == 0 else share),
     }
     for held in workers(num_ranks).run(_weigh, Layout(dp=num_ranks, zero=stage), precision):
         assert held == pytest.approx(formula, rel=0.03)

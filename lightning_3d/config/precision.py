@@ -25,6 +25,10 @@ class PrecisionConfig:
     copies. ``"direct"``: as they are, with 16-bit states, as Lightning does in one process; both for bf16 only.
     ``"auto"`` is ``"master"``. What code writes to a parameter counts in all of them."""
 
+    keep_fp32: tuple[str, ...] = ()
+    """Modules that compute in fp32, by patterns of their FQN (``"blocks.*.norm1"``; ``*`` and ``?`` as in a shell), and
+    whose weights stay fp32 where others become 16-bit."""
+
     loss_scale: Annotated[float, AtLeast(1)] | Literal["dynamic"] = "dynamic"
     """The factor of losses, and so of gradients until they are unscaled, with fp16. ``"dynamic"`` halves it when
     gradients overflow, and doubles it after a while without overflow. A step that overflows anywhere is skipped
@@ -46,6 +50,9 @@ class PrecisionConfig:
     """Whether every step without overflow begins the count of ``hysteresis`` anew."""
 
     def __post_init__(self) -> None:
+        given: object = self.keep_fp32
+        if isinstance(given, list):  # from Python or YAML
+            object.__setattr__(self, "keep_fp32", tuple(given))
         check_values(self)
         if self.loss_scale != "dynamic":
             self._refuse(_DYNAMIC, f"precision.loss_scale={self.loss_scale} is fixed")
@@ -65,6 +72,8 @@ class PrecisionConfig:
             self._refuse(("loss_scale", *_DYNAMIC), f"precision={precision!r} needs no scaled losses, only fp16 does")
         if precision not in ("16-true", "bf16-true"):
             self._refuse(("updates",), f"precision={precision!r} has no 16-bit parameters")
+        if precision in ("32-true", "64-true"):
+            self._refuse(("keep_fp32",), f"precision={precision!r} has no 16-bit numbers")
         if precision == "16-true" and self.updates in ("stochastic", "direct"):
             reason = {
                 "stochastic": "only bf16 is rounded stochastically",

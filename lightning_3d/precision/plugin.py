@@ -16,12 +16,15 @@ from typing_extensions import override
 from lightning_3d.config.precision import PrecisionConfig, PrecisionName
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.errors import ConfigError, StepError
+from lightning_3d.precision.kept_fp32 import keep_fp32
 from lightning_3d.precision.loss_scaling import LossScaling
 from lightning_3d.precision.stochastic_rounding import StochasticRounding
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.master_weights import MasterWeights
 
 _AUTOCAST: Mapping[PrecisionName, torch.dtype] = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+
+_HALVES: Mapping[PrecisionName, torch.dtype] = {"16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 _TRANSLATED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
@@ -79,12 +82,14 @@ class ThreeDPrecision(Precision):
             return plugin
         if type(plugin) not in _TRANSLATED:
             raise ConfigError(_unknown(f"{getattr(plugin, 'precision', None)!r} ({type(plugin).__name__})"))
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            _refuse_other_scaler(plugin.scaler)
         return ThreeDPrecision(plugin.precision)  # type: ignore[arg-type]  # checked there
 
     @property
     def has_half_weights(self) -> bool:
         """Whether parameters are 16-bit."""
-        return isinstance(self._lightnings, HalfPrecision)
+        return self.precision in _HALVES
 
     @property
     def scales_losses(self) -> bool:
@@ -150,6 +155,16 @@ class ThreeDPrecision(Precision):
             self._scaling.check_unscaled(optimizer)
 
     # ---- weights, inputs, computation
+
+    def convert(self, module: nn.Module, config: PrecisionConfig, device: torch.device) -> None:
+        """Give weights and buffers their dtype.
+
+        Raises:
+            ConfigError: a pattern of modules to keep in fp32 matches none.
+        """
+        self.convert_module(module)
+        autocast = device.type if self.precision in _AUTOCAST else None
+        keep_fp32(module, config.keep_fp32, returned=_HALVES.get(self.precision), autocast=autocast)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -252,9 +267,27 @@ class ThreeDPrecision(Precision):
 
 def _of_weights(precision: PrecisionName) -> Precision:
     """Lightning's plugin that changes the dtype of weights, buffers and inputs as this precision does."""
-    if precision in ("16-true", "bf16-true"):
+    if precision == "16-true" or precision == "bf16-true":
         return HalfPrecision(precision)
     return DoublePrecision() if precision == "64-true" else Precision()
+
+
+def _refuse_other_scaler(scaler: torch.amp.GradScaler) -> None:
+    """Refuse a scaler that the user has set, as ours takes its place."""
+    given = {
+        "init_scale": scaler.get_scale(),
+        "growth_factor": scaler.get_growth_factor(),
+        "backoff_factor": scaler.get_backoff_factor(),
+        "growth_interval": scaler.get_growth_interval(),
+    }
+    defaults = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    changed = ", ".join(f"{name}={value:g}" for name, value in given.items() if value not in (defaults[name], 1.0))
+    if changed:
+        raise ConfigError(
+            f"a GradScaler with {changed} would be ignored: strategy='3d' scales losses itself, alike on all ranks."
+            " Leave the scaler out, and set precision.initial_scale_power and precision.loss_scale_window of the"
+            " strategy, or precision.loss_scale."
+        )
 
 
 def _unknown(name: str) -> str:
