@@ -22,8 +22,8 @@ _STRINGS = {name for thing in _OBJECTS for name in dir(thing) if name.startswith
 _PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_getframe"}
 """Documented by Python: of named tuples, and of ``sys``."""
 
-_OF_STRATEGIES = {"_configure_launcher", "_launcher", "_precision_plugin"}
-"""Each strategy of Lightning defines them; an override has no other name. Canary: ``test_torch_internals.py``."""
+_OF_STRATEGIES = {"_configure_launcher", "_launcher", "_precision_plugin", "_wrap_closure", "_after_closure"}
+"""Each strategy or precision plugin of Lightning has them; an override has no other name. Canary: ``test_torch_internals.py``."""
 
 
 def _is_private(name: str) -> bool:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -555,6 +556,15 @@ def test_norms_of_a_list() -> None:
     assert [norm.item() for norm in norms] == [5.0, 2.0]
 
 
+@canary(dispatch, "unscale_and_check")
+def test_unscaling_finds_what_is_not_finite() -> None:
+    for last, found in ((1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)):
+        tensors, flag = [torch.tensor([4.0, 8.0]), torch.tensor([last], dtype=torch.float16)], torch.zeros(1)
+        dispatch.unscale_and_check(tensors, flag, torch.full((1,), 0.25))
+        assert tensors[0].tolist() == [1.0, 2.0]
+        assert flag.item() == found
+
+
 # -------------------------------------------------------------------------------------------------------- fake tensors
 
 
@@ -942,6 +952,8 @@ def test_what_strategies_hold() -> None:
     assert not lightning_helpers.is_syncing_batchnorm(strategy)
     for name in ("_configure_launcher", "_launcher", "_precision_plugin"):  # ThreeDStrategy overrides or sets them
         assert hasattr(strategy, name), f"ParallelStrategy.{name}"
+    assert _parameters(Precision._wrap_closure) == {"self", "model", "optimizer", "closure"}
+    assert _parameters(Precision._after_closure) == {"self", "model", "optimizer"}
 
 
 @canary(lightning_helpers, "callbacks_of", "leave_schedulers_to_averaging")

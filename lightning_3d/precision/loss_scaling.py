@@ -48,7 +48,7 @@ class ScaledGradients:
         return any(parameter.requires_grad for parameter in self.parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of all groups."""
+        """The parameters of all groups."""
         for group in self._optimizer.param_groups:
             yield from group["params"]
 

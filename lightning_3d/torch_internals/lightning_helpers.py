@@ -1,7 +1,7 @@
 """Helpers that Lightning and torchmetrics keep private: of strategies, dataloaders, random states and metrics.
 
 ``ThreeDStrategy`` also overrides ``_configure_launcher`` and sets ``_launcher`` and ``_precision_plugin``, as every
-strategy does.
+strategy does; ``ThreeDPrecision`` overrides ``_wrap_closure`` and calls ``_after_closure``, as Lightning's plugins do.
 """
 
 from __future__ import annotations

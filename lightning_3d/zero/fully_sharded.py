@@ -224,7 +224,7 @@ def _unit(module: nn.Module) -> FSDPModule:
 
 
 def _reduce_dtype(parameters: Set[nn.Parameter]) -> torch.dtype | None:
-    """Of a unit's gradients; None if it trains nothing."""
+    """The dtype in which a unit's gradients are reduced; None if it trains nothing."""
     return next((reduce_dtype(parameter.dtype) for parameter in parameters if parameter.requires_grad), None)
 
 
