@@ -2,7 +2,8 @@
 
     python -m benchmarks.zero_shares
 
-The GPT of `benchmarks.models` with a vocabulary of 8192 and AdamW, on 1, 2, 4 and 8 processes, in fp32 and bf16-mixed.
+The GPT of `benchmarks.models` with a vocabulary of 8192 and AdamW, on 1, 2, 4 and 8 processes, in fp32, bf16-mixed
+and bf16-true.
 Parameters, gradients, optimizer states and what is sent in a step are in multiples of the parameters' bytes, the
 formula behind each; peak memory is that of the rank's process, and above what it held before the model was made.
 """
@@ -117,14 +118,19 @@ def measure(stage: int, precision: Any) -> dict[str, float]:
     }
 
 
-def formula(stage: int, num_ranks: int) -> dict[str, float]:
-    """The shares by ZeRO's formulas; gradients at stage 1 once they are reduced."""
+def formula(stage: int, num_ranks: int, precision: str) -> dict[str, float]:
+    """The shares by ZeRO's formulas; gradients at stage 1 once they are reduced, and where optimizers step them.
+
+    In bf16-true weights are sent in 16 bits, and gradients in fp32.
+    """
     share = 1 / num_ranks
+    weights, states = (0.5, 3) if precision == "bf16-true" else (1, 2)
+    gathered = {0: 1, 1: weights, 2: weights, 3: 2 * weights}[stage]  # at stage 0 by the all-reduce of gradients
     return {
-        "parameters": share if stage == 3 else 1,
+        "parameters": weights * (share if stage == 3 else 1),
         "gradients": share if stage > 0 else 1,
-        "states": 2 * share if stage > 0 else 2,
-        "sent": (0 if num_ranks == 1 else 3 if stage == 3 else 2),
+        "states": states * (share if stage > 0 else 1),
+        "sent": 0 if num_ranks == 1 else gathered + 1,
     }
 
 
@@ -134,9 +140,9 @@ def main() -> None:
     for column in ("parameters", "gradients", "states", "sent", "peak MiB", "above start"):
         table.add_column(column, justify="right")
     for num_ranks in (1, 2, 4, 8):
-        for precision in ("32-true", "bf16-mixed"):
+        for precision in ("32-true", "bf16-mixed", "bf16-true"):
             for stage in range(4):
-                found, wanted = run_ranks(measure, num_ranks, stage, precision), formula(stage, num_ranks)
+                found, wanted = run_ranks(measure, num_ranks, stage, precision), formula(stage, num_ranks, precision)
                 shares = [f"{found[name]:.3f} / {wanted[name]:.3f}" for name in wanted]
                 memory = [f"{found['peak']:.0f}", f"{found['above']:.0f}"]
                 table.add_row(str(num_ranks), precision, str(stage), *shares, *memory)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.parity import ReferenceRun
 from tests.workers import WorkerPools
+
+torch.set_num_threads(1)  # as on the ranks; small tensors gain nothing from more, and threads that wait for work spin
 
 
 @pytest.fixture(scope="session")

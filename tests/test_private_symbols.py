@@ -23,7 +23,8 @@ _PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_getframe"}
 """Documented by Python: of named tuples, and of ``sys``."""
 
 _OF_STRATEGIES = {"_configure_launcher", "_launcher", "_precision_plugin", "_wrap_closure", "_after_closure"}
-"""Each strategy or precision plugin of Lightning has them; an override has no other name. Canary: ``test_torch_internals.py``."""
+"""Strategies and precision plugins of Lightning have them; an override has no other name. Canary:
+``test_torch_internals.py``."""
 
 
 def _is_private(name: str) -> bool:
