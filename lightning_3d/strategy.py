@@ -290,7 +290,7 @@ class ThreeDStrategy(ParallelStrategy):
         zero.divide(kinds)
         self._parallel = self._parts.with_optimizers(kinds, self._module, self.config.zero)
         self._optimizer_hooks.callback(zero.release)
-        self._precision.divide(self.optimizers, self._module, self.config.precision)
+        self._precision.divide(kinds, self._module, self.config.precision)
         masters = self._precision.master_weights(self.config.precision)
         offload = offloaded_steps(self.config.zero, zero, kinds, self.root_device, masters)
         check = self._precision.check_unscaled

@@ -281,7 +281,55 @@ def test_a_run_goes_on_in_the_middle_of_a_hysteresis_window(
             assert _difference(found["weights"], whole["weights"]) <= 1e-5
 
 
+# ---------------------------------------------------------------------------------------- accumulation and clipping
+
+CLIPPED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=2), Layout(pp=2)], ids=str)
+def test_gradients_accumulate_scaled_and_are_clipped_unscaled(
+    workers: WorkerPools, layout: Layout, precision: str
+) -> None:
+    (expected,) = workers(1).run(_clipped, Layout(), precision)
+    (exact,) = workers(1).run(_clipped, Layout(), "32-true")
+    for found in workers(2).run(_clipped, layout, precision):
+        assert found["scales"] == expected["scales"]
+        rounding = _difference(expected["weights"], exact["weights"])
+        assert _difference(found["weights"], expected["weights"]) <= 2 * rounding
+
+
+def _clipped(layout: Layout, precision: str) -> dict[str, Any]:
+    return _trained(layout, precision, {"initial_scale_power": 12} if precision != "32-true" else {}, **CLIPPED)
+
+
 # ---------------------------------------------------------------------------------------------------- master weights
+
+
+class WithLBFGS(TinyGPT):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+
+def _with_lbfgs() -> None:
+    _fit(Layout(), "bf16-true", {}, model=WithLBFGS)
+
+
+def test_optimizers_that_remember_parameters_are_refused_with_master_weights(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match="LBFGS steps all parameters together, and remembers them"):
+        workers(1).run(_with_lbfgs)
+
+
+def _without_masters() -> set[str]:
+    how: dict[str, Any] = {"limit_train_batches": 1, "max_epochs": -1}
+    trainer, _ = _fit(Layout(), "bf16-true", {}, steps=1, **how)
+    trainer.save_checkpoint("half.ckpt")
+    trainer, _ = _fit(Layout(), "32-true", {}, steps=2, ckpt_path=Path("half.ckpt"), **how)
+    return {name for state in trainer.optimizers[0].state.values() for name in state}
+
+
+def test_master_weights_of_a_checkpoint_are_left_where_none_are_kept(workers: WorkerPools) -> None:
+    assert workers(1).run(_without_masters) == [{"step", "exp_avg", "exp_avg_sq"}]
 
 
 def _written() -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, get_args
 
@@ -21,6 +21,7 @@ from lightning_3d.precision.loss_scaling import LossScaling
 from lightning_3d.precision.stochastic_rounding import StochasticRounding
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.master_weights import MasterWeights
+from lightning_3d.zero.optimizer_kind import OptimizerKind
 
 _AUTOCAST: Mapping[PrecisionName, torch.dtype] = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
 
@@ -117,15 +118,25 @@ class ThreeDPrecision(Precision):
         self._device, self._norm, self._zero = device, norm, zero
         self._scales_itself = scales_itself
 
-    def divide(self, optimizers: Sequence[Optimizer], module: nn.Module, config: PrecisionConfig) -> None:
-        """Begin to train with these optimizers."""
+    def divide(self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: PrecisionConfig) -> None:
+        """Begin to train with these optimizers.
+
+        Raises:
+            StepError: one of them can't step fp32 values in place of 16-bit parameters.
+        """
         assert self._zero is not None
         self._widens = self.has_half_weights and config.updates != "direct"
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._scaling = None
         if self.scales_losses:
             held = self._zero.held_gradients
-            self._scaling = LossScaling(optimizers, config, held=held, names=self._names, device=self._device)
+            self._scaling = LossScaling([*kinds], config, held=held, names=self._names, device=self._device)
+        if self._widens and (together := [type(o).__name__ for o, kind in kinds.items() if kind == "all"]):
+            raise StepError(
+                f"{together[0]} steps all parameters together, and remembers them, so that it can't step fp32 master"
+                f" weights in their place. Use another optimizer, another precision than {self.precision!r}, or with"
+                " bf16-true precision.updates='direct'; or set zero.optimizer_steps if it does not."
+            )
 
     def master_weights(self, config: PrecisionConfig) -> MasterWeights | None:
         """The fp32 values that optimizers step in place of 16-bit parameters; every rank calls it."""
@@ -187,7 +198,16 @@ class ThreeDPrecision(Precision):
     def forward_context(self) -> Iterator[None]:
         dtype = _AUTOCAST.get(self.precision)
         with self._lightnings.forward_context() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if self.scales_losses and "not implemented for 'Half'" in str(error):
+                    error.add_note(
+                        f"precision={self.precision!r} computes in fp16, for which torch lacks this on"
+                        f" {self._device.type}: use a bf16 precision, or name the module that calls it in"
+                        " precision.keep_fp32."
+                    )
+                raise
 
     # ---- backward and step
 

@@ -176,8 +176,10 @@ class Bucket:
 def _put(slots: Tensor, values: Tensor, scale: float, *, adds: bool) -> None:
     if adds:
         slots.add_(values, alpha=scale)
-    else:
+    elif slots.dtype == values.dtype:
         torch.mul(values, scale, out=slots)
+    else:  # multiplied in the dtype of the slots
+        slots.copy_(values).mul_(scale)
 
 
 _LARGEST, _SMALLEST, _LEAST_NUMBER = 25 * 2**20, 2**20, 4

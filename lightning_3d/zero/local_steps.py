@@ -21,7 +21,7 @@ from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
-from lightning_3d.zero.master_weights import MasterWeights, is_half
+from lightning_3d.zero.master_weights import MasterWeights, drop_masters, is_half
 from lightning_3d.zero.offload.steps import KnownLoss, OffloadedSteps, Window, repeated_closure
 from lightning_3d.zero.offload.windows import Part
 from lightning_3d.zero.shard import plain
@@ -81,6 +81,8 @@ class LocalSteps:
                     stack.enter_context(loading_states(optimizer, self._state_place, self._offload.bring_home))
                 elif self._masters is not None:
                     stack.enter_context(loading_states(optimizer, self._state_place))
+                if self._masters is None or not self._masters.are_kept:
+                    stack.callback(optimizer.register_load_state_dict_post_hook(drop_masters, prepend=True).remove)
             yield
 
     def _make_masters(self, optimizer: Optimizer, offload: OffloadedSteps) -> None:

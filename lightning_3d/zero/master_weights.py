@@ -30,6 +30,12 @@ def is_half(tensor: Tensor) -> bool:
     return tensor.dtype in _HALVES
 
 
+def drop_masters(optimizer: Optimizer) -> None:
+    """Forget master weights that came with the checkpoint of a run that kept them."""
+    for state in optimizer.state.values():
+        state.pop(MASTER, None)
+
+
 class MasterWeights:
     """Lends fp32 values to steps.
 
