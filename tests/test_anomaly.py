@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_3d import StepError
+from lightning_3d import StepError, ThreeDPrecision
 from lightning_3d.pipeline.anomaly import Finding, Phase, StepWatch, Value, worst_value
 from lightning_3d.trace.interception import routed
 from lightning_3d.trainer.anomaly import RankFinding, describe
@@ -239,14 +239,43 @@ def test_all_ranks_raise_alike(case: Case, workers: WorkerPools, states: dict[st
     assert_same_state([ranks[0][2]], states[case.place])
 
 
-def _final_state(layout: Layout, model: Any, detect_anomaly: bool) -> dict[str, Tensor]:
-    return whole_state(fitted(layout, model, callbacks=[_Arm()], epochs=1, detect_anomaly=detect_anomaly)[0])
+def _final_state(layout: Layout, model: Any, **trainer: Any) -> dict[str, Tensor]:
+    return whole_state(fitted(layout, model, callbacks=[_Arm()], epochs=1, **trainer)[0])
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, num_microbatches=2)], ids=str)
 def test_nothing_is_looked_at_unless_asked_for(layout: Layout, workers: WorkerPools) -> None:
-    for state in workers(2).run(_final_state, layout, partial(FaultyGPT, "block", Fault()), False):
+    for state in workers(2).run(_final_state, layout, partial(FaultyGPT, "block", Fault())):
         assert all(value.isnan().any() for name, value in state.items() if name.endswith("weight"))
+
+
+class ChecksItself(FaultyGPT):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if loss.isnan():
+            raise ArithmeticError("the model's own error")
+        return loss
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, num_microbatches=2)], ids=str)
+def test_overflows_of_scaled_losses_are_left_to_the_scale(layout: Layout, workers: WorkerPools) -> None:
+    """The faulty step is skipped."""
+    model = partial(FaultyGPT, "block", Fault(how="backward"))
+    run = partial(_final_state, detect_anomaly=True, plugins=[ThreeDPrecision("16-mixed")])
+    for state in workers(2).run(run, layout, model):
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def _notes() -> list[str]:
+    with pytest.raises(ArithmeticError, match="the model's own error") as raised:
+        fitted(Layout(dp=2), partial(ChecksItself, "block", Fault()), callbacks=[_Arm()], detect_anomaly=True)
+    return raised.value.__notes__
+
+
+def test_errors_of_the_model_are_explained(workers: WorkerPools) -> None:
+    for rank, notes in enumerate(workers(2).run(_notes)):
+        assert len(notes) == 1
+        assert notes[0].startswith(f"Before that, {NAN}: {WHOLE}, data-parallel rank {rank} of 2, counted from 0.")
 
 
 class MasksByInfinity(TinyGPT):
@@ -290,7 +319,7 @@ class MasksByInfinity(TinyGPT):
 @pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2, num_microbatches=2)], ids=str)
 def test_infinities_that_are_meant_are_no_anomaly(layout: Layout, workers: WorkerPools) -> None:
     expected = whole_state(fitted(None, MasksByInfinity, epochs=1, detect_anomaly=True)[0])
-    assert_same_state(workers(2).run(_final_state, layout, MasksByInfinity, True), expected)
+    assert_same_state(workers(2).run(partial(_final_state, detect_anomaly=True), layout, MasksByInfinity), expected)
 
 
 def _finding(rank: tuple[int, int], phase: Phase, gave: Value, **further: Any) -> RankFinding:
@@ -332,6 +361,9 @@ def test_the_first_is_told() -> None:
     told = describe(found[:5], 2, 2, 2)
     expected = f"block early made inf out of finite values: {where.format(0, 1)}, tensor-parallel rank 0 of 2"
     assert told.startswith(f"{expected}, counted from 0. Then block late gave nan. Trainer")
+    inner = _finding((0, 0), forward, Value.NAN, order=1, block=None, detail="Function 'X'")
+    told = describe([*found[:1], inner], 2, 2, 2)
+    assert " Then the backward of code outside of blocks made nan: Function 'X'. Trainer" in told
     told = describe([*found[:1], _finding((0, 0), loss, Value.INFINITE, after="head")], 1, 1, 1)
     assert "block a mask made inf out of finite values: pipeline stage 0 of 1, microbatch 0 of 4, counted" in told
     assert "Then the loss was inf." in told

@@ -106,16 +106,19 @@ class StepWatch:
 
     Args:
         router: Shows the calls of the blocks.
+        sees_backward: Whether a NaN in the backward of the loss is an anomaly.
     """
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, *, sees_backward: bool = True) -> None:
+        self._router, self._sees_backward = router, sees_backward
         self.findings: list[Finding] = []
 
     @contextmanager
     def microbatch(self, stage: int, index: int, num_microbatches: int) -> Iterator[MicrobatchWatch]:
         """Watch the blocks inside, where a stage runs the forward of a microbatch."""
-        watch = MicrobatchWatch(self._router.blocks, self.findings, stage, index, num_microbatches)
+        watch = MicrobatchWatch(
+            self._router.blocks, self.findings, stage, index, num_microbatches, sees_backward=self._sees_backward
+        )
         self._router.watch = watch
         try:
             with backwards_seen(watch.see_inner_backward):
@@ -139,7 +142,10 @@ class MicrobatchWatch:
         stage: int,
         index: int,
         num_microbatches: int,
+        *,
+        sees_backward: bool,
     ) -> None:
+        self._sees_backward = sees_backward
         self._block_of, self._findings, self._phase = blocks, findings, Phase.FORWARD
         self._found = partial(Finding, stage=stage, microbatch=index, num_microbatches=num_microbatches)
         self._first_node = next_node_number()
@@ -188,7 +194,8 @@ class MicrobatchWatch:
     def see_backward(self, outputs: Iterable[Any]) -> None:
         """Let the backward of these outputs be watched; their forward is done."""
         self._phase = Phase.BACKWARD
-        self._watch_nodes(outputs)
+        if self._sees_backward:
+            self._watch_nodes(outputs)
 
     def _watch_nodes(self, outputs: Iterable[Any]) -> None:
         for node in reachable_nodes(leaf for leaf in outputs if isinstance(leaf, Tensor)):

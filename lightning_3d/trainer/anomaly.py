@@ -32,36 +32,52 @@ class AnomalyDetection:
 
     Args:
         num_stages: Of the pipeline.
+        scales_losses: Whether backwards may overflow, which the loss scale answers.
     """
 
-    def __init__(self, router: Router, mesh: Mesh, num_stages: int, device: torch.device) -> None:
+    def __init__(
+        self, router: Router, mesh: Mesh, num_stages: int, device: torch.device, *, scales_losses: bool
+    ) -> None:
         self._router, self._mesh, self._num_stages, self._device = router, mesh, num_stages, device
+        self._scales_losses = scales_losses
 
     def new_watch(self) -> StepWatch | None:
         """A watch for the next step; None if the mode is off."""
         is_on = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-        return StepWatch(self._router) if is_on else None
+        return StepWatch(self._router, sees_backward=not self._scales_losses) if is_on else None
+
+    @contextmanager
+    def watching(self, watch: StepWatch) -> Iterator[None]:
+        """Let torch's anomaly mode note inside where forwards are called, but not raise in a backward.
+
+        Code that fails on a value that is not finite does so on one rank: its error tells of that, too.
+        """
+        with torch.autograd.set_detect_anomaly(True, check_nan=False):
+            try:
+                yield
+            except Exception as error:
+                if any(finding.is_certain for finding in watch.findings):
+                    error.add_note(f"Before that, {self._describe(self._take(watch))}")
+                raise
 
     def error(self, watch: StepWatch) -> StepError | None:
         """The first thing on any rank that is certainly wrong, in words that are alike on all; every rank calls it."""
-        is_certain = any(finding.is_certain for finding in watch.findings)
-        flag = torch.tensor(int(is_certain), device=self._device)
+        own = self._take(watch)
+        flag = torch.tensor(int(any(f.finding.is_certain for f in own)), device=self._device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         if not flag:
-            watch.findings.clear()
             return None
-        own = [RankFinding(dp_rank=self._mesh.dp_rank, tp_rank=self._mesh.tp_rank, finding=f) for f in watch.findings]
         everyone: list[list[RankFinding]] = [[]] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
-        shape = self._mesh.shape
-        return StepError(describe([f for of_rank in everyone for f in of_rank], self._num_stages, shape.dp, shape.tp))
+        return StepError(self._describe([f for of_rank in everyone for f in of_rank]))
 
+    def _take(self, watch: StepWatch) -> list[RankFinding]:
+        findings = watch.findings.copy()
+        watch.findings.clear()
+        return [RankFinding(dp_rank=self._mesh.dp_rank, tp_rank=self._mesh.tp_rank, finding=f) for f in findings]
 
-@contextmanager
-def without_torchs_check() -> Iterator[None]:
-    """Let torch's anomaly mode note where forwards are called, but not raise in a backward."""
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        yield
+    def _describe(self, found: Sequence[RankFinding]) -> str:
+        return describe(found, self._num_stages, self._mesh.shape.dp, self._mesh.shape.tp)
 
 
 def describe(found: Sequence[RankFinding], num_stages: int, num_replicas: int, num_tp_ranks: int) -> str:
@@ -83,7 +99,7 @@ def describe(found: Sequence[RankFinding], num_stages: int, num_replicas: int, n
     further = ""
     if told is not worst:
         what = "the loss was" if worst.phase == Phase.LOSS else f"block {worst.block} gave"
-        further = f" Then {what} {worst.gave}."
+        further = f" Then {_what(worst) if worst.detail else f'{what} {worst.gave}'}."
     if told is worst and before is not worst:
         further = f" In its forward before, {_what(before)}."
     frames = "".join(["\nIts forward was called at\n", *told.frames]).rstrip() if told.frames else ""

@@ -133,7 +133,8 @@ def make_parallel(
         stage=mesh.pp_rank,
         device=device,
     )
-    anomalies = AnomalyDetection(router, mesh, plan.num_stages, device)
+    scales = precision.scales_losses
+    anomalies = AnomalyDetection(router, mesh, plan.num_stages, device, scales_losses=scales)
     runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies)
     if mesh.shape.pp > 1:
         engine = PipelineEngine(

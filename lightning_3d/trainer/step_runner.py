@@ -19,7 +19,7 @@ from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.pytree import tree_map
-from lightning_3d.trainer.anomaly import AnomalyDetection, without_torchs_check
+from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.gradients import Gradients
@@ -73,7 +73,7 @@ class WholeModelRunner(StepRunner):
         if self._watch is None:
             output = self._run("training_step", batch, rest, number=number)
         else:
-            with without_torchs_check(), self._watch.microbatch(0, 0, 1) as self._watched:
+            with self._anomalies.watching(self._watch), self._watch.microbatch(0, 0, 1) as self._watched:
                 output = self._run("training_step", batch, rest, number=number)
         if self._module.automatic_optimization:
             check_loss(output)
@@ -96,7 +96,7 @@ class WholeModelRunner(StepRunner):
             return
         self._watched.see_loss(loss)
         self._watched.see_backward([loss])
-        with without_torchs_check():
+        with self._anomalies.watching(self._watch):
             yield
         if (error := self._anomalies.error(self._watch)) is not None:
             raise error
@@ -151,7 +151,7 @@ class PipelineRunner(StepRunner):
         )
         if (watch := self._anomalies.new_watch()) is None:
             return run()
-        with without_torchs_check():
+        with self._anomalies.watching(watch):
             return run(watch=watch, computed=partial(self._raise_if_found, watch))
 
     def _raise_if_found(self, watch: StepWatch) -> None:
