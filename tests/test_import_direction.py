@@ -18,6 +18,7 @@ ROOMS = (
     "config",
     "distributed",
     "zero",
+    "precision",
     "model",
     "trace",
     "tensor",
