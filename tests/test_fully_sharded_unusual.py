@@ -150,7 +150,56 @@ class ChangesItself(TinyMLP):
         return loss + self.scale[0]
 
 
-MODELS: list[Callable[[], L.LightningModule]] = [Adversarial, BackwardTwice, StepsAndRunsAgain, Freezes, ChangesItself]
+class Penalised(TinyMLP):
+    """A penalty on its gradients, with a graph behind them in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__(width=16, num_layers=1)
+        self.mixing = nn.Parameter(torch.eye(4))
+        self.num_steps = 0
+
+    def penalised_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs = batch[0].detach().clone().requires_grad_()
+        output = self(inputs) @ self.mixing
+        keeps_graph = self.num_steps % 2 == 0
+        (slope,) = torch.autograd.grad(output.square().sum(), inputs, create_graph=keeps_graph, retain_graph=True)
+        self.num_steps += 1
+        return F.mse_loss(output, batch[1]) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.penalised_loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class PenalisedByHand(Penalised):
+    """Optimizes by hand, after two backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        optimizer.zero_grad()
+        losses = []
+        for _ in range(2):
+            losses.append(self.penalised_loss(batch))
+            self.manual_backward(losses[-1])
+        optimizer.step()
+        self.log("loss", sum(losses).detach(), on_step=True, on_epoch=True, sync_dist=True)  # type: ignore[union-attr]
+
+
+MODELS: list[Callable[[], L.LightningModule]] = [
+    Adversarial,
+    BackwardTwice,
+    StepsAndRunsAgain,
+    Freezes,
+    ChangesItself,
+    Penalised,
+    PenalisedByHand,
+]
 
 
 @pytest.mark.parametrize("reshards", [True, False])

@@ -136,6 +136,16 @@ class WithLBFGS(TinyMLP):
         return torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)
 
 
+class WithPenalty(TinyMLP):
+    """A gradient penalty."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        output = self(inputs)
+        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        return F.mse_loss(output, batch[1]) + slope.square().mean()
+
+
 class EarlyOptimizer(TinyMLP):
     """Makes its optimizer before the strategy replaces the parameters."""
 
@@ -365,6 +375,12 @@ MISUSES = [
         model=WithLBFGS,
         error="StepError",
         message="LBFGS steps all parameters together, or runs training_step several times per step",
+    ),
+    Misuse(
+        name="gradient penalty in a pipeline",
+        model=WithPenalty,
+        error="TraceError",
+        message=r"grad \(called at .*test_misuse.py.* in training_step\) differentiates tensors of blocks inside",
     ),
     Misuse(
         name="optimizer made too early",

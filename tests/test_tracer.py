@@ -19,6 +19,7 @@ from lightning_3d.model.blocks import find_blocks
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.planning.stage_gradients import check_gradients
 from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router, routed
@@ -54,7 +55,9 @@ class Traced:
             self.trace: Trace = trace_step(lambda: module(x), module, router, CPU, calls_all=True)
 
     def cut(self) -> StageFlow:
-        return cut(self.trace, {fqn: (i,) for i, fqn in enumerate(self.blocks)}, len(self.blocks))
+        flow = cut(self.trace, {fqn: (i,) for i, fqn in enumerate(self.blocks)}, len(self.blocks))
+        check_gradients(flow)
+        return flow
 
     def run(self) -> Any:
         """What the last stage returns, the stages run one after the other."""
@@ -508,3 +511,86 @@ def test_ghost_in_unseen_code_is_refused() -> None:
     ghost = Ghost(traced.trace.tensors[0])
     with pytest.raises(TraceError, match="lives on another pipeline stage"):
         torch.add(ghost, 1)
+
+
+# ----------------------------------------------------------------------------------- gradients taken inside of the step
+
+
+def _slope(y: Tensor, of: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(y.square().sum(), of, create_graph=True)
+    return y * gradient.norm()
+
+
+def _of_own_tensor(module: Any, x: Tensor) -> Tensor:
+    z = x.sum(-1).requires_grad_()
+    (gradient,) = torch.autograd.grad(z.exp().sum(), z)
+    return _chain(module, x) * gradient.sum()  # type: ignore[no-any-return]
+
+
+def _of_last_weight(module: Any, x: Tensor) -> Tensor:
+    return _slope(_chain(module, x), module.layers[-1].weight)
+
+
+def _of_last_hidden(module: Any, x: Tensor) -> Tensor:
+    y = _chain(module, x)
+    return _slope(y.tanh(), y)
+
+
+@pytest.mark.parametrize("glue", [_of_own_tensor, _of_last_weight, _of_last_hidden], ids=lambda glue: glue.__name__)
+def test_gradients_within_one_stage_are_followed(glue: Callable[[Any, Tensor], Any]) -> None:
+    assert_followed(Layers(glue))
+
+
+def _of_inputs(module: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return _slope(_chain(module, x), x)
+
+
+def _of_first_weight(module: Any, x: Tensor) -> Tensor:
+    return _slope(_chain(module, x), module.layers[0].weight)
+
+
+def _of_tied_weight(module: Any, x: Tensor) -> Tensor:
+    return _of_last_weight(module, x)
+
+
+def _of_hidden(module: Any, x: Tensor) -> Tensor:
+    first = module.layers[0](x)
+    y = first
+    for layer in module.layers[1:]:
+        y = layer(y)
+    return _slope(y, first)
+
+
+def _backward(module: Any, x: Tensor) -> Tensor:
+    y: Tensor = _chain(module, x)
+    y.sum().backward()
+    return y
+
+
+@pytest.mark.parametrize(
+    "glue", [_of_inputs, _of_first_weight, _of_tied_weight, _of_hidden, _backward], ids=lambda glue: glue.__name__
+)
+def test_gradients_through_other_stages_are_refused(glue: Callable[[Any, Tensor], Any]) -> None:
+    module = Layers(glue)
+    if glue is _of_tied_weight:
+        module.layers[0].weight = module.layers[-1].weight
+    message = r"differentiates tensors .* On pipeline stage 3 its way also leads through .* stages \[[01], .*_size=1\."
+    with pytest.raises(TraceError, match=message):
+        Traced(module, _input()).cut()
+
+
+def test_gradients_after_the_trace_stopped_keep_to_their_stage() -> None:
+    def glue(module: Any, x: Tensor) -> Tensor:
+        y: Tensor = _chain(module, x)
+        if y.sum().item() == float("inf"):
+            return y
+        z = x.detach().clone().requires_grad_()
+        own = _slope(z.exp(), z).sum()
+        return y * own.detach() if module.scale.requires_grad else _slope(y, x)
+
+    module = Layers(glue)
+    assert_followed(module)
+    module.scale.requires_grad_(False)
+    with pytest.raises(TraceError, match=r"grad \(called at .* On pipeline stage 3 its way may lead through others"):
+        Traced(module, _input().requires_grad_()).run()

@@ -33,6 +33,7 @@ from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.study import Study
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.planning.stage_gradients import check_gradients
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.tracer import StepTracing
@@ -269,7 +270,9 @@ class PipelineEngine:
 
     def _flow(self, key: Hashable, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
         def traced() -> StageFlow:
-            return cut(self._tracing(name, batch, rest), self._plan.stages_of_calls, self._plan.num_stages)
+            flow = cut(self._tracing(name, batch, rest), self._plan.stages_of_calls, self._plan.num_stages)
+            check_gradients(flow)
+            return flow
 
         return _cached(self._flows, key, traced)
 

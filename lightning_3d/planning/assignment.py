@@ -15,6 +15,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.planning.loads import Loads, Unit, find_loads, num_parameters
 from lightning_3d.planning.partition import partition
 from lightning_3d.planning.stage_flow import cut
+from lightning_3d.planning.stage_gradients import check_gradients
 from lightning_3d.trace.trace import Trace
 
 
@@ -100,6 +101,7 @@ def _stage_plans(
     trace: Trace, of_calls: Mapping[str, tuple[int, ...]], stages: Sequence[int], loads: Loads
 ) -> tuple[StagePlan, ...]:
     flow = cut(trace, of_calls, stages[-1] + 1)
+    check_gradients(flow)
     plans = []
     for stage in range(flow.num_stages):
         start, stop = stages.index(stage), len(stages) - stages[::-1].index(stage)

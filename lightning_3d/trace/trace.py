@@ -12,6 +12,7 @@ from typing import Any
 from lightning_3d.torch_internals.pytree import TreeSpec
 from lightning_3d.trace.attributes import Read
 from lightning_3d.trace.ghost import TensorMeta
+from lightning_3d.trace.gradients import TracedGradient
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs
 
 
@@ -98,6 +99,8 @@ class Trace:
     """Block FQN -> name in it of an attribute that its forward reads -> its value."""
     changed_buffers: frozenset[str] = frozenset()
     """FQNs of buffers that their block's forward changes."""
+    gradients: tuple[TracedGradient, ...] = ()
+    """Those of tensors of blocks that glue asks for."""
 
     @property
     def block_calls(self) -> tuple[TracedCall, ...]:

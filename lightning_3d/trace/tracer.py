@@ -29,6 +29,7 @@ from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_lea
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.trace.fake_blocks import FakeBlocks, Fakes, RandomnessSeen
 from lightning_3d.trace.ghost import Ghost, TensorMeta
+from lightning_3d.trace.gradients import DIFFERENTIATING, TracedGradient
 from lightning_3d.trace.interception import Router, StepMode
 from lightning_3d.trace.refusals import check_arguments, check_constant, explained, user_frame
 from lightning_3d.trace.side_outputs import (
@@ -89,7 +90,10 @@ class _Tracer(StepMode):
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
         self._num_calls: dict[str, int] = {}
+        self._gradients: list[TracedGradient] = []
+        self._names: dict[Tensor, frozenset[str]] = {}
         for name, tensor, _ in named_state(module):
+            self._names[tensor] = self._names.get(tensor, frozenset()) | {name}
             self._fakes.of_state(tensor)
             if isinstance(tensor, nn.Parameter) or tensor in self._blocks.tensors:
                 self._sources[tensor] = frozenset({name})
@@ -124,6 +128,7 @@ class _Tracer(StepMode):
             unsent_attributes=self._blocks.unsent_attributes,
             read_attributes=self._blocks.read_attributes,
             changed_buffers=frozenset(self._blocks.changed_buffers),
+            gradients=tuple(self._gradients),
         )
 
     # ---- answers
@@ -136,6 +141,8 @@ class _Tracer(StepMode):
         is_recorded = any(tensor in self._ids for tensor in tensors)
         if not is_recorded and not any(tensor in self._sources for tensor in tensors):
             return func(*args, **kwargs)
+        if is_recorded and func in DIFFERENTIATING:
+            self._note_gradient(name, args, is_grad=func is torch.autograd.grad)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
 
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,6 +170,23 @@ class _Tracer(StepMode):
             if call_hook(block, hook, values) is not None:
                 raise _HookChangesOutput(fqn, hook)
         return call_own_hooks(block, args, kwargs, output)
+
+    def _note_gradient(self, name: str, args: tuple[Any, ...], *, is_grad: bool) -> None:
+        """Write down a gradient of which torch hands over the arguments in order: outputs, then inputs of ``grad``."""
+        outputs, inputs = tree_leaves(args[0]), tree_leaves(args[1]) if is_grad else []
+        tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+        others = [leaf for leaf in tensors if leaf not in self._ids and leaf not in self._sources]
+        of_parameters = [self._names.get(leaf, self._sources.get(leaf, frozenset())) for leaf in tensors]
+        self._gradients.append(
+            TracedGradient(
+                name=name,
+                where=user_frame(),
+                outputs=tuple(self._ids[leaf] for leaf in outputs if isinstance(leaf, Tensor) and leaf in self._ids),
+                inputs=tuple(self._ids[leaf] for leaf in tensors if leaf in self._ids),
+                parameters=frozenset[str]().union(*of_parameters),
+                to_others=bool(others) or len(tensors) != len(inputs) or not is_grad,
+            )
+        )
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether its data comes from the batch alone."""

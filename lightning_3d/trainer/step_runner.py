@@ -93,11 +93,13 @@ class WholeModelRunner(StepRunner):
         self._zero.before_backward(loss)
         if self._watch is None or self._watched is None:
             yield
+            self._zero.after_backward()
             return
         self._watched.see_loss(loss)
         self._watched.see_backward([loss])
         with self._anomalies.watching(self._watch):
             yield
+        self._zero.after_backward()
         if (error := self._anomalies.error(self._watch)) is not None:
             raise error
 

@@ -108,6 +108,9 @@ class Zero(ABC):
     def before_backward(self, loss: Tensor) -> None:
         """Without a pipeline: before Lightning runs the backward of a loss."""
 
+    def after_backward(self) -> None:  # noqa: B027  # hooks of the backward do most
+        """Without a pipeline: after Lightning has run the backward of a loss."""
+
     @abstractmethod
     def show_gradients(self) -> None:
         """After a backward: make the gradients whole if they may be seen; every rank calls it."""

@@ -21,6 +21,7 @@ from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
+from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets, reduce_dtype
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
@@ -53,6 +54,7 @@ class FullySharded(Zero):
         optimizes_manually: bool,
     ) -> None:
         super().__init__(module)
+        self._keeps_graph = False  # a backward inside of the step has a graph, which the next backward reads
         self._has_begun = False  # FSDP2 prepares its units in their first forward
         self._keeps = mesh.shape.pp > 1 if config.reshard_after_forward == "auto" else not config.reshard_after_forward
         self._replicas, self._dtype, self._mesh = Replicas(mesh), config.dtype, mesh
@@ -71,6 +73,7 @@ class FullySharded(Zero):
                 block = cast(nn.Module, unit)
                 block.register_forward_pre_hook(self._reads.read_arguments, prepend=True, with_kwargs=True)
                 block.register_forward_hook(self._written[block].take_after, prepend=True)
+                block.register_forward_hook(self._watch_backward)
         self.num_sharing = self._replicas.num_shards
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
         sharded = self.shards.keys() - self._replicated
@@ -160,6 +163,7 @@ class FullySharded(Zero):
 
     @override
     def end_step(self) -> None:
+        self._keeps_graph = False
         self._set(keeps=False)
         self._fsdp.set_is_last_backward(True)
         finish_backward(self._fsdp)
@@ -183,6 +187,24 @@ class FullySharded(Zero):
     def _begin_backward(self, _: Tensor) -> None:
         if self._reducer is not None:
             self._reducer.begin_backward()
+
+    def _watch_backward(self, unit: nn.Module, args: object, output: object) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._keep_for_second)
+
+    def _keep_for_second(self, _: Tensor) -> None:
+        """In a backward whose graph is kept for a second one, which reads the same gathered parameters."""
+        if torch.is_grad_enabled() and not self._keeps_graph:
+            self._keeps_graph = True
+            self._set(keeps=True)
+
+    @override
+    def after_backward(self) -> None:
+        if self._keeps_graph:
+            self._keeps_graph = False
+            self._set(keeps=False)
+            finish_backward(self._fsdp)
 
     @override
     def show_gradients(self) -> None:
