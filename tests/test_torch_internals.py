@@ -32,6 +32,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -707,6 +708,14 @@ def test_checkpoints() -> None:
     assert seen == [(True, function)]
 
 
+@canary(autograd, "has_reentrant_checkpoints")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_reentrant_checkpoints_in_a_graph(use_reentrant: bool) -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    output = checkpoint(torch.exp, tensor, use_reentrant=use_reentrant) * 2
+    assert autograd.has_reentrant_checkpoints([tensor, output]) == use_reentrant
+
+
 # ------------------------------------------------------------------------------------------------ DTensor, collectives
 
 
@@ -888,6 +897,22 @@ def test_microbatches_of_different_shapes(workers: WorkerPools) -> None:
     expected = [kinds.FORWARD.name] * 3 + [kinds.FULL_BACKWARD.name] * 3
     assert workers(2).run(_varying_microbatches) == [expected, expected]
     assert {"BACKWARD_INPUT", "BACKWARD_WEIGHT"} <= {kind.name for kind in kinds}
+
+
+@canary(pipelining, "splittable")
+def test_a_backward_that_torch_splits() -> None:
+    received, weights = torch.ones(3, requires_grad=True), [nn.Parameter(torch.full((3,), 2.0)) for _ in range(2)]
+    saved = received * weights[0]  # also read by the next output; the third does not follow from what was received
+    sent = [saved, saved.exp(), weights[1].square(), weights[1], received.view(3, 1), torch.zeros(3).view(3, 1)]
+    outputs = pipelining.splittable(sent, [received])
+    assert [output.requires_grad for output in outputs] == [True] * 5 + [False]
+    assert [output.data_ptr() for output in outputs] == [tensor.data_ptr() for tensor in sent]
+    gradients = [torch.ones_like(output) for output in outputs]
+    (of_input,), groups = stage_backward_input(list(outputs), gradients, [received], iter(weights))
+    stage_backward_weight(iter(weights), groups)
+    e = torch.tensor(2.0).exp().item()
+    for found, expected in ((of_input, 2 + 2 * e + 1), (weights[0].grad, 1 + e), (weights[1].grad, 5.0)):
+        torch.testing.assert_close(found, torch.full((3,), expected))
 
 
 # ----------------------------------------------------------------------------------------------------------- compiling

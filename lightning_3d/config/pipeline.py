@@ -34,7 +34,8 @@ class PipelineConfig:
     turn, which holds fewer activations (Narayanan et al. 2021); needs as many microbatches as ranks.
     ``"interleaved"``: 1F1B with several stages per rank, which shrinks the bubble (Narayanan et al. 2021).
     ``"interleaved_zero_bubble"`` and ``"zbv"`` also split the backward, so that weight gradients fill the bubble (Qi et
-    al. 2023); with these, ZeRO stages 2 and 3 keep gradients and parameters whole until the end of the step."""
+    al. 2023); with these, ZeRO stages 2 and 3 keep gradients and parameters whole until the end of the step. The
+    backward stays in one piece on stages with reentrant checkpoints, and where nothing received requires grad."""
 
     stages_per_rank: Size | Literal["auto"] = "auto"
     """Stages that each rank runs; ``"auto"`` is 2 for the last three schedules and 1 for the others."""

@@ -23,8 +23,7 @@ from torch.distributed.pipelining import (
 
 from lightning_3d.pipeline.spans import Computation, Kind, Span, SpanRecorder, play
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.torch_internals.pipelining import ComputationType, InOrder, ShapedStage
-from lightning_3d.torch_internals.tensors import is_view
+from lightning_3d.torch_internals.pipelining import ComputationType, InOrder, ShapedStage, splittable
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 _KINDS: Mapping[ComputationType, Kind] = {
@@ -156,14 +155,9 @@ class _StageModule(nn.Module):
 
     def forward(self, *received: Tensor, index: Tensor, run: Forward) -> Any:
         output = run(self._stage, int(index), received)
-        if self._splits_backward and isinstance(output, tuple):
-            return tuple(_detachable(tensor) for tensor in output)
-        return output
-
-
-def _detachable(tensor: Tensor) -> Tensor:
-    """A tensor that may be detached in place: a split backward does so with outputs, which fails for views."""
-    return tensor.clone() if tensor.requires_grad and (is_view(tensor) or tensor.is_leaf) else tensor
+        if not self._splits_backward:
+            return output
+        return splittable(output, received) if isinstance(output, tuple) else splittable((output,), received)[0]
 
 
 class _Stage(ShapedStage):

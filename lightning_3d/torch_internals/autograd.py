@@ -113,6 +113,12 @@ def backwards_seen(see: Callable[[Iterable[Any]], None]) -> AbstractContextManag
     return attributes_replaced(torch.autograd, {name: run})
 
 
+def has_reentrant_checkpoints(outputs: Iterable[Tensor]) -> bool:
+    """Whether the backward of these outputs runs other backwards inside, of reentrant checkpoints."""
+    backward = torch.utils.checkpoint.CheckpointFunction._backward_cls
+    return any(isinstance(node, backward) for node in reachable_nodes(outputs))
+
+
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Have `call` called once the backward that runs now has ended; to be used in hooks of a backward."""
     Variable._execution_engine.queue_callback(call)

@@ -6,6 +6,7 @@ Its internals move from release to release; this was written for and tested with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._utils import TensorMeta, _derive_grad_metas, extract_tensor_metas
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+
+from lightning_3d.torch_internals.autograd import has_reentrant_checkpoints
 
 ComputationType = _ComputationType
 """The kind of an action of a schedule."""
@@ -72,6 +75,7 @@ class ShapedStage(PipelineStage):
         super().__init__(module, stage, num_stages, device, input_args=inputs[0], output_args=outputs[0], group=group)
         self._inputs = [_metas(examples) for examples in inputs]
         self._outputs = [_metas(examples) for examples in outputs]
+        self._is_reentrant: bool | None = None  # found in the first backward that is to be split
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         received = {}
@@ -91,6 +95,29 @@ class ShapedStage(PipelineStage):
         self.chunks = num_microbatches
         self.grad_recv_info = received
 
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        """Run a backward of a microbatch, in one piece where it can't be split, which leaves no weights for later."""
+        if backward_type != "input" or self._is_splittable(bwd_kwargs["stage_output"], bwd_kwargs["input_values"]):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if self.is_last:  # of the loss, torch takes no tuple
+            bwd_kwargs = {**bwd_kwargs, "stage_output": bwd_kwargs["stage_output"][0]}
+        gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
+        return gradients, []
+
+    def _is_splittable(self, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
+        """Whether torch can split the backward.
+
+        It looks for weights along the paths from received tensors that require grad, and a reentrant checkpoint takes
+        no gradients of inputs alone.
+        """
+        if not any(isinstance(given, Tensor) and given.requires_grad for given in inputs):
+            return False
+        if self._is_reentrant is None:
+            self._is_reentrant = has_reentrant_checkpoints(outputs)
+        return not self._is_reentrant
+
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:  # what this stage did not use has gradient zero
             pairs = zip(self.bwd_cache[bwd_chunk_id], self._inputs[bwd_chunk_id], strict=True)
@@ -108,6 +135,34 @@ def _metas(examples: tuple[Tensor, ...]) -> tuple[TensorMeta, ...]:
     metas = extract_tensor_metas(examples)
     assert metas is not None
     return metas
+
+
+def splittable(outputs: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Outputs of a stage, or its loss, as tensors whose backward torch can split.
+
+    It detaches them in place, which fails for views and leaves, and for a tensor that an operation of the stage saved.
+    Weights whose gradients are left over it finds along the paths from received tensors alone: one node that follows
+    from these and leads to all outputs lets it find every weight.
+    """
+    trained = [tensor for tensor in outputs if tensor.requires_grad]
+    if not trained:
+        return tuple(tensor.detach() for tensor in outputs)
+    joined = iter(_Joined.apply(len(trained), *trained, *received))  # type: ignore[no-untyped-call]  # torch 2.13
+    return tuple(next(joined) if tensor.requires_grad else tensor.detach() for tensor in outputs)
+
+
+class _Joined(torch.autograd.Function):
+    """Passes the first tensors on, without a copy; the others get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, num_outputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.num_others = len(tensors) - num_outputs
+        return tuple(tensor.detach() for tensor in tensors[:num_outputs])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *gradients, *[None] * ctx.num_others
 
 
 def finish_backward(root: FSDPModule) -> None:
