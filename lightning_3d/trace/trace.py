@@ -100,7 +100,7 @@ class Trace:
     changed_buffers: frozenset[str] = frozenset()
     """FQNs of buffers that their block's forward changes."""
     gradients: tuple[TracedGradient, ...] = ()
-    """Those of tensors of blocks that glue asks for."""
+    """Gradients of tensors of blocks that glue asks for."""
 
     @property
     def block_calls(self) -> tuple[TracedCall, ...]:
