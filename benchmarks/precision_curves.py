@@ -29,19 +29,23 @@ FIRST_SCALE = {"initial_scale_power": 24, "hysteresis": 1}
 
 
 class _Curve(L.Callback):
-    """Notes losses, and the steps after which the loss scale was smaller."""
+    """Notes losses, and the steps after which the loss scale was smaller.
 
-    def __init__(self) -> None:
+    Args:
+        scale: The first one.
+    """
+
+    def __init__(self, scale: float) -> None:
         self.losses: list[float] = []
         self.skipped: list[int] = []
-        self._scales: list[float] = []
+        self._scale = scale
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(trainer.callback_metrics["loss"].item())
-        scales = trainer.precision_plugin.loss_scales
-        if self._scales and scales[0] < self._scales[0]:
-            self.skipped.append(len(self.losses))
-        self._scales = scales or [2.0 ** FIRST_SCALE["initial_scale_power"]]
+        for scale in trainer.precision_plugin.loss_scales:
+            if scale < self._scale:
+                self.skipped.append(len(self.losses))
+            self._scale = scale
 
 
 def curve(precision: Any, num_steps: int, sizes: dict[str, int]) -> tuple[list[float], list[int]]:
@@ -49,8 +53,7 @@ def curve(precision: Any, num_steps: int, sizes: dict[str, int]) -> tuple[list[f
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     num_ranks = 8 if sizes else 1
     dp = 2 if sizes else 1
-    seen, data = _Curve(), StdlibText()
-    seen._scales = [2.0 ** FIRST_SCALE["initial_scale_power"]] if precision.startswith("16-") else []
+    seen, data = _Curve(2.0 ** FIRST_SCALE["initial_scale_power"]), StdlibText()
     scale = FIRST_SCALE if precision.startswith("16-") else {}
     L.seed_everything(1, verbose=False)
     trainer = L.Trainer(

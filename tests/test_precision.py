@@ -130,6 +130,16 @@ def test_layouts_train_as_one_process_to_the_rounding_of_16_bits(
         assert bool(found["masters"]) == (precision in HALVES)
 
 
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_gradients_are_reduced_in_fp32_at_the_end_of_a_pipeline_step(
+    workers: WorkerPools, one_process: dict[str, dict[str, Any]], precision: str
+) -> None:
+    layout = Layout(pp=2, dp=2, zero=3, schedule="interleaved")
+    rounding = _difference(one_process[precision]["weights"], one_process["32-true"]["weights"])
+    for found in workers(4).run(_trained, layout, precision, {}):
+        assert _difference(found["weights"], one_process[precision]["weights"]) <= 2 * rounding
+
+
 @pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2)], ids=str)
 def test_fp64_is_fp64_in_all_layouts(
     workers: WorkerPools, one_process: dict[str, dict[str, Any]], layout: Layout

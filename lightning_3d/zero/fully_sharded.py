@@ -55,6 +55,7 @@ class FullySharded(Zero):
     ) -> None:
         super().__init__(module)
         self._keeps_graph = False  # a backward inside of the step has a graph, which the next backward reads
+        self._casts = False  # gradients are cast to be reduced
         self._has_begun = False  # FSDP2 prepares its units in their first forward
         self._keeps = mesh.shape.pp > 1 if config.reshard_after_forward == "auto" else not config.reshard_after_forward
         self._replicas, self._dtype, self._mesh = Replicas(mesh), config.dtype, mesh
@@ -100,13 +101,20 @@ class FullySharded(Zero):
                 module,
                 mesh=self._mesh.shard_axes,
                 reshard_after_forward=not self._keeps,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=self._dtype or _reduce_dtype(set(own) - apart)),
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=self._reduce_dtype(set(own) - apart)),
                 offload_policy=offload,
                 ignored_params={p for p in module.parameters() if p.is_meta or p in replicated or p in apart},
             )
             size, rank = self._replicas.num_shards, self._replicas.shard_rank
             self._written[module] = WrittenBack(slots, size=size, rank=rank)
         return replicated, apart
+
+    def _reduce_dtype(self, parameters: Set[nn.Parameter]) -> torch.dtype | None:
+        """The dtype in which a unit's gradients are reduced; None if it is their own."""
+        trained = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+        dtypes = {self._dtype or reduce_dtype(own) for own in trained} - trained
+        self._casts |= bool(dtypes)
+        return next(iter(dtypes), None)
 
     def _shard_apart(self, parameter: nn.Parameter, device: torch.device) -> None:
         """Shard a parameter outside of all units; whatever reads it gathers it."""
@@ -130,6 +138,10 @@ class FullySharded(Zero):
     @override
     def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
         self.release()
+        if self._casts:  # a backward without reduction then fails in torch 2.13 for units that were never gathered
+            for unit in self._units:
+                unit.unshard()
+                unit.reshard()
         shards = [self.shards[p] for p in self.shards if p in self._replicated and p.numel() and p.is_floating_point()]
         if shards:
             size = bucket_bytes(shards)
@@ -243,11 +255,6 @@ def _slots(module: nn.Module, parameters: Set[nn.Parameter]) -> list[Slot]:
 def _unit(module: nn.Module) -> FSDPModule:
     assert isinstance(module, FSDPModule)
     return module
-
-
-def _reduce_dtype(parameters: Set[nn.Parameter]) -> torch.dtype | None:
-    """The dtype in which a unit's gradients are reduced; None if it trains nothing."""
-    return next((reduce_dtype(parameter.dtype) for parameter in parameters if parameter.requires_grad), None)
 
 
 def _of_other_dtypes(parameters: Sequence[nn.Parameter]) -> set[nn.Parameter]:
