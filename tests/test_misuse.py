@@ -665,7 +665,7 @@ def test_settings_that_the_precision_does_not_use_are_refused() -> None:
         strategy=strategy, devices=1, accelerator="cpu", precision="bf16-mixed", max_steps=1, barebones=True
     )
     with pytest.raises(ConfigError, match=r"precision\.hysteresis=4 would do nothing: precision='bf16-mixed'"):
-        trainer.fit(TinyMLP(), _regression())
+        trainer.fit(TinyMLP(), _regression(), _regression())
 
 
 def test_fp16_on_cpu_becomes_bf16_as_in_lightning(one_process: Callable[..., L.Trainer]) -> None:
