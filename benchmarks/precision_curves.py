@@ -82,6 +82,7 @@ def main() -> None:
     """Print the table."""
     num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else STEPS
     names = sys.argv[2:] or [name for name in get_args(PrecisionName) if name != "32-true"]
+    console = Console(width=130)
     layouts = {"one process": {}, "2 x 2 x 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}}
     table = Table("precision", "layout", "final loss", "to 32-true", "bar", "skipped steps", title=f"{num_steps} steps")
     for layout, sizes in layouts.items():
@@ -90,8 +91,9 @@ def main() -> None:
             losses, skipped = run_ranks(curve, 8 if sizes else 1, name, num_steps, sizes)
             final = statistics.mean(losses[-max(1, num_steps // 10) :])
             exact = final if name == "32-true" else exact
+            console.print(f"{layout}, {name}: {final:.4f}, skipped {skipped}")
             table.add_row(name, layout, f"{final:.4f}", f"{final / exact - 1:+.2%}", f"{BAR:.0%}", str(skipped or ""))
-    Console(width=130).print(table)
+    console.print(table)
 
 
 if __name__ == "__main__":
