@@ -293,7 +293,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._precision.divide(kinds, self._module, self.config.precision)
         masters = self._precision.master_weights(self.config.precision)
         offload = offloaded_steps(self.config.zero, zero, kinds, self.root_device, masters)
-        check = self._precision.check_unscaled
+        check = self._precision.refuse_unchecked
         self._local_steps = LocalSteps(zero, self.root_device, check=check, offload=offload, masters=masters)
         self._optimizer_hooks.enter_context(self._local_steps.hooked(self.optimizers))
         if self._precision.scales_losses:
@@ -346,6 +346,8 @@ class ThreeDStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         with self._parts.runner.around_backward(closure_loss):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if not self._module.automatic_optimization:
+            self._precision.after_manual_backward()
         if not self._accumulating:
             self._parts.zero.settle()
         return loss

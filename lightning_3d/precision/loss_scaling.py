@@ -1,8 +1,8 @@
 """Scaled losses of fp16: every optimizer has a scale, and all ranks skip the same steps.
 
     backward       losses, and so gradients, carry the smallest scale of the optimizers that it trains
-    before a step  gradients are unscaled, and ranks agree on whether any of them overflowed; then hooks see them, and
-                   they are clipped
+    before a step  gradients are unscaled (with manual optimization after every backward, as code may look at them),
+                   and ranks agree on whether any of them overflowed; then hooks see them, and they are clipped
     step           skipped by all ranks if there was an overflow
     after a step   the optimizer's scale moves
 
@@ -39,6 +39,8 @@ class ScaledGradients:
         self._optimizer, self._held = optimizer, held
         self.scaler = scaler
         self.factor = 1.0
+        self.is_unchecked = False
+        """Whether nobody has looked yet for overflows in the backward of a scaled loss."""
         self.has_overflowed = False
         """Whether the last backwards overflowed on any rank, so that no step follows them."""
 
@@ -63,16 +65,17 @@ class ScaledGradients:
     @torch.no_grad()
     def unscale(self, device: torch.device) -> None:
         """Take the factor off, and agree with all ranks on whether a gradient is not finite; every rank calls it."""
-        found = torch.zeros(1, device=device)
+        # With manual optimization this is in the training step, where 16 bits may be the default.
+        found = torch.zeros(1, dtype=torch.float32, device=device)
         by_device: dict[torch.device, list[Tensor]] = {}
         for gradient in self._held(self.parameters()):
             by_device.setdefault(gradient.device, []).append(gradient)
         for place, gradients in by_device.items():
-            flag = torch.zeros(1, device=place)
-            unscale_and_check(gradients, flag, torch.full((1,), 1.0 / self.factor, device=place))
+            flag = torch.zeros(1, dtype=torch.float32, device=place)
+            unscale_and_check(gradients, flag, torch.full((1,), 1.0 / self.factor, dtype=torch.float32, device=place))
             found += flag.to(device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
-        self.factor, self.has_overflowed = 1.0, bool(found.item())
+        self.factor, self.is_unchecked, self.has_overflowed = 1.0, False, bool(found.item())
 
 
 class LossScaling:
@@ -101,16 +104,28 @@ class LossScaling:
         """By optimizer."""
         return [scaled.scaler.scale for scaled in self._scaled.values()]
 
-    def before_backward(self) -> float:
+    @property
+    def factor(self) -> float:
         """The factor of the loss whose backward comes."""
-        trained = [scaled for scaled in self._scaled.values() if scaled.is_trained]
-        factor = min((scaled.scaler.scale for scaled in trained), default=1.0)
-        for scaled in trained:
-            scaled.bring_to(factor)
-        return factor
+        return min((scaled.scaler.scale for scaled in self._trained()), default=1.0)
 
-    def after_backward(self, optimizer: Optimizer) -> None:
-        """Unscale an optimizer's gradients before its step; every rank calls it.
+    def _trained(self) -> list[ScaledGradients]:
+        return [scaled for scaled in self._scaled.values() if scaled.is_trained]
+
+    def before_backward(self) -> None:
+        """Before the backward of a scaled loss adds its gradients."""
+        factor = self.factor
+        for scaled in self._trained():
+            scaled.bring_to(factor)
+            scaled.is_unchecked, scaled.has_overflowed = True, False
+
+    def take_off(self) -> None:
+        """Let all gradients carry no factor, overflows included."""
+        for scaled in self._scaled.values():
+            scaled.bring_to(1.0)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Unscale an optimizer's gradients before its step, and look for overflows; every rank calls it.
 
         Raises:
             StepError: they overflowed, and the scale can't be smaller.
@@ -140,16 +155,17 @@ class LossScaling:
         """Whether the optimizer's last gradients overflowed, so that it did not step."""
         return optimizer in self._scaled and self._scaled[optimizer].has_overflowed
 
-    def check_unscaled(self, optimizer: Optimizer) -> None:
+    def refuse_unchecked(self, optimizer: Optimizer) -> None:
         """Before a step.
 
         Raises:
-            StepError: its gradients still carry the scale.
+            StepError: nobody has looked for overflows.
         """
-        if optimizer in self._scaled and self._scaled[optimizer].factor != 1.0:
+        if optimizer in self._scaled and self._scaled[optimizer].is_unchecked:
             raise StepError(
-                f"{type(optimizer).__name__}.step() was called beneath Lightning, with gradients that still carry the"
-                f" loss scale {self._scaled[optimizer].factor:g}. Call step() of what self.optimizers() returns."
+                f"{type(optimizer).__name__}.step() was called beneath Lightning, with gradients of scaled losses (loss"
+                f" scale {self._scaled[optimizer].scaler.scale:g}) that were not checked for overflows. Call step() of"
+                " what self.optimizers() returns."
             )
 
     def after_step(self, optimizer: Optimizer) -> None:

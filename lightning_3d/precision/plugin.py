@@ -148,22 +148,30 @@ class ThreeDPrecision(Precision):
         seed = on_rank_zero(torch.initial_seed, self._device)
         return MasterWeights(StochasticRounding(self._zero.shards, self._names, seed=seed, device=self._device))
 
-    def scale_before_backward(self) -> float:
+    @property
+    def loss_factor(self) -> float:
         """The factor of the loss whose backward comes."""
-        return 1.0 if self._scaling is None else self._scaling.before_backward()
+        return 1.0 if self._scaling is None else self._scaling.factor
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Whether its last gradients overflowed, so that it did not step."""
         return self._scaling is not None and self._scaling.skips(optimizer)
 
-    def check_unscaled(self, optimizer: Optimizer) -> None:
+    def refuse_unchecked(self, optimizer: Optimizer) -> None:
         """Before a step of an optimizer.
 
         Raises:
-            StepError: its gradients still carry the loss scale.
+            StepError: nobody has looked for overflows in its gradients.
         """
         if self._scaling is not None:
-            self._scaling.check_unscaled(optimizer)
+            self._scaling.refuse_unchecked(optimizer)
+
+    def after_manual_backward(self) -> None:
+        """Let code that steps by hand see gradients, and clip them, as they are stepped."""
+        if self._zero is not None and self._widens:
+            self._zero.widen_gradients(self._names)
+        if self._scaling is not None:
+            self._scaling.take_off()
 
     # ---- weights, inputs, computation
 
@@ -196,8 +204,7 @@ class ThreeDPrecision(Precision):
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        dtype = _AUTOCAST.get(self.precision)
-        with self._lightnings.forward_context() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
+        with self._computing():
             try:
                 yield
             except RuntimeError as error:
@@ -209,14 +216,21 @@ class ThreeDPrecision(Precision):
                     )
                 raise
 
+    def _computing(self) -> AbstractContextManager[Any]:
+        if self.precision not in _AUTOCAST:
+            return self._lightnings.forward_context()
+        # Kept casts would outlive a step of their weights in this context, and have no gradients if made without them.
+        return torch.autocast(self._device.type, dtype=_AUTOCAST[self.precision], cache_enabled=False)
+
     # ---- backward and step
 
     @override
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         tensor = super().pre_backward(tensor, module)
-        if self._scaling is None or not self._scales_itself:
+        if self._scaling is None:
             return tensor
-        return tensor.float() * self._scaling.before_backward()
+        self._scaling.before_backward()
+        return tensor.float() * self._scaling.factor if self._scales_itself else tensor
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -244,7 +258,7 @@ class ThreeDPrecision(Precision):
         if self._zero is not None and self._widens:
             self._zero.widen_gradients(p for group in optimizer.param_groups for p in group["params"])
         if self._scaling is not None:
-            self._scaling.after_backward(optimizer)
+            self._scaling.check(optimizer)
         self._after_closure(model, optimizer)
         return result
 
@@ -264,7 +278,10 @@ class ThreeDPrecision(Precision):
         if clip_val <= 0:
             return
         for gradient in self._gradients(optimizer):
-            gradient.clamp_(-clip_val, clip_val)
+            overflows = None if self._scaling is None else gradient.isinf()  # looked for later, where steps are manual
+            clipped = gradient.clamp_(-clip_val, clip_val)
+            if overflows is not None:
+                clipped.masked_fill_(overflows, float("inf"))
 
     def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
         if self._zero is None:

@@ -153,7 +153,7 @@ def make_parallel(
             engine,
             gradients,
             splits_backward=config.pipeline.splits_backward,
-            loss_scale=precision.scale_before_backward,
+            loss_scale=lambda: precision.loss_factor,
             anomalies=anomalies,
         )
     precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)

@@ -1,0 +1,177 @@
+"""Precisions where the user's code runs backwards and steps, or looks at gradients and weights in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from lightning_3d import PrecisionConfig, StepError, ThreeDPrecision, ThreeDStrategy
+from tests.models import TinyGPT, loader, tokens
+from tests.parity import QUIET, Layout, whole_state
+from tests.workers import WorkerPools
+
+PRECISIONS = ("32-true", "bf16-true", "16-mixed", "16-true")
+FP16 = {"initial_scale_power": 8, "hysteresis": 1}
+
+
+def _perceptron(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, width))
+
+
+class Adversaries(L.LightningModule):
+    """A generator and a discriminator, stepped in turn with clipped gradients, both with gradients of each loss."""
+
+    def __init__(self, clipped_by: str, overflowing: int | None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator, self.discriminator = _perceptron(8), _perceptron(1)
+        self.clipped_by, self.overflowing = clipped_by, overflowing
+        self.norms: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        generating, judging = self.optimizers()
+        generated = self.generator(batch[0].flip(1))
+        overflows = batch_idx == self.overflowing and self.global_rank == 0
+        self._step(generating, _loss(self.discriminator(generated), 1.0), overflows=overflows)
+        generated = self.generator(batch[0].flip(1))
+        self._step(judging, _loss(self.discriminator(batch[0]), 1.0) + _loss(self.discriminator(generated), 0.0))
+
+    def _step(self, optimizer: Any, loss: Tensor, *, overflows: bool = False) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if overflows:
+            own[-1].grad.fill_(float("inf"))
+        if self.clipped_by == "norm":
+            self.norms.append(float(torch.nn.utils.clip_grad_norm_(own, 0.3)))
+        self.clip_gradients(optimizer, 0.05 if self.clipped_by == "norm" else 0.005, self.clipped_by)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(half.parameters(), lr=0.01, eps=1e-3) for half in (self.generator, self.discriminator)]
+
+
+def _loss(judgement: Tensor, target: float) -> Tensor:
+    return F.binary_cross_entropy_with_logits(judgement, torch.full_like(judgement, target))
+
+
+def _fit(layout: Layout, precision: Any, model: L.LightningModule, data: Any, **trainer: Any) -> L.Trainer:
+    strategy = layout.strategy()
+    if precision in ("16-mixed", "16-true"):
+        strategy.config = replace(strategy.config, precision=PrecisionConfig(**FP16))
+    settings: dict[str, Any] = {"max_epochs": 1, "enable_checkpointing": False, "limit_val_batches": 0, **QUIET}
+    runs = L.Trainer(
+        strategy=strategy, devices=layout.world_size, plugins=[ThreeDPrecision(precision)], **{**settings, **trainer}
+    )
+    runs.fit(model, loader(data, global_batch_size=8, data_parallel_size=layout.dp))
+    return runs
+
+
+def _adversaries(
+    layout: Layout, precision: str, clipped_by: str, overflowing: int | None = None
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    L.seed_everything(1, verbose=False)
+    model = Adversaries(clipped_by, overflowing)
+    trainer = _fit(layout, precision, model, TensorDataset(torch.randn(24, 8)))
+    assert isinstance(trainer.precision_plugin, ThreeDPrecision)
+    return whole_state(trainer), model.norms, trainer.precision_plugin.loss_scales
+
+
+def _all_adversaries(layout: Layout, clipped_by: str) -> list[Any]:
+    return [_adversaries(layout, precision, clipped_by) for precision in PRECISIONS]
+
+
+def _difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    return max(float((first[name].float() - second[name].float()).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize("clipped_by", ["norm", "value"])
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=2), Layout(dp=2, zero=3)], ids=str)
+def test_gradients_are_clipped_and_weights_read_by_hand_as_in_fp32(
+    workers: WorkerPools, layout: Layout, clipped_by: str
+) -> None:
+    for (weights, norms, _), *others in workers(2).run(_all_adversaries, layout, clipped_by):
+        for found, found_norms, _ in others:
+            assert _difference(found, weights) < 3e-3  # a stale cast, or a clipped scaled gradient, is 10 times off
+            assert found_norms == pytest.approx(norms, rel=1e-2)
+
+
+@pytest.mark.parametrize("clipped_by", ["norm", "value"])
+def test_an_overflow_that_is_clipped_by_hand_stays_one(workers: WorkerPools, clipped_by: str) -> None:
+    for weights, _, scales in workers(2).run(_adversaries, Layout(dp=2), "16-mixed", clipped_by, 1):
+        assert scales == [128.0, 256.0]
+        assert all(bool(weight.isfinite().all()) for weight in weights.values())
+
+
+class StepsBeneath(Adversaries):
+    def _step(self, optimizer: Any, loss: Tensor, *, overflows: bool = False) -> None:
+        self.manual_backward(loss)
+        optimizer.optimizer.step()
+
+
+def _beneath() -> None:
+    with pytest.raises(StepError, match=r"Adam\.step\(\) was called beneath Lightning, with gradients of scaled"):
+        _fit(Layout(dp=2), "16-mixed", StepsBeneath("norm", None), TensorDataset(torch.randn(24, 8)))
+
+
+def test_steps_beneath_lightning_are_refused(workers: WorkerPools) -> None:
+    workers(2).run(_beneath)
+
+
+# ------------------------------------------------------------------------------------------------------------- hooks
+
+
+class Teacher(TinyGPT):
+    """Reads its weights without gradients before it reads them with them; steps every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2, num_warmup_steps=10)
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            soft = self(batch[0]).softmax(-1)
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        return loss + (soft - 2 * logits.softmax(-1)).abs().mean()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2 == 0:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        assert isinstance(self.trainer.strategy, ThreeDStrategy)
+        self.norms.append(float(self.trainer.strategy.gradient_norm()))
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.batch_idx == 0:  # its step is skipped
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(float("nan"))
+
+
+def _taught(layout: Layout, precision: str) -> tuple[dict[str, Tensor], list[float], float]:
+    L.seed_everything(1, verbose=False)
+    model = Teacher()
+    trainer = _fit(layout, precision, model, tokens(8 * 5))
+    return whole_state(trainer), model.norms[2::2], trainer.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2)], ids=str)
+def test_hooks_see_unscaled_gradients_and_weights_are_never_cast_before_they_are_gathered(
+    workers: WorkerPools, layout: Layout
+) -> None:
+    ((expected, expected_norms, expected_rate),) = workers(1).run(_taught, Layout(), "16-mixed")
+    for weights, norms, rate in workers(2).run(_taught, layout, "16-mixed"):
+        assert _difference(weights, expected) < 1e-3
+        assert norms == pytest.approx(expected_norms, rel=1e-2, nan_ok=True)
+        assert rate == expected_rate == pytest.approx(0.005)  # of four batches: the second is no step that is skipped
