@@ -651,6 +651,8 @@ def test_scaler_of_the_user_is_refused(one_process: Callable[..., L.Trainer]) ->
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     with pytest.raises(ConfigError, match=r"init_scale=1024.*precision\.initial_scale_power"):
         one_process(plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    with pytest.raises(ConfigError, match="a GradScaler with enabled=False would be ignored"):
+        one_process(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))])
 
 
 @pytest.mark.parametrize("precision", ["transformer-engine", "8-mixed"])
@@ -675,15 +677,16 @@ def test_fp16_on_cpu_becomes_bf16_as_in_lightning(one_process: Callable[..., L.T
     assert trainer.precision_plugin.precision == "bf16-mixed"
 
 
-def test_our_precision_under_another_strategy_is_refused() -> None:
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_our_precision_under_another_strategy_is_refused(clip: float | None) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        plugins=[ThreeDPrecision()],
-        gradient_clip_val=1.0,
+        plugins=[ThreeDPrecision("16-mixed")],
+        gradient_clip_val=clip,
         max_steps=1,
         logger=False,
         enable_checkpointing=False,
     )
-    with pytest.raises(ConfigError, match="ThreeDPrecision clips gradients for strategy='3d' only"):
+    with pytest.raises(ConfigError, match=r"ThreeDPrecision\('16-mixed'\) works with strategy='3d' alone"):
         trainer.fit(WithoutBlocks(), _regression())

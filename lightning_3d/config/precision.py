@@ -56,7 +56,21 @@ class PrecisionConfig:
         check_values(self)
         if self.loss_scale != "dynamic":
             self._refuse(_DYNAMIC, f"precision.loss_scale={self.loss_scale} is fixed")
-        elif self.min_loss_scale > 2.0**self.initial_scale_power:
+        self._check_scales()
+
+    def _check_scales(self) -> None:
+        if self.initial_scale_power > _MAX_POWER or (self.loss_scale != "dynamic" and self.loss_scale > 2**_MAX_POWER):
+            key = "initial_scale_power" if self.loss_scale == "dynamic" else "loss_scale"
+            raise ConfigError(
+                f"precision.{key}={getattr(self, key)} makes every loss infinite, as fp32 ends at 2**128: use a smaller"
+                " one; fp16 itself ends at 65504"
+            )
+        if self.min_loss_scale == 0.0:
+            raise ConfigError(
+                f"precision.min_loss_scale={self.min_loss_scale} would let the scale become 0, and so gradients: use"
+                " a positive number"
+            )
+        if self.loss_scale == "dynamic" and self.min_loss_scale > 2.0**self.initial_scale_power:
             raise ConfigError(
                 f"precision.min_loss_scale={self.min_loss_scale} is more than the first scale,"
                 f" 2**{self.initial_scale_power}: use a larger precision.initial_scale_power, or a smaller minimum"
@@ -90,6 +104,9 @@ class PrecisionConfig:
             if value != _DEFAULTS[name]:
                 raise ConfigError(f"precision.{name}={value!r} would do nothing: {reason}. Leave it out")
 
+
+_MAX_POWER = 127
+"""The largest power of 2 in fp32."""
 
 _DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis")
 """Keys of the dynamic scale."""

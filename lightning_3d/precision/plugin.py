@@ -181,13 +181,16 @@ class ThreeDPrecision(Precision):
         Raises:
             ConfigError: a pattern of modules to keep in fp32 matches none.
         """
-        self.convert_module(module)
+        self._lightnings.convert_module(module)
         autocast = device.type if self.precision in _AUTOCAST else None
         keep_fp32(module, config.keep_fp32, returned=_HALVES.get(self.precision), autocast=autocast)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._lightnings.convert_module(module)
+        raise ConfigError(
+            f"ThreeDPrecision({self.precision!r}) works with strategy='3d' alone, which scales losses, steps and clips"
+            " for it; with another strategy use Trainer(precision=...)"
+        )
 
     @override
     def convert_input(self, data: Any) -> Any:
@@ -284,10 +287,7 @@ class ThreeDPrecision(Precision):
                 clipped.masked_fill_(overflows, float("inf"))
 
     def _gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        if self._zero is None:
-            raise ConfigError(
-                "ThreeDPrecision clips gradients for strategy='3d' only; use Trainer(precision=...) instead"
-            )
+        assert self._zero is not None
         return self._zero.held_gradients(self.main_params(optimizer))
 
     # ---- checkpoints
@@ -311,6 +311,11 @@ def _of_weights(precision: PrecisionName) -> Precision:
 
 def _refuse_other_scaler(scaler: torch.amp.GradScaler) -> None:
     """Refuse a scaler that the user has set, as ours takes its place."""
+    if not scaler.is_enabled():
+        raise ConfigError(
+            "a GradScaler with enabled=False would be ignored: strategy='3d' scales losses of fp16. Leave the scaler"
+            " out; with precision.loss_scale=1 losses are not scaled"
+        )
     given = {
         "init_scale": scaler.get_scale(),
         "growth_factor": scaler.get_growth_factor(),
