@@ -127,6 +127,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._is_deferring = False  # inside tensor_init_context, which may nest
         self._patches = ExitStack()  # undone in teardown
         self._optimizer_hooks = ExitStack()  # undone for other optimizers, and in teardown
+        self._trained_with: list[Optimizer] = []  # that have them now
         self._saved_state: dict[str, Any] = {}  # of the model, as the Trainer got it last for a checkpoint
         self._loads_file = False  # whether the checkpoint that is being restored is one
         self._is_stepping = False  # inside of a step method of the user's
@@ -282,20 +283,39 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
+        self._optimizer_hooks.close()
         super().setup_optimizers(trainer)
+        self._train_with(self.optimizers, trainer)
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Also in training, where others may take the place of those that were there."""
+        ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]  # a property
+        if self._trained_with and self._trained_with != optimizers:
+            self._optimizer_hooks.close()
+            self._train_with(optimizers, self._module.trainer)
+
+    def _train_with(self, optimizers: list[Optimizer], trainer: Trainer) -> None:
         zero, shows = self._parts.zero, self.config.zero.show_gradients
         zero.shows_gradients = gradients_seen(trainer, self._module) if shows == "auto" else shows
-        self._optimizer_hooks.close()
-        kinds = check_optimizers(self.optimizers, self._module, self.mesh, self.config.zero, self.root_device)
+        self._trained_with = list(optimizers)
+        self._optimizer_hooks.callback(self._trained_with.clear)
+        kinds = check_optimizers(optimizers, self._module, self.mesh, self.config.zero, self.root_device)
         zero.divide(kinds)
         self._parallel = self._parts.with_optimizers(kinds, self._module, self.config.zero)
         self._optimizer_hooks.callback(zero.release)
         self._precision.divide(kinds, self._module, self.config.precision)
         masters = self._precision.master_weights(self.config.precision)
+        zero.average_with(masters)
         offload = offloaded_steps(self.config.zero, zero, kinds, self.root_device, masters)
         check = self._precision.refuse_unchecked
         self._local_steps = LocalSteps(zero, self.root_device, check=check, offload=offload, masters=masters)
-        self._optimizer_hooks.enter_context(self._local_steps.hooked(self.optimizers))
+        self._optimizer_hooks.enter_context(self._local_steps.hooked(optimizers))
         if self._precision.scales_losses:
             self._optimizer_hooks.enter_context(schedulers_skipping(self._module, self._precision.skips))
 

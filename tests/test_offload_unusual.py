@@ -31,7 +31,12 @@ FILES = {"offload_optimizer": "states", "offload_window": 0.005}
 
 
 def _trainer(
-    ranks: int, *callbacks: L.Callback, max_epochs: int = 1, single_file: bool = False, **zero: Any
+    ranks: int,
+    *callbacks: L.Callback,
+    max_epochs: int = 1,
+    single_file: bool = False,
+    precision: Any = "32-true",
+    **zero: Any,
 ) -> L.Trainer:
     strategy = ThreeDStrategy(zero=zero, save_distributed_checkpoint=not single_file) if ranks else "auto"
     return L.Trainer(
@@ -39,6 +44,7 @@ def _trainer(
         devices=max(1, ranks),
         max_epochs=max_epochs,
         callbacks=list(callbacks),
+        precision=precision,
         enable_checkpointing=False,
         limit_val_batches=0,
         **QUIET,
@@ -135,6 +141,36 @@ def test_states_and_parameters_lie_in_files_without_names(workers: WorkerPools) 
         assert places.num_windows > 3 * 10
         assert places.on_device == 0
         assert places.offloaded > 100_000
+
+
+class _AddsGroup(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            added = pl_module.blocks[0].requires_grad_(True)  # type: ignore[index,operator]
+            trainer.optimizers[0].add_param_group({"params": list(added.parameters())})
+
+
+class _Thawing(TinyGPT):
+    def configure_optimizers(self) -> Any:
+        self.blocks[0].requires_grad_(False)
+        return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
+
+
+def _resumed_in_16_bits() -> list[bool]:
+    """Whether states lie in files, after a run that kept no master weights, and with a group of parameters added."""
+    trainer = _trainer(2)
+    trainer.fit(_Thawing(), _data(2))
+    trainer.save_checkpoint("wide")
+    where = _Where()
+    trainer = _trainer(2, _AddsGroup(), where, max_epochs=2, precision="bf16-true", stage=2, **FILES)
+    trainer.fit(_Thawing(), _data(2), ckpt_path="wide", weights_only=False)
+    return where.places.states
+
+
+def test_master_weights_that_come_late_lie_in_files(workers: WorkerPools) -> None:
+    for states in workers(2).run(_resumed_in_16_bits):
+        assert states
+        assert all(states)
 
 
 def test_without_offloading_nothing_does(workers: WorkerPools) -> None:

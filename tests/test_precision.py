@@ -330,16 +330,57 @@ def test_optimizers_that_remember_parameters_are_refused_with_master_weights(wor
         workers(1).run(_with_lbfgs)
 
 
-def _without_masters() -> set[str]:
+def _without_masters(offload: str) -> set[str]:
     how: dict[str, Any] = {"limit_train_batches": 1, "max_epochs": -1}
     trainer, _ = _fit(Layout(), "bf16-true", {}, steps=1, **how)
     trainer.save_checkpoint("half.ckpt")
-    trainer, _ = _fit(Layout(), "32-true", {}, steps=2, ckpt_path=Path("half.ckpt"), **how)
+    layout = Layout(zero_settings={"offload_optimizer": offload})
+    trainer, _ = _fit(layout, "32-true", {}, steps=2, ckpt_path=Path("half.ckpt"), **how)
     return {name for state in trainer.optimizers[0].state.values() for name in state}
 
 
-def test_master_weights_of_a_checkpoint_are_left_where_none_are_kept(workers: WorkerPools) -> None:
-    assert workers(1).run(_without_masters) == [{"step", "exp_avg", "exp_avg_sq"}]
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_master_weights_of_a_checkpoint_are_left_where_none_are_kept(workers: WorkerPools, offload: str) -> None:
+    assert workers(1).run(_without_masters, offload) == [{"step", "exp_avg", "exp_avg_sq"}]
+
+
+class PartlyFrozen(TinyGPT):
+    """Frozen weights are among the optimizer's parameters."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.blocks[:2].requires_grad_(False)
+
+
+def _num_masters() -> tuple[int, int]:
+    """Numbers of this rank's master weights, and of all trained weights."""
+    trainer, _ = _fit(Layout(dp=2), "bf16-true", {}, model=PartlyFrozen, steps=1)
+    masters = [state[MASTER].numel() for state in trainer.optimizers[0].state.values() if MASTER in state]
+    trained = [p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad]
+    return sum(masters), sum(trained)
+
+
+def test_frozen_parameters_have_no_master_weights(workers: WorkerPools) -> None:
+    (first, trained), (second, _) = workers(2).run(_num_masters)
+    assert first + second == trained > 0
+
+
+def _averaged(precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This replica's weights, and what its optimizer keeps of them in fp32."""
+    layout = Layout(dp=2, zero=0, zero_settings={"averaging_period": 2})
+    trainer, _ = _fit(layout, precision, {}, steps=4)
+    weights, state = dict(trainer.lightning_module.named_parameters()), trainer.optimizers[0].state
+    masters = {name: state[parameter].get(MASTER, parameter) for name, parameter in weights.items()}
+    first, second = ({name: value.detach() for name, value in found.items()} for found in (weights, masters))
+    return first, second
+
+
+def test_master_weights_are_averaged(workers: WorkerPools) -> None:
+    (exact, _), _ = workers(2).run(_averaged, "32-true")
+    (weights, masters), (_, others) = workers(2).run(_averaged, "bf16-true")
+    assert _difference(masters, others) == 0.0
+    assert all(torch.equal(masters[name].bfloat16(), weight) for name, weight in weights.items())
+    assert _difference(masters, exact) < _difference(weights, exact)
 
 
 def _written() -> list[float]:
@@ -480,3 +521,8 @@ def test_modules_are_kept_in_fp32_in_every_layout(workers: WorkerPools, layout: 
 def test_a_pattern_without_a_module_is_refused(workers: WorkerPools) -> None:
     with pytest.raises(WorkerError, match=r"precision\.keep_fp32 has the pattern 'blocks\.\*\.nrom', which matches no"):
         workers(1).run(_trained, Layout(), "bf16-true", {"keep_fp32": ["blocks.*.nrom"]})
+
+
+def test_a_parameter_shared_with_another_module_is_not_kept(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"keeps head\.weight in fp32, which is the same parameter as tokens\.weight"):
+        workers(1).run(_trained, Layout(), "bf16-true", {"keep_fp32": ["head"]})

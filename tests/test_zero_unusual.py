@@ -234,6 +234,25 @@ class _AveragesInHook(TinyMLP):
         self.seen.append(sum(float(parameter.detach().abs().sum()) for parameter in parameters))
 
 
+class _Replaces(L.Callback):
+    """Puts another optimizer in place of the module's."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.5)]
+
+
+def _replace(layout: Layout | None) -> dict[str, Tensor]:
+    trainer, _ = fitted(layout, TinyMLP, data=features, callbacks=[_Replaces()])
+    return whole_state(trainer)
+
+
+def test_an_optimizer_that_takes_the_place_of_another_steps(workers: WorkerPools) -> None:
+    (expected,) = workers(1).run(_replace, None)
+    for layout in (Layout(dp=2, zero=2), Layout(dp=2, zero=1, zero_settings={"offload_optimizer": "cpu"})):
+        assert_same_state(workers(2).run(_replace, layout), expected)
+
+
 def _read_by_lambda(stage: Stage) -> bool:
     seen: list[bool] = []
 

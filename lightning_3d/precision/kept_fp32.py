@@ -61,7 +61,7 @@ def keep_fp32(
         autocast: The type of the device on which autocast is on outside; None if it is off.
 
     Raises:
-        ConfigError: a pattern matches no module.
+        ConfigError: a pattern matches no module, or one that shares a 16-bit parameter with another.
     """
     named = {fqn: inner for fqn, inner in module.named_modules() if fqn}
     for pattern in patterns:
@@ -71,9 +71,25 @@ def keep_fp32(
                 f" {type(module).__name__}; its modules are {', '.join([*named][:8])}, ..."
             )
     matching = [fqn for fqn in named if any(fnmatchcase(fqn, pattern) for pattern in patterns)]
+    if returned is not None:
+        _refuse_shared(module, matching)
     for fqn in matching:
         inner = named[fqn]
         is_inside = any(fqn.startswith(f"{other}.") for other in matching)
         inner.float()
         if not is_inside and not isinstance(vars(inner).get(_FORWARD), KeptInFp32):
             vars(inner)[_FORWARD] = KeptInFp32(inner.forward, returned, autocast)
+
+
+def _refuse_shared(module: nn.Module, matching: Sequence[str]) -> None:
+    """Refuse parameters that would be fp32 in modules that compute in 16 bits."""
+    kept: dict[nn.Parameter, str] = {}
+    others: dict[nn.Parameter, str] = {}
+    for fqn, parameter in module.named_parameters(remove_duplicate=False):
+        is_kept = any(fqn.startswith(f"{inner}.") for inner in matching)
+        (kept if is_kept else others).setdefault(parameter, fqn)
+    for parameter in (p for p in kept if p in others):
+        raise ConfigError(
+            f"precision.keep_fp32 keeps {kept[parameter]} in fp32, which is the same parameter as {others[parameter]},"
+            " of a module that computes in 16 bits. Name both modules, or none."
+        )

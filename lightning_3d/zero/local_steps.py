@@ -21,7 +21,7 @@ from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
-from lightning_3d.zero.master_weights import MasterWeights, drop_masters, is_half
+from lightning_3d.zero.master_weights import MasterWeights, is_half, without_masters
 from lightning_3d.zero.offload.steps import KnownLoss, OffloadedSteps, Window, repeated_closure
 from lightning_3d.zero.offload.windows import Part
 from lightning_3d.zero.shard import plain
@@ -75,23 +75,27 @@ class LocalSteps:
         """Inside, states that are loaded lie where those of steps do, and have their dtype."""
         with ExitStack() as stack:
             for optimizer in optimizers:
+                if self._masters is None or not self._masters.are_kept:
+                    stack.callback(optimizer.register_load_state_dict_pre_hook(without_masters).remove)
                 if self._offload is not None:
-                    self._make_masters(optimizer, self._offload)
-                    self._offload.bring_home(optimizer)
-                    stack.enter_context(loading_states(optimizer, self._state_place, self._offload.bring_home))
+                    self._bring_home(optimizer)
+                    stack.enter_context(loading_states(optimizer, self._state_place, self._bring_home))
                 elif self._masters is not None:
                     stack.enter_context(loading_states(optimizer, self._state_place))
-                if self._masters is None or not self._masters.are_kept:
-                    stack.callback(optimizer.register_load_state_dict_post_hook(drop_masters, prepend=True).remove)
             yield
 
-    def _make_masters(self, optimizer: Optimizer, offload: OffloadedSteps) -> None:
-        """Make master weights where they are to lie, one after the other."""
+    def _bring_home(self, optimizer: Optimizer) -> None:
+        """Make master weights where they are to lie, one after the other, and move all other states there."""
+        assert self._offload is not None
         for parameter in self._parameters(optimizer):
-            shard = self._zero.shards[parameter]
-            if self._is_widened(parameter) and parameter.requires_grad and not shard.is_elsewhere:
-                assert self._masters is not None
-                self._masters.make(optimizer, parameter, shard.own(parameter))
+            if parameter.requires_grad and not self._zero.shards[parameter].is_elsewhere:
+                self._make_master(optimizer, parameter, self._offload)
+        self._offload.bring_home(optimizer)
+
+    def _make_master(self, optimizer: Optimizer, parameter: nn.Parameter, offload: OffloadedSteps) -> None:
+        if self._masters is not None and self._is_widened(parameter):
+            own = self._zero.shards[parameter].own(parameter)
+            if self._masters.make(optimizer, parameter, own):
                 offload.bring_home(optimizer, parameter)
 
     def _state_place(self, parameter: nn.Parameter) -> tuple[torch.device, torch.dtype]:
@@ -175,18 +179,22 @@ class LocalSteps:
         self._check(optimizer)
         self._zero.settle()
         if self._offload is not None:
-            self._swapped[optimizer] = self._offload.enter(optimizer, self._offloaded(optimizer), *closure)
+            parts = self._offloaded(optimizer, self._offload)
+            self._swapped[optimizer] = self._offload.enter(optimizer, parts, *closure)
             return
-        parts: dict[nn.Parameter, nn.Parameter | None] = {}
+        swapped: dict[nn.Parameter, nn.Parameter | None] = {}
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards):
             if self._zero.shards[parameter].is_elsewhere:
-                parts[parameter] = None
-            elif (part := self._part(optimizer, parameter)) is not parameter:
-                part.grad = self._gradient(parameter)
-                parts[parameter] = part
-        self._swapped[optimizer] = _Swapped(optimizer, parts)
+                swapped[parameter] = None
+                continue
+            gradient = self._gradient(parameter)
+            part = self._part(optimizer, parameter, widens=gradient is not None)
+            if part is not parameter:
+                part.grad = gradient
+                swapped[parameter] = part
+        self._swapped[optimizer] = _Swapped(optimizer, swapped)
 
-    def _offloaded(self, optimizer: Optimizer) -> list[Part]:
+    def _offloaded(self, optimizer: Optimizer, offload: OffloadedSteps) -> list[Part]:
         parts: list[Part] = []
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -195,7 +203,8 @@ class LocalSteps:
                 elif self._zero.shards[parameter].is_elsewhere:
                     continue
                 elif (gradient := self._gradient(parameter)) is not None:
-                    part = self._part(optimizer, parameter)
+                    self._make_master(optimizer, parameter, offload)  # of a group that was added in training
+                    part = self._part(optimizer, parameter, widens=True)
                 if gradient is not None:
                     parts.append(Part(parameter=parameter, values=part, gradient=gradient, group=index))
         return parts
@@ -204,10 +213,15 @@ class LocalSteps:
         gradient = self._zero.gradient(parameter)
         return gradient.float() if gradient is not None and self._is_widened(parameter) else gradient
 
-    def _part(self, optimizer: Optimizer, parameter: nn.Parameter) -> nn.Parameter:
+    def _part(self, optimizer: Optimizer, parameter: nn.Parameter, *, widens: bool) -> nn.Parameter:
+        """The parameter that the optimizer steps.
+
+        Args:
+            widens: Whether in fp32, if that is wanted: not where it steps nothing, as of frozen parameters.
+        """
         shard, before = self._zero.shards[parameter], self._parts.get(parameter)
         own = shard.own(parameter)
-        if self._masters is not None and self._is_widened(parameter):
+        if widens and self._masters is not None and self._is_widened(parameter):
             self._lent.setdefault(optimizer, []).append(parameter)
             return self._masters.lend(optimizer, parameter, own)
         if before is None or before.data_ptr() != own.data_ptr() or before.shape != own.shape:

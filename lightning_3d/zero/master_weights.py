@@ -11,6 +11,7 @@ is no longer the rounded master weight, the master weight follows it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,10 @@ def is_half(tensor: Tensor) -> bool:
     return tensor.dtype in _HALVES
 
 
-def drop_masters(optimizer: Optimizer) -> None:
-    """Forget master weights that came with the checkpoint of a run that kept them."""
-    for state in optimizer.state.values():
-        state.pop(MASTER, None)
+def without_masters(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A hook before states are loaded: leave out the master weights of a run that kept them."""
+    states = saved["state"].items()
+    return {**saved, "state": {i: {k: v for k, v in state.items() if k != MASTER} for i, state in states}}
 
 
 class MasterWeights:
@@ -46,6 +47,7 @@ class MasterWeights:
     def __init__(self, rounding: Rounding | None = None) -> None:
         self._rounding = rounding
         self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
+        self._keepers: dict[nn.Parameter, Optimizer] = {}  # that stepped them last
 
     @property
     def are_kept(self) -> bool:
@@ -53,10 +55,12 @@ class MasterWeights:
         return self._rounding is None
 
     @torch.no_grad()
-    def make(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> None:
-        """Make the master weights of a part in host memory, if there are none."""
-        if self.are_kept:
-            optimizer.state[parameter].setdefault(MASTER, own.to("cpu", torch.float32))
+    def make(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> bool:
+        """Make the master weights of a part in host memory; returns whether there were none."""
+        if not self.are_kept or MASTER in optimizer.state.get(parameter, {}):
+            return False
+        optimizer.state[parameter][MASTER] = own.to("cpu", torch.float32)
+        return True
 
     @torch.no_grad()
     def lend(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> nn.Parameter:
@@ -69,8 +73,7 @@ class MasterWeights:
         if values is None or values.shape != own.shape:
             values = own.float()
         elif self.are_kept:
-            near = own.to(values.device)
-            torch.where(values.to(own.dtype) == near, values, near.float(), out=values)
+            _follow(values, own)
         stepped = self._stepped.setdefault(parameter, nn.Parameter(values))
         stepped.requires_grad_(parameter.requires_grad)
         stepped.grad = None
@@ -96,5 +99,33 @@ class MasterWeights:
         if self._rounding is None:
             own.copy_(values)
             optimizer.state[parameter][MASTER] = values
+            self._keepers[parameter] = optimizer
         else:
             self._rounding(parameter, own, values)
+
+    def values(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
+        """The fp32 values of a 16-bit part between steps; a copy, on its device."""
+        master = self._kept(parameter)
+        if master is None:
+            return own.float()
+        _follow(master, own)
+        return master.to(own.device, copy=True)
+
+    def set_values(self, parameter: nn.Parameter, own: Tensor, values: Tensor) -> None:
+        """Round fp32 values into a 16-bit part between steps."""
+        if self._rounding is not None:
+            self._rounding(parameter, own, values)
+            return
+        own.copy_(values)
+        if (master := self._kept(parameter)) is not None:
+            master.copy_(values)
+
+    def _kept(self, parameter: nn.Parameter) -> Tensor | None:
+        state = self._keepers[parameter].state.get(parameter, {}) if parameter in self._keepers else {}
+        return state.get(MASTER)
+
+
+def _follow(values: Tensor, own: Tensor) -> None:
+    """Change master weights where the 16-bit part is no longer what they round to."""
+    near = own.to(values.device)
+    torch.where(values.to(own.dtype) == near, values, near.float(), out=values)

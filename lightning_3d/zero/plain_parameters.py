@@ -25,7 +25,7 @@ from lightning_3d.zero.averaging import PeriodicAveraging
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
 from lightning_3d.zero.gathering import Gathering, wait_for
-from lightning_3d.zero.master_weights import is_half
+from lightning_3d.zero.master_weights import MasterWeights, is_half
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.owners import choose_owners, kinds_of
 from lightning_3d.zero.power_sgd import PowerSGD
@@ -204,6 +204,11 @@ class PlainParameters(Zero):
     def average(self) -> None:
         if self._averaging is not None:
             self._averaging.average()
+
+    @override
+    def average_with(self, masters: MasterWeights | None) -> None:
+        if self._averaging is not None:
+            self._averaging.masters = masters
 
     @property
     @override
