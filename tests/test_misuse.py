@@ -655,6 +655,13 @@ def test_scaler_of_the_user_is_refused(one_process: Callable[..., L.Trainer]) ->
         one_process(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))])
 
 
+def test_trained_fp16_weights_are_refused_under_autocast(one_process: Callable[..., L.Trainer]) -> None:
+    model = TinyMLP()
+    model.layers[1].half()
+    with pytest.raises(ConfigError, match=r"layers\.1\.0\.weight, with 1 others, is fp16 and is trained with"):
+        one_process(plugins=[ThreeDPrecision("16-mixed")], max_epochs=1).fit(model, _regression(), _regression())
+
+
 @pytest.mark.parametrize("precision", ["transformer-engine", "8-mixed"])
 def test_fp8_is_refused_with_a_reason(precision: Any) -> None:
     with pytest.raises(ConfigError, match=f"precision='{precision}' is not built for strategy='3d'.*fp8"):

@@ -122,11 +122,14 @@ class ThreeDPrecision(Precision):
         """Begin to train with these optimizers.
 
         Raises:
+            ConfigError: gradients of losses that are scaled for fp16 would be unscaled in fp16.
             StepError: one of them can't step fp32 values in place of 16-bit parameters.
         """
         assert self._zero is not None
         self._widens = self.has_half_weights and config.updates != "direct"
         self._names = {parameter: name for name, parameter in module.named_parameters()}
+        if self.scales_losses and not self._widens:
+            _refuse_fp16(self._names)
         self._scaling = None
         if self.scales_losses:
             held = self._zero.held_gradients
@@ -307,6 +310,18 @@ def _of_weights(precision: PrecisionName) -> Precision:
     if precision == "16-true" or precision == "bf16-true":
         return HalfPrecision(precision)
     return DoublePrecision() if precision == "64-true" else Precision()
+
+
+def _refuse_fp16(names: Mapping[nn.Parameter, str]) -> None:
+    trained = [
+        name for parameter, name in names.items() if parameter.requires_grad and parameter.dtype == torch.float16
+    ]
+    if trained:
+        raise ConfigError(
+            f"{trained[0]}, with {len(trained) - 1} others, is fp16 and is trained with precision='16-mixed', whose"
+            " gradients would vanish when they are unscaled in fp16. Leave out half(), as autocast computes in fp16;"
+            " use precision='16-true', which has fp32 master weights; or freeze it"
+        )
 
 
 def _refuse_other_scaler(scaler: torch.amp.GradScaler) -> None:
