@@ -283,7 +283,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        self._optimizer_hooks.close()
+        self._leave_optimizers()
         super().setup_optimizers(trainer)
         self._train_with(self.optimizers, trainer)
 
@@ -297,8 +297,14 @@ class ThreeDStrategy(ParallelStrategy):
         """Also in training, where others may take the place of those that were there."""
         ParallelStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]  # a property
         if self._trained_with and self._trained_with != optimizers:
-            self._optimizer_hooks.close()
+            self._leave_optimizers()
             self._train_with(optimizers, self._module.trainer)
+
+    def _leave_optimizers(self) -> None:
+        """Let other optimizers take their place; gradients that have accumulated are whole, and theirs."""
+        self._parts.zero.shows_gradients = True
+        self._parts.zero.show_gradients()
+        self._optimizer_hooks.close()
 
     def _train_with(self, optimizers: list[Optimizer], trainer: Trainer) -> None:
         zero, shows = self._parts.zero, self.config.zero.show_gradients

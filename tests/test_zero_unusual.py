@@ -235,15 +235,15 @@ class _AveragesInHook(TinyMLP):
 
 
 class _Replaces(L.Callback):
-    """Puts another optimizer in place of the module's."""
+    """Puts another optimizer in place of the module's, between two batches whose gradients accumulate."""
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == 1:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == 1:
             trainer.strategy.optimizers = [torch.optim.SGD(pl_module.parameters(), lr=0.5)]
 
 
 def _replace(layout: Layout | None) -> dict[str, Tensor]:
-    trainer, _ = fitted(layout, TinyMLP, data=features, callbacks=[_Replaces()])
+    trainer, _ = fitted(layout, TinyMLP, data=features, callbacks=[_Replaces()], accumulate_grad_batches=2)
     return whole_state(trainer)
 
 
