@@ -86,6 +86,7 @@ class Layout:
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
     stages_per_rank: int | Literal["auto"] = "auto"
     partition: str | tuple[str, ...] = "parameters"
+    loss: Literal["mean", "sum", "whole"] = "mean"
     tensor_plan: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     verify: bool = True
@@ -114,6 +115,7 @@ class Layout:
             pipeline={
                 "num_microbatches": self.num_microbatches,
                 "partition": self.partition,
+                "loss": self.loss,
                 "schedule": self.schedule,
                 "stages_per_rank": self.stages_per_rank,
             },

@@ -31,6 +31,7 @@ from lightning_3d.pipeline.schedule import AroundBackward, Schedule
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.study import Study
+from lightning_3d.pipeline.whole_tail import WholeTail, loss_to_come
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.planning.stage_gradients import check_gradients
@@ -103,12 +104,13 @@ class _Step:
     parts: Sequence[Microbatch]
     rest: Sequence[Any]
     flows: Sequence[StageFlow]
+    tail: WholeTail | None
     number: int
     backward: bool
     watch: StepWatch | None
     loss_scale: float
     outputs: dict[int, Any] = field(default_factory=dict)
-    """Microbatch -> what the step returned for it, filled on the last stage."""
+    """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
 
 
 class PipelineEngine:
@@ -179,12 +181,16 @@ class PipelineEngine:
         modes = (name, self._module.training, torch.is_grad_enabled(), trainable)
         keys = [(*modes, signature(part.batch)) for part in parts]
         flows = [self._flow(key, name, part.batch, rest) for key, part in zip(keys, parts, strict=True)]
+        tail = None
+        if self._plan.loss == "whole":
+            tail = WholeTail(parts, flows, batch, self._flow((*modes, signature(batch)), name, batch, rest))
         schedule = self._schedule((backward, *keys), flows, backward=backward)
         step = _Step(
             name=name,
             parts=parts,
             rest=rest,
             flows=flows,
+            tail=tail,
             number=number,
             backward=backward,
             watch=watch,
@@ -206,7 +212,8 @@ class PipelineEngine:
             from_all=self._effects.act_in_blocks,
         )
         self._joiner.evidence.study = None
-        self._effects.apply([(report.effects, report.stage in self._stages) for report in reports])
+        own = [min(report.stage, self._last_stage) in self._stages for report in reports]
+        self._effects.apply([(report.effects, is_own) for report, is_own in zip(reports, own, strict=True)])
         return tree_map_only(Tensor, lambda leaf: leaf.to(self._device), reports[-1].output)
 
     def start_timeline(self) -> None:
@@ -223,13 +230,29 @@ class PipelineEngine:
 
     def _forward(self, step: _Step, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a microbatch on a stage; returns the tensors to send, or the weighted loss on the last stage."""
-        place = Place(stage=stage, microbatch=index, is_last=stage == self._last_stage)
-        watched = nullcontext() if step.watch is None else step.watch.microbatch(stage, index, len(step.parts))
+        part, flow, tail = step.parts[index], step.flows[index], step.tail
+        if stage < self._last_stage or tail is None:
+            return self._run(step, stage, index, part, flow, received)
+        sent = self._run(step, stage, index, part, flow, received)
+        if tail.take(index, sent):
+            loss = self._run(step, tail.stage, 0, tail.microbatch, tail.flow, tail.received())
+            if step.backward:
+                loss.backward()
+                tail.end_backward()
+        return loss_to_come(sent, partial(tail.gradients, index)) if step.backward else ()
+
+    def _run(
+        self, step: _Step, stage: int, index: int, part: Microbatch, flow: StageFlow, received: tuple[Tensor, ...]
+    ) -> Any:
+        place = Place(stage=stage, microbatch=index, is_last=stage == flow.num_stages - 1)
+        watched = nullcontext()
+        if step.watch is not None:
+            watched = step.watch.microbatch(min(stage, self._last_stage), index, len(step.parts))
         with watched as watch:
-            output = self._rank_module(partial(self._run_stage, step, place), *received)
+            output = self._rank_module(partial(self._run_stage, step, place, part, flow), *received)
         if place.is_last:
             step.outputs[index] = tree_map_only(Tensor, Tensor.detach, output)
-            output = check_loss(output).reshape(()) * step.parts[index].weight if step.backward else ()
+            output = check_loss(output).reshape(()) * part.weight if step.backward else ()
         if watch is not None:
             if place.is_last:
                 watch.see_loss(output)
@@ -238,15 +261,13 @@ class PipelineEngine:
             return output.float() * step.loss_scale
         return output
 
-    def _run_stage(self, step: _Step, place: Place, *received: Tensor) -> Any:
-        index = place.microbatch
-
+    def _run_stage(self, step: _Step, place: Place, part: Microbatch, flow: StageFlow, *received: Tensor) -> Any:
         def call() -> Any:
-            output = getattr(self._module, step.name)(step.parts[index].batch, *step.rest)
+            output = getattr(self._module, step.name)(part.batch, *step.rest)
             return output, self._effects.collect(place)
 
-        randomness = partial(self._randomness.block, step.number, index)
-        run = StageRun(self._router, step.flows[index], place.stage, received, randomness)
+        randomness = partial(self._randomness.block, step.number, place.microbatch)
+        run = StageRun(self._router, flow, place.stage, received, randomness)
         with self._effects.microbatch(place):
             answer = run.run(call)
             output, found = answer if place.is_last else (answer, self._effects.collect(place))
@@ -254,23 +275,26 @@ class PipelineEngine:
         return output
 
     def _reports(self, step: _Step) -> list[StageReport]:
-        """The reports of this rank's stages."""
+        """The reports of this rank's stages, and of the tail."""
         sizes = [batch_size(part.batch) for part in step.parts]
-        reports = []
-        for stage in self._stages:
-            output, is_last = None, stage == self._last_stage
-            if is_last:
-                outputs = [step.outputs[i] for i in range(len(sizes))]
-                output = self._joiner.join(outputs, sizes, f"what {step.name} returned")
-            elif not self._effects.act_in_blocks:
-                continue
-            effects = self._effects.join(stage, sizes, is_last=is_last)
-            reports.append(StageReport(stage=stage, output=output, effects=effects))
+        end = self._last_stage if step.tail is None else step.tail.stage
+        stages = self._stages if self._effects.act_in_blocks else [stage for stage in self._stages if stage == end]
+        reports = [self._report(step, stage, sizes, is_end=stage == end) for stage in stages]
+        if step.tail is not None and self._last_stage in self._stages:
+            reports.append(self._report(step, end, [sum(sizes)], is_end=True))
         return reports
+
+    def _report(self, step: _Step, stage: int, sizes: Sequence[int], *, is_end: bool) -> StageReport:
+        output = None
+        if is_end:
+            outputs = [step.outputs[i] for i in range(len(sizes))]
+            output = self._joiner.join(outputs, sizes, f"what {step.name} returned")
+        return StageReport(stage=stage, output=output, effects=self._effects.join(stage, sizes, is_last=is_end))
 
     def _flow(self, key: Hashable, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
         def traced() -> StageFlow:
-            flow = cut(self._tracing(name, batch, rest), self._plan.stages_of_calls, self._plan.num_stages)
+            trace, plan = self._tracing(name, batch, rest), self._plan
+            flow = cut(trace, plan.stages_of_calls, plan.num_stages, with_tail=plan.loss == "whole")
             check_gradients(flow)
             return flow
 
@@ -287,6 +311,7 @@ class PipelineEngine:
             device=self._device,
             group=self._group,
             backward=backward,
+            forwards_first=self._plan.loss == "whole",
         )
         return _cached(self._schedules, key, make)
 

@@ -58,6 +58,7 @@ class Schedule:
         module: The rank's modules.
         group: Process group of the pp axis.
         backward: Whether to run the backward too.
+        forwards_first: Whether no backward may begin before all forwards have run.
     """
 
     def __init__(
@@ -71,14 +72,16 @@ class Schedule:
         device: torch.device,
         group: dist.ProcessGroup,
         backward: bool,
+        forwards_first: bool = False,
     ) -> None:
-        num_microbatches, num_ranks = len(flows), max(stage_ranks) + 1
+        num_microbatches, num_ranks, num_stages = len(flows), max(stage_ranks) + 1, len(stage_ranks)
+        modules = [_StageModule(module, stage, splits_backward=name in _SPLITTING) for stage in stages]
         torch_stages = [
-            _Stage(_StageModule(module, stage, splits_backward=name in _SPLITTING), flows, stage, device, group)
-            for stage in stages
+            _Stage(stage_module, flows, stage, num_stages, device, group)
+            for stage_module, stage in zip(modules, stages, strict=True)
         ]
         loss_fn = (lambda output, target: output) if backward else None
-        regular = backward and _suits(name, num_microbatches, num_ranks)
+        regular = backward and not forwards_first and _suits(name, num_microbatches, num_ranks)
         if name in _SINGLE:
             make = _SINGLE[name if regular else "gpipe"]
             self._schedule: Any = make(torch_stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
@@ -171,14 +174,15 @@ class _Stage(ShapedStage):
         module: nn.Module,
         flows: Sequence[StageFlow],
         stage: int,
+        num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
         inputs = [tuple(meta.on_meta() for meta in flow.metas(flow.received(stage))) for flow in flows]
         outputs = [tuple(meta.on_meta() for meta in flow.metas(flow.sent(stage))) for flow in flows]
-        if stage == flows[0].num_stages - 1:  # it returns the loss, or nothing
+        if stage == num_stages - 1:  # it returns the loss, or nothing
             outputs = [(torch.empty((), device="meta", requires_grad=True),) for _ in flows]
-        super().__init__(module, stage, flows[0].num_stages, inputs=inputs, outputs=outputs, device=device, group=group)
+        super().__init__(module, stage, num_stages, inputs=inputs, outputs=outputs, device=device, group=group)
 
     def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         if self.recorder is None:

@@ -53,6 +53,8 @@ class Plan:
     zero_stage: int
     schedule: str
     num_microbatches: int
+    loss: str
+    """How the loss of a batch comes from those of its microbatches: a value of ``pipeline.loss``."""
     blocks: tuple[BlockPlan, ...]
     """In the order of their first call."""
     stages: tuple[StagePlan, ...]
@@ -195,6 +197,7 @@ def make_plan(
         zero_stage=config.zero.stage,
         schedule=config.pipeline.schedule,
         num_microbatches=config.num_microbatches,
+        loss=config.pipeline.loss,
         blocks=tuple(
             BlockPlan(
                 fqn=fqn,

@@ -37,7 +37,9 @@ class StageFlow:
         return tuple(self.trace.tensors[i] for i in ids)
 
 
-def cut(trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages: int) -> StageFlow:
+def cut(
+    trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages: int, *, with_tail: bool = False
+) -> StageFlow:
     """Give every call its stage and find what crosses.
 
     A glue call belongs to the latest stage that it reads from. A tensor made in stage s and used in stage t > s
@@ -45,6 +47,7 @@ def cut(trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages
 
     Args:
         stages_of_calls: Block FQN -> stage of its first call, its second, ...; further calls stay on the last one.
+        with_tail: Whether glue that no block depends on is a stage of its own, after the others.
 
     Raises:
         PlanError: a block reads a tensor of a later stage.
@@ -55,8 +58,10 @@ def cut(trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages
     stale: dict[int, TracedCall] = {}  # tensor -> the in-place call on another stage that should have changed it
     used: dict[int, int] = {}
     call_stages = []
-    for call in trace.calls:
-        earliest = max((made[i] for i in call.inputs), default=0)
+    tail = _tail(trace) if with_tail else frozenset()
+    num_stages += with_tail
+    for position, call in enumerate(trace.calls):
+        earliest = num_stages - 1 if position in tail else max((made[i] for i in call.inputs), default=0)
         stage = _stage_of_call(call, stages_of_calls) if call.is_block else earliest
         if stage < earliest:
             raise PlanError(
@@ -77,6 +82,18 @@ def cut(trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages
         used[i] = num_stages - 1
     crossings = tuple(tuple(sorted(i for i in made if made[i] <= k < used.get(i, -1))) for k in range(num_stages - 1))
     return StageFlow(trace=trace, num_stages=num_stages, call_stages=tuple(call_stages), crossings=crossings)
+
+
+def _tail(trace: Trace) -> frozenset[int]:
+    """Positions of the calls that no block depends on."""
+    needed: set[int] = set()
+    tail = set()
+    for position, call in reversed(list(enumerate(trace.calls))):
+        if call.is_block or not needed.isdisjoint(call.outputs):
+            needed.update(call.inputs)
+        else:
+            tail.add(position)
+    return frozenset(tail)
 
 
 def _check_inputs(call: TracedCall, stale: Mapping[int, TracedCall], trace: Trace) -> None:

@@ -83,7 +83,7 @@ class GradientReducer:
                 when_backward_ends(self._end)
 
     def _accumulated(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
-        if not self.is_on:
+        if not self.is_on or parameter.grad is None:  # as behind a custom function that gives no gradient
             return
         if self._backward is None:
             self.begin_backward()
