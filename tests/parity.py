@@ -86,7 +86,7 @@ class Layout:
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
     stages_per_rank: int | Literal["auto"] = "auto"
     partition: str | tuple[str, ...] = "parameters"
-    loss: Literal["mean", "sum", "whole"] = "mean"
+    loss: Literal["auto", "mean", "sum", "whole"] = "auto"
     tensor_plan: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     verify: bool = True

@@ -30,6 +30,7 @@ def _reference(loss: str, replicas: int) -> ReferenceRun:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_loss(loss: str, layout: Layout, workers: WorkerPools) -> None:
     from dataclasses import replace
-    layout = replace(layout, loss="whole")
+
+    pass
     result = run_layout(workers, Job(model=partial(LossNet, loss), data=labelled), layout)
     assert_parity(_reference(loss, layout.dp), result)

@@ -40,10 +40,11 @@ class PipelineConfig:
     stages_per_rank: Size | Literal["auto"] = "auto"
     """Stages that each rank runs; ``"auto"`` is 2 for the last three schedules and 1 for the others."""
 
-    loss: Literal["mean", "sum", "whole"] = "mean"
+    loss: Literal["auto", "mean", "sum", "whole"] = "auto"
     """How the loss of a batch comes from those of its microbatches. ``"mean"``: by samples. ``"sum"``. ``"whole"``: the
-    code after the last block runs once, on the whole batch, between all forwards and all backwards: for losses that
-    couple samples, at the price of the activations of all microbatches."""
+    code after the blocks runs once, on the whole batch, between all forwards and all backwards: for losses that couple
+    samples, at the price of the activations of all microbatches. ``"auto"`` finds out which of these it is, or what
+    each microbatch weighs, and how other values that a step gives are joined."""
 
     def __post_init__(self) -> None:
         given: object = self.partition

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,13 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
 def samples_of(batch: Any, start: int, stop: int) -> Any:
     """The samples from ``start`` up to ``stop``, as a batch."""
     return _slice(batch, start, stop, batch_size(batch))
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same batch with other tensors."""
+    return (
+        change(batch) if isinstance(batch, Tensor) else _map_children(batch, lambda child: map_tensors(child, change))
+    )
 
 
 def signature(batch: Any) -> Hashable:

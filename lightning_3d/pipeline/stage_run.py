@@ -45,6 +45,15 @@ class StageExit(BaseException):
     """
 
 
+Draw = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a call of glue on the batch alone, which may draw random numbers."""
+
+
+def plain_call(func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make it as it is."""
+    return func(*args, **kwargs)
+
+
 class StageRun(StepMode):
     """One run of the user's step on one microbatch by one stage.
 
@@ -54,6 +63,7 @@ class StageRun(StepMode):
         stage: Index of this stage.
         received: The tensors of ``flow.received(stage)``.
         randomness: Number of a call -> context in which it draws random numbers of this stage's own.
+        draw: Makes the calls that get no tensors of blocks.
     """
 
     def __init__(
@@ -63,8 +73,10 @@ class StageRun(StepMode):
         stage: int,
         received: Sequence[Tensor],
         randomness: Callable[[int], AbstractContextManager[None]],
+        draw: Draw = plain_call,
     ) -> None:
         super().__init__(router)
+        self._draw = draw
         router.guard(flow.trace.unsent_attributes)
         self._randomness = randomness
         self._flow, self._stage = flow, stage
@@ -111,7 +123,7 @@ class StageRun(StepMode):
         if self._expected is None and func in DIFFERENTIATING:
             self._check_gradient(name, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         if not any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in leaves):
-            return func(*args, **kwargs)
+            return self._draw(func, args, kwargs)
 
         def run(values: list[Any]) -> Any:
             value_args, value_kwargs = with_leaves(values)

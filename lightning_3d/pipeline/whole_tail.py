@@ -1,9 +1,9 @@
 """The code of a step that no block depends on, run once on the whole batch: for losses that couple samples.
 
-    forwards of all microbatches      the blocks, on all stages
-    tail                              the user's step again, on the whole batch; blocks answer with what they gave
-    backward of the tail              down to what the blocks gave
-    backwards of all microbatches     from there on
+forwards of all microbatches      the blocks, on all stages
+tail                              the user's step again, on the whole batch; blocks answer with what they gave
+backward of the tail              down to what the blocks gave
+backwards of all microbatches     from there on
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.draws import Draws
+from lightning_3d.pipeline.joints import Joint
 from lightning_3d.pipeline.microbatches import Microbatch
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.trace.ghost import TensorMeta
 
 
 class WholeTail:
@@ -28,9 +29,13 @@ class WholeTail:
         flows: Theirs, cut with a tail.
         batch: The whole batch.
         flow: Its, likewise.
+        trains: Whether the backward goes through the tail of the whole batch, not those of the microbatches.
     """
 
-    def __init__(self, parts: Sequence[Microbatch], flows: Sequence[StageFlow], batch: Any, flow: StageFlow) -> None:
+    def __init__(
+        self, parts: Sequence[Microbatch], flows: Sequence[StageFlow], batch: Any, flow: StageFlow, *, trains: bool
+    ) -> None:
+        self.trains = trains
         self.microbatch, self.flow = Microbatch(batch=batch, weight=1.0), flow
         self.stage = flow.num_stages - 1
         """Its index, after those of the pipeline's stages."""
@@ -42,27 +47,28 @@ class WholeTail:
             )
         metas = [f.metas(f.received(self.stage)) for f in flows]
         self._joints = [
-            _Joint(whole, of_parts, [part.weight for part in parts])
+            Joint(whole, of_parts, [part.weight for part in parts])
             for whole, *of_parts in zip(flow.metas(flow.received(self.stage)), *metas, strict=True)
         ]
         self._num_parts = len(parts)
+        self.draws = Draws([part.weight for part in parts])
         self._sent: dict[int, tuple[Tensor, ...]] = {}  # by microbatch
+        self._requires_grad: list[bool] = []
         self._received: tuple[Tensor, ...] = ()
         self._gradients: list[Sequence[Tensor | None]] = []  # by tensor, by microbatch
 
     def take(self, index: int, sent: tuple[Tensor, ...]) -> bool:
         """Take what a microbatch sends to the tail; returns whether it was the last one."""
-        self._sent[index] = sent
+        self._sent[index] = tuple(tensor.detach() for tensor in sent)
+        self._requires_grad = [tensor.requires_grad for tensor in sent]
         return len(self._sent) == self._num_parts
 
     def received(self) -> tuple[Tensor, ...]:
         """What the tail receives: leaves, joined over the microbatches."""
         sent = [self._sent.pop(index) for index in sorted(self._sent)]
-        joined = []
-        for joint, of_parts in zip(self._joints, zip(*sent, strict=True), strict=True):
-            requires_grad = of_parts[0].requires_grad
-            joined.append(joint.join([tensor.detach() for tensor in of_parts]).requires_grad_(requires_grad))
-        self._received = tuple(joined)
+        columns = zip(self._joints, zip(*sent, strict=True), self._requires_grad, strict=True)
+        joined = [(joint.join(of_parts), requires_grad) for joint, of_parts, requires_grad in columns]
+        self._received = tuple(tensor.requires_grad_(requires_grad and self.trains) for tensor, requires_grad in joined)
         return self._received
 
     def end_backward(self) -> None:
@@ -74,49 +80,6 @@ class WholeTail:
     def gradients(self, index: int) -> list[Tensor | None]:
         """After the backward of the tail: the gradients of what a microbatch sent to it."""
         return [of_parts[index] for of_parts in self._gradients]
-
-
-class _Joint:
-    """How the tensors that the microbatches send make up that of the batch.
-
-    Raises:
-        StepError: they don't.
-    """
-
-    def __init__(self, whole: TensorMeta, parts: Sequence[TensorMeta], weights: Sequence[float]) -> None:
-        self._weights = weights
-        shapes = [part.shape for part in parts]
-        if any(len(shape) != len(whole.shape) for shape in shapes):
-            raise _unjoinable(whole, shapes)
-        grown = [dim for dim, size in enumerate(whole.shape) if any(shape[dim] != size for shape in shapes)]
-        self._dim = grown[0] if grown else None
-        self._sizes = [shape[grown[0]] if grown else 0 for shape in shapes]
-        if len(grown) > 1 or (grown and sum(self._sizes) != whole.shape[grown[0]]):
-            raise _unjoinable(whole, shapes)
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Along the dimension of the samples; the mean of what has none, such as a loss of a block's own."""
-        if self._dim is not None:
-            return torch.cat(list(parts), self._dim)
-        if not parts[0].is_floating_point():
-            return parts[0].clone()
-        return torch.stack([part * weight for part, weight in zip(parts, self._weights, strict=True)]).sum(0)
-
-    def split(self, gradient: Tensor | None) -> Sequence[Tensor | None]:
-        """The gradients of the parts, from that of the whole."""
-        if gradient is None:
-            return [None] * len(self._sizes)
-        if self._dim is not None:
-            return gradient.split(self._sizes, self._dim)
-        return [gradient * weight for weight in self._weights]
-
-
-def _unjoinable(whole: TensorMeta, shapes: Sequence[tuple[int, ...]]) -> StepError:
-    return StepError(
-        f"Blocks give tensors of shapes {shapes} for the microbatches, which don't make up the one of shape"
-        f" {whole.shape} that they give for the whole batch, so its loss can't be computed. Let one dimension of what"
-        " they return be the samples, or set pipeline.loss='mean' or 'sum'."
-    )
 
 
 def loss_to_come(sent: Sequence[Tensor], gradients: Callable[[], Sequence[Tensor | None]]) -> Tensor:
@@ -140,5 +103,5 @@ class _ToCome(torch.autograd.Function):
         return tensors[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]  # torch declares Any
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         return None, *ctx.gradients()

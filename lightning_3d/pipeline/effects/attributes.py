@@ -32,7 +32,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import is_same
 from lightning_3d.model.snapshot import CONTAINERS, Snapshot, refill
 from lightning_3d.pipeline.effects.effect import Effect, Place
-from lightning_3d.pipeline.effects.join import Joiner, weighted_mean
+from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.torch_internals.modules import BUFFERS, buffers_of
 
@@ -218,7 +218,7 @@ class Attributes(Effect):
             isinstance(a, Tensor) and a.shape == before.shape for a in afters
         )
         if is_tensor and (before.is_floating_point() or before.is_complex()):
-            return weighted_mean(afters, sizes)
+            return self._joiner.average(afters, sizes, name)
         is_number = type(before) is int and all(type(after) is int for after in afters)
         if is_number or (is_tensor and before.dtype != torch.bool):
             return before + self._joiner.number([after - before for after in afters], sizes, f"the growth of {name}")

@@ -1,19 +1,19 @@
 """Joining what the microbatches of a batch gave to what the whole batch would have given.
 
     rows (of samples, tokens)      concatenated
-    floating point                 mean, weighted by samples: what a loss or an average is
+    floating point                 mean, weighted by samples: what an average is; or as the study of the loss found
     integers                       kept if constant, else the sum: see ``evidence.py``
     anything else                  must be equal
 
 Rows are tensors whose dimension 0 is the number of samples, or the same multiple of it, in every microbatch, and lists
-whose length is the number of samples. A sum in floating point can't be told from a mean and is averaged.
+whose length is the number of samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from torch import Tensor
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.evidence import Evidence, Number, is_zero, unknown_number
+
+Average = Literal["samples", "loss", "sum"]
+"""Weights of a sum over microbatches: their samples, those of their losses, or 1."""
 
 
 class Joiner:
@@ -32,6 +35,10 @@ class Joiner:
 
     def __init__(self) -> None:
         self.evidence = Evidence()
+        self.averages: Mapping[str, Average] = {}
+        """How floating-point values are joined, by name; else by samples."""
+        self.loss_weights: Sequence[float] = ()
+        """The factors of the present microbatches' losses in that of the batch."""
 
     def join(self, values: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
         """Join tensors, numbers, strings, None, and containers of them.
@@ -59,10 +66,25 @@ class Joiner:
             }
             return dataclasses.replace(first, **joined)
         if isinstance(first, float):
-            return weighted_mean(values, sizes).item()
+            return self.average(values, sizes, name).item()
         if type(first) is int:
             return self.number(values, sizes, name, counts=False)
         return _equal(values, name)
+
+    def average(self, values: Sequence[Tensor | float], counts: Sequence[int], name: str) -> Tensor:
+        """Join floating-point values, tensors of equal shape or numbers.
+
+        Args:
+            counts: Samples in each microbatch, or of what the value is an average.
+        """
+        if len(values) == 1:
+            return torch.as_tensor(values[0])
+        return averaged(values, counts, self.loss_weights, self.averages.get(name, "samples"))
+
+    def extreme(self, values: Sequence[Tensor | float], name: str, *, largest: bool) -> Tensor:
+        """The largest or the smallest of these values."""
+        stacked = torch.stack([torch.as_tensor(value) for value in values])
+        return stacked.amax(0) if largest else stacked.amin(0)
 
     def number(self, values: Sequence[Number], sizes: Sequence[int], name: str, *, counts: bool = True) -> Any:
         """Join numbers or tensors of equal shape that are constant, or of which the batch has the sum.
@@ -111,7 +133,7 @@ class Joiner:
         if any(tensor.shape != first.shape for tensor in tensors):
             raise _differ(name, [tuple(tensor.shape) for tensor in tensors], "shapes")
         if first.is_floating_point() or first.is_complex():
-            return weighted_mean(tensors, sizes)
+            return self.average(tensors, sizes, name)
         if first.dtype != torch.bool:
             return self.number(tensors, sizes, name)  # type: ignore[no-any-return]
         return _equal(tensors, name)  # type: ignore[no-any-return]
@@ -135,14 +157,23 @@ class Joiner:
         return type(first)(self.join(entries, sizes, f"{name}[{i}]") for i, entries in columns)
 
 
-def weighted_mean(values: Sequence[Tensor | float], weights: Sequence[int]) -> Tensor:
-    """Mean over microbatches of tensors of equal shape or numbers, in their dtype if that is floating point."""
+def averaged(
+    values: Sequence[Tensor | float], counts: Sequence[int], loss_weights: Sequence[float], how: Average
+) -> Tensor:
+    """Join tensors of equal shape or numbers, in their dtype if that is floating point.
+
+    Those of microbatches that weigh nothing may be anything.
+    """
     stacked = torch.stack([torch.as_tensor(value) for value in values])
     dtype = stacked.dtype if stacked.is_floating_point() or stacked.is_complex() else torch.get_default_dtype()
-    shares = torch.tensor(weights, device=stacked.device, dtype=torch.float64) / sum(weights)
-    wide = stacked if stacked.is_complex() else stacked.double()
-    mean: Tensor = torch.tensordot(shares.to(wide.dtype), wide, dims=1)
-    return mean.to(dtype)
+    weights = torch.ones(len(values), device=stacked.device, dtype=torch.float64)
+    if how == "samples":
+        weights = torch.tensor(counts, device=stacked.device, dtype=torch.float64) / sum(counts)
+    elif how == "loss":
+        weights = torch.tensor(loss_weights, device=stacked.device, dtype=torch.float64)
+    wide = (stacked if stacked.is_complex() else stacked.double())[weights != 0]
+    joined: Tensor = torch.tensordot(weights[weights != 0].to(wide.dtype), wide, dims=1)
+    return joined.to(dtype)
 
 
 def _equal(values: Sequence[Any], name: str) -> Any:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
-from lightning_3d.pipeline.effects.join import Joiner, weighted_mean
+from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.metrics import ForwardValue, MetricReference, Metrics
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
@@ -106,10 +106,12 @@ class Logs(NotedCalls[LogCall]):
             )
 
         def reduced(*values: Any) -> Tensor:
-            if _REDUCTIONS[reduction] == "sum":
-                name = f"self.log({first.name!r}, reduce_fx='sum')"
+            name, how = f"self.log({first.name!r}, reduce_fx={reduction!r})", _REDUCTIONS[reduction]
+            if how == "sum":
                 return torch.as_tensor(self._joiner.total(values, sizes, name))
-            return _reduce(values, counts, _REDUCTIONS[reduction])
+            if how == "mean":
+                return self._joiner.average(values, counts, name)
+            return self._joiner.extreme(values, name, largest=how == "max")
 
         given = tree_map(reduced, *(call.given for call in calls))
         return replace(first, given=given, batch_size=batch_size)
@@ -127,10 +129,3 @@ def _join_batch_sizes(given: Sequence[int | None], sizes: Sequence[int]) -> tupl
     if len(set(counts)) == 1 and any(counts[0] % size for size in sizes):
         return sizes, counts[0]
     return counts, sum(counts)
-
-
-def _reduce(values: Sequence[Any], counts: Sequence[int], reduction: str) -> Tensor:
-    if reduction == "mean":
-        return weighted_mean(values, counts)
-    stacked = torch.stack([torch.as_tensor(value) for value in values])
-    return stacked.amax(0) if reduction == "max" else stacked.amin(0)

@@ -1,0 +1,162 @@
+"""Deciding for each step how its loss, and what else it gives, is made of its microbatches; alike on all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_3d.errors import StepError
+from lightning_3d.pipeline.loss_kind import LossKind
+from lightning_3d.pipeline.loss_study import LossFound, LossStudy
+from lightning_3d.pipeline.microbatches import Microbatch, batch_size
+
+_MAX_STUDIES = 8  # of a step
+_SAYS = {
+    LossKind.MEAN: "is the mean over samples",
+    LossKind.SUM: "is the sum over samples",
+    LossKind.WEIGHTED: "weighs samples by data of the batch: every step finds out how",
+    LossKind.WHOLE: "couples samples: the code after the blocks runs once, on the whole batch, between all forwards and"
+    " all backwards, which holds the activations of all microbatches",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """How a step is made of its microbatches."""
+
+    kind: LossKind
+    weights: Sequence[float]
+    """Of the microbatches' losses; only the last stage knows those that depend on data."""
+    found: LossFound
+    joins_values: bool
+    """Whether values are joined over microbatches; else the code after the blocks runs on the whole batch for them."""
+    problem: StepError | None = None
+    """Found by the last stage, to be raised on all ranks."""
+
+
+class BatchLoss:
+    """Finds out once how each kind of step is made of its microbatches, and looks again at new kinds of batches.
+
+    Args:
+        setting: ``pipeline.loss``.
+        group: The pp axis.
+        source: Global rank of the last stage.
+    """
+
+    def __init__(
+        self, setting: str, study: LossStudy, *, group: dist.ProcessGroup, source: int, device: torch.device
+    ) -> None:
+        self._setting, self._study, self._group, self._source, self._device = setting, study, group, source, device
+        self._is_last = dist.get_rank() == source
+        self._found: dict[str, LossFound] = {}  # by name of the step
+        self._seen: set[Hashable] = set()
+        self._num_studies: Counter[str] = Counter()
+
+    def decide(
+        self, name: str, parts: Sequence[Microbatch], batch: Any, rest: Sequence[Any], key: Hashable, *, trains: bool
+    ) -> Decision:
+        """Decide how a step is made; every rank calls it.
+
+        Args:
+            key: The signature of the batch.
+            trains: Whether the loss is differentiated.
+
+        Raises:
+            StepError: the loss of this kind of batch couples samples, unlike those before.
+        """
+        shares = [part.weight for part in parts]
+        mean = Decision(kind=LossKind.MEAN, weights=shares, found=LossFound(kind=LossKind.MEAN), joins_values=True)
+        if self._setting == "mean":
+            return mean
+        if self._setting == "whole":
+            return replace(mean, kind=LossKind.WHOLE, joins_values=False)
+        found = self._know(name, parts, batch, rest, key, trains=trains)
+        if found is None or len(parts) == 1:
+            return mean
+        joins = not found.unjoined
+        if not trains or found.kind in (LossKind.MEAN, LossKind.WHOLE):
+            return Decision(kind=found.kind, weights=shares, found=found, joins_values=joins)
+        ones = [1.0] * len(parts)
+        decision = Decision(kind=found.kind, weights=ones, found=found, joins_values=joins)
+        if found.kind == LossKind.SUM or not self._is_last:
+            return decision
+        try:
+            weights = self._study.weights(name, [part.batch for part in parts], batch, rest, found)
+        except Exception as error:  # the other stages are told at the end of the step
+            problem = StepError(f"{type(error).__name__} while weighing the microbatches of a batch: {error}")
+            problem.__cause__ = error
+            return replace(decision, problem=problem)
+        return replace(decision, weights=weights)
+
+    def _know(
+        self, name: str, parts: Sequence[Microbatch], batch: Any, rest: Sequence[Any], key: Hashable, *, trains: bool
+    ) -> LossFound | None:
+        known = self._found.get(name)
+        is_new = len(parts) > 1 and key not in self._seen and self._num_studies[name] < _MAX_STUDIES
+        if known is not None and not is_new:
+            return known
+        new: LossFound | None = None
+        if is_new:
+            self._seen.add(key)
+            self._num_studies[name] += 1
+            if self._is_last:
+                size = batch_size(parts[-1].batch)
+                new = self._study.find(name, batch, rest, size=size, trains=trains)
+                if self._setting == "sum":
+                    new = replace(new, kind=LossKind.SUM)
+        if known is None:
+            gathered: list[LossFound | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, new)
+        else:
+            gathered = [new]
+            dist.broadcast_object_list(gathered, src=self._source, group=self._group, device=self._device)
+        of_all = [found for found in (known, *gathered) if found is not None]
+        if not of_all:
+            return None
+        joined = reduce(_stricter, of_all)
+        if known is None:
+            _tell(name, joined, trains=trains)
+        elif joined.kind > known.kind:
+            raise StepError(
+                f"{name}: the loss of this kind of batch {_SAYS[joined.kind]}; that of batches before"
+                f" {_SAYS[known.kind]}. Set pipeline.loss='whole'."
+            )
+        self._found[name] = joined
+        return joined
+
+
+def _stricter(first: LossFound, second: LossFound) -> LossFound:
+    """What is right where either was found."""
+    unjoined = {*first.unjoined, *second.unjoined}
+    both = {**first.averages, **second.averages}
+    unjoined |= {n for n, how in first.averages.items() if second.averages.get(n, how) != how}
+    return LossFound(
+        kind=max(first.kind, second.kind),
+        averages={name: how for name, how in both.items() if name not in unjoined},
+        unjoined=tuple(sorted(unjoined)),
+        has_denominator=first.has_denominator and second.has_denominator,
+        failure=first.failure or second.failure,
+    )
+
+
+def _tell(name: str, found: LossFound, *, trains: bool) -> None:
+    if found.failure is not None:
+        rank_zero_warn(
+            f"How the loss of {name} comes from those of its microbatches could not be found out ({found.failure}). It"
+            " is taken for a mean over samples. If it is none, set pipeline.loss to 'sum' or 'whole'."
+        )
+        return
+    if trains and found.kind != LossKind.MEAN:
+        rank_zero_info(f"The loss of {name} {_SAYS[found.kind]}.")
+    if found.unjoined and found.kind != LossKind.WHOLE:
+        rank_zero_info(
+            f"{name} gives values that can't be joined over microbatches ({', '.join(found.unjoined)}): the code after"
+            " the blocks runs once more on the whole batch for them."
+        )

@@ -1,0 +1,305 @@
+"""Finding out how losses, and what else a step gives, come from those of microbatches (``loss_kind.py``).
+
+The code after the blocks runs on two parts of a batch and on both in one, on random outputs of blocks, and values and
+gradients are compared; also for batches whose data are mixed. Nothing of it is applied, and blocks don't run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_3d.errors import StepError
+from lightning_3d.pipeline.draws import Draws
+from lightning_3d.pipeline.effects.evidence import Number
+from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
+from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.pipeline.joints import Joint
+from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
+from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of, signature
+from lightning_3d.pipeline.tail_runs import TAIL, TailRun, TailRuns, random_like
+from lightning_3d.planning.stage_flow import StageFlow
+from lightning_3d.torch_internals.lightning_helpers import random_states_kept
+from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.trace.interception import Router
+from lightning_3d.zero.engine import RankModule
+from lightning_3d.zero.master_weights import is_half
+
+_NUM_DRAWS = 3  # of random outputs, for the batch and for mixed data
+_MAX_FLOWS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFound:
+    """How what a step gives comes from what its microbatches give."""
+
+    kind: LossKind
+    averages: Mapping[str, Average] = field(default_factory=dict)
+    """Name of a floating-point value -> how it is joined."""
+    unjoined: tuple[str, ...] = ()
+    """Names of those that can't be joined."""
+    has_denominator: bool = False
+    """Whether the weights of a weighted loss show in what it is divided by."""
+    failure: str | None = None
+    """Why the step could not be studied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """Parts of a batch, and the whole."""
+
+    parts: Sequence[TailRun]
+    whole: TailRun
+    weights: list[float] | None
+    """Of the parts' losses in that of the whole; None if there are none."""
+    sizes: Sequence[int]
+    """Of the parts, then of the whole."""
+    rtol: float
+
+    @property
+    def depends_on_data(self) -> bool:
+        """Whether data of the batch may weigh its samples."""
+        return any(run.denominators is None or run.denominators for run in (*self.parts, self.whole))
+
+    @property
+    def has_denominator(self) -> bool:
+        """Whether the weights are the parts' shares in what the whole is divided by."""
+        runs = (*self.parts, self.whole)
+        if self.weights is None or any(run.denominators is None or len(run.denominators) != 1 for run in runs):
+            return False
+        *of_parts, of_whole = [run.denominators[0] for run in runs if run.denominators is not None]
+        if not of_whole:
+            return False
+        return is_close(torch.tensor(of_parts) / of_whole, torch.tensor(self.weights), self.rtol)
+
+
+class LossStudy:
+    """Studies the steps of a module; the ranks of a stage do so alike."""
+
+    def __init__(self, module: LightningModule, rank_module: RankModule, router: Router, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._trials = _Trials()
+        self._effects = StepEffects(module, router, joiner=self._trials)
+        self._runs = TailRuns(module, rank_module, router, self._effects, device)
+        self._flows: dict[Hashable, StageFlow] = {}
+
+    def find(self, name: str, batch: Any, rest: Sequence[Any], *, size: int, trains: bool) -> LossFound:
+        """Study ``module.<name>(batch, *rest)``.
+
+        Args:
+            size: Samples in its smallest microbatch, of which there are two at least.
+            trains: Whether its loss is differentiated.
+        """
+        example = samples_of(batch, 0, 2 * size)
+        try:
+            with self._isolated():
+                return self._find(name, example, rest, size, trains=trains)
+        except Exception as error:
+            return LossFound(kind=LossKind.MEAN, failure=f"{type(error).__name__}: {error}")
+
+    def weights(
+        self, name: str, parts: Sequence[Any], batch: Any, rest: Sequence[Any], found: LossFound
+    ) -> list[float]:
+        """The weights of the losses of a batch's parts.
+
+        Raises:
+            StepError: there are none.
+        """
+        with self._isolated():
+            if found.has_denominator:
+                flows = [self._flow(name, part, rest) for part in parts]
+                pairs = zip(parts, flows, strict=True)
+                divided_by = [self._runs.denominators(name, part, rest, flow) for part, flow in pairs]
+                if all(len(of_part) == 1 for of_part in divided_by):
+                    total = sum(number for (number,) in divided_by)
+                    return [number / total if total else 1 / len(parts) for (number,) in divided_by]
+            weights = self._compare(name, parts, batch, rest, 0, trains=True).weights
+        if weights is None:
+            raise StepError(
+                f"The loss of {name} was found to be a weighted mean over samples, but that of this batch couples them."
+                " Set pipeline.loss='whole'."
+            )
+        return weights
+
+    @contextmanager
+    def _isolated(self) -> Iterator[None]:
+        alone = attributes_replaced(self._module, {"all_gather": _refuse})
+        with random_states_kept(), alone, self._effects.begin(0):
+            yield
+
+    def _find(self, name: str, example: Any, rest: Sequence[Any], size: int, *, trains: bool) -> LossFound:
+        self._trials.fits = {}
+        compared: list[_Comparison] = []
+        for draw in range(2 * _NUM_DRAWS):
+            batch = example if draw < _NUM_DRAWS else _mixed(example, draw)
+            parts = [samples_of(batch, *ends) for ends in ((0, size), (size, 2 * size))]
+            try:
+                compared.append(self._compare(name, parts, batch, rest, draw, trains=trains))
+            except Exception:
+                if draw < _NUM_DRAWS:
+                    raise
+                continue  # the step does not take such data
+            self._learn(name, compared[-1])
+        return LossFound(
+            kind=_kind(compared) if trains else LossKind.MEAN,
+            averages={value: min(hows, key=_PREFERRED.index) for value, hows in self._trials.fits.items() if hows},
+            unjoined=tuple(value for value, hows in self._trials.fits.items() if not hows),
+            has_denominator=all(comparison.has_denominator for comparison in compared),
+        )
+
+    def _compare(
+        self, name: str, parts: Sequence[Any], batch: Any, rest: Sequence[Any], seed: int, *, trains: bool
+    ) -> _Comparison:
+        sizes = [batch_size(part) for part in parts]
+        shares = [size / sum(sizes) for size in sizes]
+        flows = [self._flow(name, part, rest) for part in parts]
+        flow = self._flow(name, batch, rest)
+        metas = [of_part.metas(of_part.received(TAIL)) for of_part in flows]
+        whole = flow.metas(flow.received(TAIL))
+        joints = [Joint(of_whole, of_parts, shares) for of_whole, *of_parts in zip(whole, *metas, strict=True)]
+        given = [
+            random_like(of_part, seed=(1 + i) * 2 * _NUM_DRAWS + seed, below=1 / (1 + i))
+            for i, of_part in enumerate(metas)
+        ]
+        joined = []
+        for joint, of_parts in zip(joints, zip(*given, strict=True), strict=True):
+            tensor = joint.join([tensor.detach() for tensor in of_parts])
+            joined.append(tensor.requires_grad_(of_parts[0].requires_grad))
+        draws, runs = Draws(shares), []
+        for i, (part, of_part) in enumerate(zip(parts, flows, strict=True)):
+            draw = partial(draws.note, i)
+            runs.append(self._runs.run(name, part, rest, of_part, given[i], index=i, draw=draw, trains=trains))
+        run = self._runs.run(name, batch, rest, flow, joined, index=len(parts), draw=draws.repeat, trains=trains)
+        is_mixed = torch.is_autocast_enabled(self._device.type)
+        rtol = tolerance(is_half=is_mixed or any(is_half(tensor) for tensor in joined))
+        weights = _weights(run, runs, joints, rtol) if trains else None
+        return _Comparison(parts=runs, whole=run, weights=weights, sizes=[*sizes, sum(sizes)], rtol=rtol)
+
+    def _learn(self, name: str, compared: _Comparison) -> None:
+        """Find out how values are joined."""
+        self._trials.loss_weights, self._trials.rtol = compared.weights or (), compared.rtol
+        self._effects.study(0, compared.sizes)
+        outputs = [run.output for run in (*compared.parts, compared.whole)]
+        with suppress(StepError):
+            self._trials.join(outputs, compared.sizes, f"what {name} returned")
+
+    def _flow(self, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
+        key = (name, self._module.training, torch.is_grad_enabled(), signature(batch))
+        if key not in self._flows:
+            if len(self._flows) == _MAX_FLOWS:
+                self._flows.clear()
+            self._flows[key] = self._runs.flow(name, batch, rest)
+        return self._flows[key]
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    """In place of ``self.all_gather``: other replicas do not run the step once more."""
+    raise StepError("a step that communicates can't be studied")
+
+
+def _kind(compared: Sequence[_Comparison]) -> LossKind:
+    rtol = compared[0].rtol
+    kinds = {kind_of(comparison.weights, [0.5, 0.5], rtol) for comparison in compared}
+    of_batch = [comparison.weights for comparison in compared[:_NUM_DRAWS] if comparison.weights is not None]
+    if any(not is_close(torch.tensor(weights), torch.tensor(of_batch[0]), rtol) for weights in of_batch):
+        return LossKind.WHOLE  # they depend on what the blocks give
+    if len(kinds) > 1:
+        return max(*kinds, LossKind.WEIGHTED)
+    (kind,) = kinds
+    depends = any(comparison.depends_on_data for comparison in compared)
+    return LossKind.WEIGHTED if kind == LossKind.MEAN and depends else kind
+
+
+def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], rtol: float) -> list[float] | None:
+    """The weights of the parts' losses in that of the whole; None if there are none."""
+    columns = [joint.split(gradient) for joint, gradient in zip(joints, whole.of_received, strict=True)]
+    weights = []
+    for i, part in enumerate(parts):
+        weight = factor_of([column[i] for column in columns], part.of_received, rtol)
+        if weight is None:
+            return None
+        weights.append(weight)
+    pairs = [(weight, part) for weight, part in zip(weights, parts, strict=True) if weight]
+    losses = sum(weight * part.loss.double() for weight, part in pairs if part.loss is not None)
+    if whole.loss is None or not is_close(torch.as_tensor(losses), whole.loss.double(), rtol):
+        return None
+    for position, expected in enumerate(whole.of_parameters):
+        own = [(weight, part.of_parameters[position]) for weight, part in pairs]
+        joined = sum(weight * gradient for weight, gradient in own if gradient is not None)
+        if expected is not None and not is_close(torch.as_tensor(joined), expected, rtol):
+            return None
+    return weights
+
+
+def _mixed(batch: Any, seed: int) -> Any:
+    """The same batch with other data, of values that it has: these change what is valid, and how much it weighs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def mixed(tensor: Tensor) -> Tensor:
+        if tensor.ndim == 0 or not tensor.numel():
+            return tensor
+        chosen = (torch.rand(tensor.shape, generator=generator) < torch.rand((), generator=generator)).to(tensor.device)
+        if tensor.is_floating_point() or tensor.is_complex():
+            return tensor * chosen
+        values = tensor.unique()
+        if tensor.dtype == torch.bool or (not (values > 1).any() and not (values < 0).any()):
+            return chosen.to(tensor.dtype)
+        index = torch.randint(len(values), (), generator=generator)
+        return torch.where(chosen, tensor, values[index])
+
+    return map_tensors(batch, mixed)
+
+
+_PREFERRED: tuple[Average, ...] = ("loss", "samples", "sum")
+
+
+class _Trials(Joiner):
+    """Joins the values of parts of a batch in every way, and compares with that of the whole, which comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rtol = tolerance(is_half=False)
+        self.fits: dict[str, set[Average]] = {}
+        """By name: the ways in which all values so far could be joined."""
+
+    @override
+    def average(self, values: Sequence[Tensor | float], counts: Sequence[int], name: str) -> Tensor:
+        *parts, whole = [torch.as_tensor(value) for value in values]
+        hows = [how for how in _PREFERRED if how != "loss" or self.loss_weights]
+        joined = {how: averaged(parts, counts[:-1], self.loss_weights, how) for how in hows}
+        self._keep(name, {how for how, value in joined.items() if self._is_close(value, whole)})
+        return whole
+
+    @override
+    def extreme(self, values: Sequence[Tensor | float], name: str, *, largest: bool) -> Tensor:
+        *parts, whole = values
+        found = super().extreme(parts, name, largest=largest)
+        self._keep(name, set(_PREFERRED) if self._is_close(found, torch.as_tensor(whole)) else set())
+        return torch.as_tensor(whole)
+
+    @override
+    def total(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> Any:
+        *parts, whole = [torch.as_tensor(value) for value in values]
+        is_sum = self._is_close(torch.stack(parts).sum(0), whole)
+        is_constant = all(torch.equal(part, whole) for part in parts)
+        self._keep(name, set(_PREFERRED) if is_sum or is_constant else set())
+        return whole
+
+    @override
+    def number(self, values: Sequence[Number], sizes: Sequence[int], name: str, *, counts: bool = True) -> Any:
+        return values[-1]
+
+    def _keep(self, name: str, hows: set[Average]) -> None:
+        self.fits[name] = self.fits.get(name, hows) & hows
+
+    def _is_close(self, found: Tensor, expected: Tensor) -> bool:
+        rtol, atol = self.rtol / 50, self.rtol / 1000
+        return torch.allclose(found.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
