@@ -204,7 +204,8 @@ class ThreeDStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         shape = resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)
-        reset_seed()
+        if shape.dp > 1:  # as DDP does; a single replica goes on with the random numbers of one process
+            reset_seed()
         self.set_world_ranks()
         self._process_group_backend = self._process_group_backend or lightning_helpers.default_backend(self.root_device)
         assert self.cluster_environment is not None
@@ -225,8 +226,8 @@ class ThreeDStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Tells the accelerator connector to give dataloaders a distributed sampler."""
-        return True
+        """Tells Lightning to give dataloaders a distributed sampler: one replica keeps the user's own order."""
+        return self._mesh is None or self._mesh.shape.dp > 1
 
     @property
     @override

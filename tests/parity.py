@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -270,7 +271,7 @@ def fitted(
     runs = L.Trainer(strategy=strategy, devices=ranks, max_epochs=epochs, callbacks=[*callbacks], **settings)
     module, samples = model(), data(8 * batches)
     train = reference_loader(samples, global_batch_size=8, seed=1)
-    if layout is not None:
+    if dp > 1:
         train = loader(samples, global_batch_size=8, data_parallel_size=dp)
     val = loader(samples, global_batch_size=8, data_parallel_size=dp)
     runs.fit(module, train, val, ckpt_path=ckpt_path, weights_only=False)
@@ -386,9 +387,12 @@ def _train_rank(
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        batches = partial(loader, data_parallel_size=layout.dp)
+        if layout.dp == 1:  # whose order Lightning leaves alone
+            batches = partial(reference_loader, seed=job.seed)
         trainer.fit(
             job.model(),
-            loader(train, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
+            batches(train, global_batch_size=job.global_batch_size, collate=job.collate),
             loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
         )
     path = Path("final.ckpt")

@@ -29,7 +29,6 @@ def _reference(loss: str, replicas: int) -> ReferenceRun:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_any_loss(loss: str, layout: Layout, workers: WorkerPools) -> None:
-    from dataclasses import replace
 
     pass
     result = run_layout(workers, Job(model=partial(LossNet, loss), data=labelled), layout)

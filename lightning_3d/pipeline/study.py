@@ -58,7 +58,7 @@ class Study:
             return
         self._num_studies[name] += 1
         parts = [samples_of(batch, *ends) for ends in ((0, size), (size, 2 * size), (0, 2 * size))]
-        with suppress(Exception):
+        with suppress(Exception), self._joiner.averaging_by_samples():
             traces = {signature(part): self._tracing(name, part, rest) for part in parts}
             drawn = [(part, traces[signature(part)]) for part in parts] * _NUM_DRAWS
             alone = attributes_replaced(self._module, {"all_gather": _refuse})

@@ -12,7 +12,8 @@ whose length is the number of samples.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -70,6 +71,15 @@ class Joiner:
         if type(first) is int:
             return self.number(values, sizes, name, counts=False)
         return _equal(values, name)
+
+    @contextmanager
+    def averaging_by_samples(self) -> Iterator[None]:
+        """Join other values inside than those of the present microbatches."""
+        averages, self.averages = self.averages, {}
+        try:
+            yield
+        finally:
+            self.averages = averages
 
     def average(self, values: Sequence[Tensor | float], counts: Sequence[int], name: str) -> Tensor:
         """Join floating-point values, tensors of equal shape or numbers.
