@@ -141,7 +141,7 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
         kind=max(first.kind, second.kind),
         averages={name: how for name, how in both.items() if name not in unjoined},
         unjoined=tuple(sorted(unjoined)),
-        has_denominator=first.has_denominator and second.has_denominator,
+        denominator=first.denominator if first.denominator == second.denominator else None,
         failure=first.failure or second.failure,
     )
 

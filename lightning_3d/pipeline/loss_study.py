@@ -35,6 +35,7 @@ from lightning_3d.zero.master_weights import is_half
 
 _NUM_DRAWS = 3  # of random outputs, for the batch and for mixed data
 _MAX_FLOWS = 64
+_EXACT = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,8 @@ class LossFound:
     """Name of a floating-point value -> how it is joined."""
     unjoined: tuple[str, ...] = ()
     """Names of those that can't be joined."""
-    has_denominator: bool = False
-    """Whether the weights of a weighted loss show in what it is divided by."""
+    denominator: int | None = None
+    """Which of the numbers that the step divides by shows the weights of a weighted loss."""
     failure: str | None = None
     """Why the step could not be studied."""
 
@@ -64,21 +65,35 @@ class _Comparison:
     """Of the parts, then of the whole."""
     rtol: float
 
-    @property
-    def depends_on_data(self) -> bool:
-        """Whether data of the batch may weigh its samples."""
-        return any(run.denominators is None or run.denominators for run in (*self.parts, self.whole))
+    def shares_in(self, denominator: int) -> list[float] | None:
+        """The parts' shares in a number that the whole is divided by."""
+        *of_parts, of_whole = [run.denominators for run in (*self.parts, self.whole)]
+        return _shares(of_parts, denominator) if of_whole is not None and len(of_whole) > denominator else None
 
     @property
-    def has_denominator(self) -> bool:
-        """Whether the weights are the parts' shares in what the whole is divided by."""
-        runs = (*self.parts, self.whole)
-        if self.weights is None or any(run.denominators is None or len(run.denominators) != 1 for run in runs):
-            return False
-        *of_parts, of_whole = [run.denominators[0] for run in runs if run.denominators is not None]
-        if not of_whole:
-            return False
-        return is_close(torch.tensor(of_parts) / of_whole, torch.tensor(self.weights), self.rtol)
+    def denominators(self) -> set[int]:
+        """Which of these shares are the weights."""
+        if self.weights is None or self.whole.denominators is None:
+            return set()
+        shares = {k: self.shares_in(k) for k in range(len(self.whole.denominators))}
+        return {k for k, own in shares.items() if own is not None and _are_close(own, self.weights, self.rtol)}
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether the weights are others than the parts' shares of the samples."""
+        shares = [size / self.sizes[-1] for size in self.sizes[:-1]]
+        return self.weights is not None and not _are_close(self.weights, shares, self.rtol)
+
+
+def _shares(of_parts: Sequence[Sequence[float] | None], denominator: int) -> list[float] | None:
+    """The parts' shares in the sum of what they divide by; None if that is not known of all, or zero."""
+    numbers = [own[denominator] for own in of_parts if own is not None and len(own) > denominator]
+    total = sum(numbers)
+    return [number / total for number in numbers] if total and len(numbers) == len(of_parts) else None
+
+
+def _are_close(found: Sequence[float], expected: Sequence[float], rtol: float) -> bool:
+    return is_close(torch.tensor(found), torch.tensor(expected), rtol)
 
 
 class LossStudy:
@@ -90,6 +105,8 @@ class LossStudy:
         self._effects = StepEffects(module, router, joiner=self._trials)
         self._runs = TailRuns(module, rank_module, router, self._effects, device)
         self._flows: dict[Hashable, StageFlow] = {}
+        self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
+        self._distrusted: set[str] = set()
 
     def find(self, name: str, batch: Any, rest: Sequence[Any], *, size: int, trains: bool) -> LossFound:
         """Study ``module.<name>(batch, *rest)``.
@@ -114,20 +131,27 @@ class LossStudy:
             StepError: there are none.
         """
         with self._isolated():
-            if found.has_denominator:
+            shown = None
+            if found.denominator is not None and name not in self._distrusted:
                 flows = [self._flow(name, part, rest) for part in parts]
                 pairs = zip(parts, flows, strict=True)
-                divided_by = [self._runs.denominators(name, part, rest, flow) for part, flow in pairs]
-                if all(len(of_part) == 1 for of_part in divided_by):
-                    total = sum(number for (number,) in divided_by)
-                    return [number / total if total else 1 / len(parts) for (number,) in divided_by]
-            weights = self._compare(name, parts, batch, rest, 0, trains=True).weights
-        if weights is None:
+                shown = _shares(
+                    [self._runs.denominators(name, part, rest, flow) for part, flow in pairs], found.denominator
+                )
+            sizes = [batch_size(part) for part in parts]
+            shares = [size / sum(sizes) for size in sizes]
+            if shown is not None and (name in self._trusted or _are_close(shown, shares, _EXACT)):
+                return shown
+            compared = self._compare(name, parts, batch, rest, 0, trains=True)
+        if compared.weights is None:
             raise StepError(
                 f"The loss of {name} was found to be a weighted mean over samples, but that of this batch couples them."
                 " Set pipeline.loss='whole'."
             )
-        return weights
+        if shown is not None and compared.tells_apart:  # for the first time
+            is_right = _are_close(shown, compared.weights, compared.rtol)
+            (self._trusted if is_right else self._distrusted).add(name)
+        return compared.weights
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
@@ -148,11 +172,14 @@ class LossStudy:
                     raise
                 continue  # the step does not take such data
             self._learn(name, compared[-1])
+        denominators = set.intersection(*(comparison.denominators for comparison in compared))
+        if denominators and any(comparison.tells_apart for comparison in compared):
+            self._trusted.add(name)
         return LossFound(
-            kind=_kind(compared) if trains else LossKind.MEAN,
+            kind=_kind(compared, denominators) if trains else LossKind.MEAN,
             averages={value: min(hows, key=_PREFERRED.index) for value, hows in self._trials.fits.items() if hows},
             unjoined=tuple(value for value, hows in self._trials.fits.items() if not hows),
-            has_denominator=all(comparison.has_denominator for comparison in compared),
+            denominator=min(denominators, default=None),
         )
 
     def _compare(
@@ -166,7 +193,7 @@ class LossStudy:
         whole = flow.metas(flow.received(TAIL))
         joints = [Joint(of_whole, of_parts, shares) for of_whole, *of_parts in zip(whole, *metas, strict=True)]
         given = [
-            random_like(of_part, seed=(1 + i) * 2 * _NUM_DRAWS + seed, below=1 / (1 + i))
+            random_like(of_part, seed=(1 + i) * 2 * _NUM_DRAWS + seed, below=1 / (1 + (i + seed) % 2))
             for i, of_part in enumerate(metas)
         ]
         joined = []
@@ -205,17 +232,17 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
     raise StepError("a step that communicates can't be studied")
 
 
-def _kind(compared: Sequence[_Comparison]) -> LossKind:
+def _kind(compared: Sequence[_Comparison], denominators: set[int]) -> LossKind:
     rtol = compared[0].rtol
     kinds = {kind_of(comparison.weights, [0.5, 0.5], rtol) for comparison in compared}
     of_batch = [comparison.weights for comparison in compared[:_NUM_DRAWS] if comparison.weights is not None]
-    if any(not is_close(torch.tensor(weights), torch.tensor(of_batch[0]), rtol) for weights in of_batch):
+    if any(not _are_close(weights, of_batch[0], rtol) for weights in of_batch):
         return LossKind.WHOLE  # they depend on what the blocks give
     if len(kinds) > 1:
         return max(*kinds, LossKind.WEIGHTED)
     (kind,) = kinds
-    depends = any(comparison.depends_on_data for comparison in compared)
-    return LossKind.WEIGHTED if kind == LossKind.MEAN and depends else kind
+    may_depend = denominators or any(comparison.whole.denominators is None for comparison in compared)
+    return LossKind.WEIGHTED if kind == LossKind.MEAN and may_depend else kind
 
 
 def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], rtol: float) -> list[float] | None:

@@ -1,0 +1,121 @@
+"""What is found out about a step from its code after the blocks alone, in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.model.blocks import find_blocks
+from lightning_3d.pipeline.loss_kind import LossKind
+from lightning_3d.pipeline.loss_study import LossFound, LossStudy
+from lightning_3d.trace.interception import routed
+from lightning_3d.zero.engine import RankModule
+from tests.losses import CLASSES, LENGTH, LOSSES, LossNet, labelled
+
+KINDS = {
+    "mean": (LossKind.MEAN, False),
+    "summed": (LossKind.SUM, False),
+    "ignoring": (LossKind.WEIGHTED, True),
+    "ignoring_one": (LossKind.WEIGHTED, True),
+    "class_weighted": (LossKind.WEIGHTED, True),
+    "selected": (LossKind.WEIGHTED, False),
+    "divided": (LossKind.WEIGHTED, True),
+    "smoothed": (LossKind.WEIGHTED, True),
+    "contrastive": (LossKind.WHOLE, False),
+    "sigmoid_contrastive": (LossKind.WHOLE, False),
+    "ctc": (LossKind.SUM, False),
+    "balanced": (LossKind.WHOLE, False),
+    "of_several_tasks": (LossKind.WHOLE, False),
+    "triplet": (LossKind.WHOLE, False),
+}
+"""Name of a loss -> its kind, and whether its weights show in what it is divided by."""
+
+
+def _batch(num_samples: int) -> list[Tensor]:
+    samples = [labelled(num_samples)[i] for i in range(num_samples)]
+    return [torch.stack(column) for column in zip(*samples, strict=True)]
+
+
+def _found(model: L.LightningModule, batch: Any, name: str = "training_step", *, size: int = 4) -> LossFound:
+    with routed(find_blocks(model, "parameters")) as router:
+        model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
+        study = LossStudy(model, RankModule(model), router, torch.device("cpu"))
+        return study.find(name, batch, (0,), size=size, trains=name == "training_step")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_kinds_of_losses(loss: str) -> None:
+    torch.manual_seed(1)
+    found = _found(LossNet(loss), _batch(8))
+    assert found.failure is None
+    kind, has_denominator = KINDS[loss]
+    assert found.kind == kind
+    if kind == LossKind.WEIGHTED:
+        assert (found.denominator is not None) == has_denominator
+
+
+def test_labels_that_are_all_valid_so_far_weigh_samples_all_the_same() -> None:
+    features, labels = _batch(8)
+    found = _found(LossNet("ignoring"), [features, labels.clamp(min=1)])
+    assert (found.kind, found.denominator) == (LossKind.WEIGHTED, 0)
+
+
+@pytest.mark.parametrize("name", ["training_step", "validation_step"])
+def test_how_values_are_joined(name: str) -> None:
+    found = _found(LossNet("ignoring"), _batch(8), name)
+    prefix = "" if name == "training_step" else "val_"
+    joined = {value: how for value, how in found.averages.items() if "self.log" in value}
+    if name == "training_step":
+        assert joined[f"self.log('{prefix}loss', reduce_fx='mean')"] == "loss"
+        assert joined[f"self.log('{prefix}accuracy', reduce_fx='mean')"] == "loss"
+    else:  # whose loss has no gradients that tell its weights
+        assert f"self.log('{prefix}loss', reduce_fx='mean')" in found.unjoined
+    assert f"self.log('{prefix}squashed', reduce_fx='mean')" in found.unjoined
+
+
+class Denoising(LossNet):
+    """Predicts noise that it draws in the step."""
+
+    def __init__(self, couples: bool = False) -> None:
+        super().__init__("mean")
+        self.couples = couples
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        noise = torch.randn(len(batch[0]), LENGTH, CLASSES)
+        outputs = self(batch[0] + noise[..., :1])
+        error = F.mse_loss(outputs["logits"], noise)
+        return error + outputs["pooled"].std(0).mean() if self.couples else error
+
+
+def test_noise_of_the_step_is_the_same_for_the_microbatches_and_the_batch() -> None:
+    assert _found(Denoising(), _batch(8)).kind == LossKind.MEAN
+    assert _found(Denoising(couples=True), _batch(8)).kind == LossKind.WHOLE
+
+
+class HardestSample(LossNet):
+    """Its weights depend on what the blocks give."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self(batch[0])["logits"].square().mean((1, 2)).max()
+
+
+def test_a_loss_that_picks_samples_by_outputs_couples_them() -> None:
+    assert _found(HardestSample("mean"), _batch(8)).kind == LossKind.WHOLE
+
+
+class DropsPooled(LossNet):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.dropout(self(batch[0])["pooled"], 0.5).square().mean()
+
+
+def test_randomness_after_the_blocks_is_told() -> None:
+    found = _found(DropsPooled("mean"), _batch(8))
+    assert found.kind == LossKind.MEAN
+    assert found.failure is not None
+    assert "dropout" in found.failure
+    assert "draws random numbers after the blocks" in found.failure
