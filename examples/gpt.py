@@ -203,7 +203,8 @@ class StdlibText(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Shuffled batches of `batch_size` pieces per replica."""
-        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True, drop_last=True)
+        order = torch.Generator().manual_seed(0)
+        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True, drop_last=True, generator=order)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
         """Batches of `batch_size` pieces per replica, in order."""
@@ -235,11 +236,11 @@ class History(L.Callback):
         self.seconds.append(time.perf_counter() - self._start)
 
 
-def run_one_process(data: StdlibText, accelerator: str, global_batch_size: int, seed: int) -> History:
+def run_one_process(data: StdlibText, accelerator: str, replicas: int, seed: int) -> History:
     """Train the first steps on one device with the plain Trainer, on the global batches of the 3D run.
 
-    Lightning draws the batches of a distributed run by a DistributedSampler; the same sampler for one replica gives
-    the same global batches.
+    Lightning draws the batches of several replicas by a DistributedSampler; the same sampler for one replica gives the
+    same global batches. A single replica has the data's own order.
     """
     history = History()
     trainer = L.Trainer(
@@ -257,10 +258,13 @@ def run_one_process(data: StdlibText, accelerator: str, global_batch_size: int, 
     )
     L.seed_everything(seed, verbose=False)
     model = GPT()
-    sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(
-        data.train_set, num_replicas=1, rank=0, seed=seed
-    )
-    trainer.fit(model, DataLoader(data.train_set, batch_size=global_batch_size, sampler=sampler, drop_last=True))
+    batches = data.train_dataloader()
+    if replicas > 1:
+        sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(
+            data.train_set, num_replicas=1, rank=0, seed=seed
+        )
+        batches = DataLoader(data.train_set, batch_size=data.batch_size * replicas, sampler=sampler, drop_last=True)
+    trainer.fit(model, batches)
     return history
 
 
@@ -339,7 +343,7 @@ def main(
 
     console = Console()
     console.print("One process repeats the first steps, with the plain Trainer ...")
-    one_process = run_one_process(data, accelerator, batch_size * strategy.mesh.shape.dp, seed)
+    one_process = run_one_process(data, accelerator, strategy.mesh.shape.dp, seed)
     pairs = zip(history.losses, one_process.losses, strict=False)  # either may be the shorter run
     difference = max(abs(loss - expected) for loss, expected in pairs)
 

@@ -1,35 +1,109 @@
-"""The loss of a batch is one process's, whatever it is: not only means over samples."""
+"""The loss of a batch is one process's, whatever it is: not only means over samples.
+
+Under data parallel it is the mean of those of the replicas' batches, as with DDP.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 
+import lightning as L
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from tests.losses import LOSSES, LossNet, labelled
-from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.workers import WorkerPools
+from tests.losses import CLASSES, LENGTH, LOSSES, LossNet, labelled
+from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.workers import WorkerError, WorkerPools
 
+PIPELINE = Layout(pp=2, num_microbatches=4)
 LAYOUTS = [
-    Layout(pp=2, num_microbatches=4),
+    PIPELINE,
     Layout(pp=2, dp=2, num_microbatches=2),
     Layout(pp=2, dp=2, num_microbatches=3, zero=3),
     Layout(pp=2, tp=2, num_microbatches=3),
-    Layout(pp=2, num_microbatches=4, schedule="interleaved"),
-    Layout(pp=2, num_microbatches=4, schedule="interleaved_zero_bubble"),
-    Layout(pp=2, num_microbatches=4, schedule="zbv"),
+    *(Layout(pp=2, num_microbatches=4, schedule=s) for s in ("interleaved", "interleaved_zero_bubble", "zbv")),  # type: ignore[arg-type]
 ]
+ALWAYS = [("ignoring", LAYOUTS[1]), ("contrastive", LAYOUTS[2]), ("selected", LAYOUTS[3]), ("divided", LAYOUTS[6])]
+"""What every run of the tests has of the matrix."""
 
 
 @cache
-def _reference(loss: str, replicas: int) -> ReferenceRun:
-    return run_reference(Job(model=partial(LossNet, loss, replicas), data=labelled))
+def _reference(model: type[LossNet], loss: str, replicas: int, num_missing: int = 0) -> ReferenceRun:
+    return run_reference(Job(model=partial(model, loss, replicas), data=labelled, num_missing=num_missing))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("loss", LOSSES)
+def _case(loss: str, layout: Layout) -> object:
+    is_always = layout is PIPELINE or any(name == loss and other is layout for name, other in ALWAYS)
+    return pytest.param(loss, layout, id=f"{loss}-{layout}", marks=() if is_always else pytest.mark.matrix)
+
+
+@pytest.mark.parametrize(("loss", "layout"), [_case(loss, layout) for layout in LAYOUTS for loss in LOSSES])
 def test_any_loss(loss: str, layout: Layout, workers: WorkerPools) -> None:
-
-    pass
     result = run_layout(workers, Job(model=partial(LossNet, loss), data=labelled), layout)
-    assert_parity(_reference(loss, layout.dp), result)
+    assert_parity(_reference(LossNet, loss, layout.dp), result)
+
+
+@pytest.mark.parametrize(("loss", "setting"), [("triplet", "whole"), ("ctc", "sum")])
+def test_a_loss_that_is_told(loss: str, setting: str, workers: WorkerPools) -> None:
+    layout = replace(PIPELINE, loss=setting)  # type: ignore[arg-type]
+    result = run_layout(workers, Job(model=partial(LossNet, loss), data=labelled), layout)
+    assert_parity(_reference(LossNet, loss, 1), result)
+
+
+@pytest.mark.parametrize("loss", ["ignoring", "sigmoid_contrastive"])
+def test_a_smaller_last_batch(loss: str, workers: WorkerPools) -> None:
+    result = run_layout(workers, Job(model=partial(LossNet, loss), data=labelled, num_missing=3), PIPELINE)
+    assert_parity(_reference(LossNet, loss, 1, 3), result)
+
+
+class Swapped(LossNet):
+    """Predicts noise that the step draws, in an order that it draws, too, with a loss that couples samples."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        noise = torch.randn(len(batch[0]), LENGTH, CLASSES)
+        order = torch.randperm(len(batch[0]))
+        outputs = self(0.5 * (batch[0] + batch[0][order]) + noise[..., :1])
+        error = F.mse_loss(outputs["logits"], 0.5 * (noise + noise[order]))
+        couples = outputs["pooled"].std(0).mean()
+        self.log("loss", error, on_step=True, on_epoch=True, sync_dist=True)
+        return error + couples
+
+
+def _first_error(loss: str) -> float:
+    """What a layout logs of its first step."""
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        devices=2,
+        strategy=replace(PIPELINE, loss=loss).strategy(),  # type: ignore[arg-type]
+        max_steps=1,
+        enable_checkpointing=False,
+        **QUIET,
+    )
+    batches = DataLoader(labelled(8), batch_size=8)
+    trainer.fit(Swapped("mean"), batches, batches)
+    return float(trainer.callback_metrics["loss"])
+
+
+def test_a_loss_of_the_batch_meets_the_noise_that_its_microbatches_met(workers: WorkerPools) -> None:
+    by_microbatch, *_ = workers(2).run(_first_error, "mean")  # of which the logged error is the mean
+    for logged in workers(2).run(_first_error, "auto"):
+        assert logged == pytest.approx(by_microbatch, abs=1e-6)
+
+
+class OneDraw(LossNet):
+    """Draws one number for the whole batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        outputs = self(batch[0] * torch.rand(()))
+        return self.loss(outputs, batch[1])
+
+
+def test_one_draw_for_the_batch_is_refused_where_samples_are_coupled(workers: WorkerPools) -> None:
+    job = Job(model=partial(OneDraw, "triplet"), data=labelled, num_val_batches=0)
+    with pytest.raises(WorkerError, match="draws random numbers in the step, for each microbatch others") as failed:
+        run_layout(workers, job, replace(PIPELINE, loss="whole"))
+    assert failed.value.failures.keys() == {0, 1}

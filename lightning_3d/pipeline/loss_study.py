@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -64,6 +64,13 @@ class _Comparison:
     sizes: Sequence[int]
     """Of the parts, then of the whole."""
     rtol: float
+    is_mixed: bool
+    """Whether the batch's data were mixed."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss of the whole is finite."""
+        return self.whole.loss is None or bool(self.whole.loss.isfinite())
 
     def shares_in(self, denominator: int) -> list[float] | None:
         """The parts' shares in a number that the whole is divided by."""
@@ -143,6 +150,8 @@ class LossStudy:
             if shown is not None and (name in self._trusted or _are_close(shown, shares, _EXACT)):
                 return shown
             compared = self._compare(name, parts, batch, rest, 0, trains=True)
+        if not compared.is_finite:
+            return shares  # it is no number in one process, too
         if compared.weights is None:
             raise StepError(
                 f"The loss of {name} was found to be a weighted mean over samples, but that of this batch couples them."
@@ -166,12 +175,16 @@ class LossStudy:
             batch = example if draw < _NUM_DRAWS else _mixed(example, draw)
             parts = [samples_of(batch, *ends) for ends in ((0, size), (size, 2 * size))]
             try:
-                compared.append(self._compare(name, parts, batch, rest, draw, trains=trains))
+                comparison = self._compare(name, parts, batch, rest, draw, trains=trains)
             except Exception:
                 if draw < _NUM_DRAWS:
                     raise
                 continue  # the step does not take such data
-            self._learn(name, compared[-1])
+            if comparison.is_finite:  # else no label may be valid in both parts
+                compared.append(replace(comparison, is_mixed=draw >= _NUM_DRAWS))
+                self._learn(name, comparison)
+        if not compared:
+            raise StepError("the loss is not finite")
         denominators = set.intersection(*(comparison.denominators for comparison in compared))
         if denominators and any(comparison.tells_apart for comparison in compared):
             self._trusted.add(name)
@@ -205,10 +218,12 @@ class LossStudy:
             draw = partial(draws.note, i)
             runs.append(self._runs.run(name, part, rest, of_part, given[i], index=i, draw=draw, trains=trains))
         run = self._runs.run(name, batch, rest, flow, joined, index=len(parts), draw=draws.repeat, trains=trains)
-        is_mixed = torch.is_autocast_enabled(self._device.type)
-        rtol = tolerance(is_half=is_mixed or any(is_half(tensor) for tensor in joined))
+        is_autocast = torch.is_autocast_enabled(self._device.type)
+        rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in joined))
         weights = _weights(run, runs, joints, rtol) if trains else None
-        return _Comparison(parts=runs, whole=run, weights=weights, sizes=[*sizes, sum(sizes)], rtol=rtol)
+        return _Comparison(
+            parts=runs, whole=run, weights=weights, sizes=[*sizes, sum(sizes)], rtol=rtol, is_mixed=False
+        )
 
     def _learn(self, name: str, compared: _Comparison) -> None:
         """Find out how values are joined."""
@@ -235,7 +250,7 @@ def _refuse(*args: Any, **kwargs: Any) -> None:
 def _kind(compared: Sequence[_Comparison], denominators: set[int]) -> LossKind:
     rtol = compared[0].rtol
     kinds = {kind_of(comparison.weights, [0.5, 0.5], rtol) for comparison in compared}
-    of_batch = [comparison.weights for comparison in compared[:_NUM_DRAWS] if comparison.weights is not None]
+    of_batch = [comparison.weights for comparison in compared if not comparison.is_mixed and comparison.weights]
     if any(not _are_close(weights, of_batch[0], rtol) for weights in of_batch):
         return LossKind.WHOLE  # they depend on what the blocks give
     if len(kinds) > 1:
