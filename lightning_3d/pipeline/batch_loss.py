@@ -33,7 +33,7 @@ class Decision:
 
     kind: LossKind
     weights: Sequence[float]
-    """Of the microbatches' losses; only the last stage knows those that depend on data."""
+    """Factors of the microbatches' losses; only the last stage knows those that depend on data."""
     found: LossFound
     joins_values: bool
     """Whether values are joined over microbatches; else the code after the blocks runs on the whole batch for them."""
@@ -133,7 +133,7 @@ class BatchLoss:
 
 
 def _stricter(first: LossFound, second: LossFound) -> LossFound:
-    """What is right where either was found."""
+    """A finding that is right where either of these is."""
     unjoined = {*first.unjoined, *second.unjoined}
     both = {**first.averages, **second.averages}
     unjoined |= {n for n, how in first.averages.items() if second.averages.get(n, how) != how}

@@ -60,9 +60,9 @@ class _Comparison:
     parts: Sequence[TailRun]
     whole: TailRun
     weights: list[float] | None
-    """Of the parts' losses in that of the whole; None if there are none."""
+    """Factors of the parts' losses in that of the whole; None if there are none."""
     sizes: Sequence[int]
-    """Of the parts, then of the whole."""
+    """Samples of the parts, then of the whole."""
     rtol: float
     is_mixed: bool
     """Whether the batch's data were mixed."""

@@ -67,7 +67,7 @@ class PipelineStep:
     rest: Sequence[Any]
     """Its further arguments."""
     flows: Sequence[StageFlow]
-    """Of the microbatches."""
+    """Cut traces of the microbatches."""
     tail: WholeTail | None
     """The code that no block depends on, where it runs on the whole batch."""
     decision: Decision

@@ -37,7 +37,7 @@ class TailRun:
     """A run of the code after the blocks."""
 
     output: Any
-    """What the step returned."""
+    """The step's return value."""
     denominators: Sequence[float] | None
     """By what data of the batch the loss may have been divided; None if that can't be seen."""
     loss: Tensor | None

@@ -64,7 +64,7 @@ class WholeTail:
         return len(self._sent) == self._num_parts
 
     def received(self) -> tuple[Tensor, ...]:
-        """What the tail receives: leaves, joined over the microbatches."""
+        """Leaves for the tail, joined over the microbatches."""
         sent = [self._sent.pop(index) for index in sorted(self._sent)]
         columns = zip(self._joints, zip(*sent, strict=True), self._requires_grad, strict=True)
         joined = [(joint.join(of_parts), requires_grad) for joint, of_parts, requires_grad in columns]
