@@ -165,6 +165,30 @@ class Complex(TinyMLP):
         return super().forward((x.to(torch.complex64) @ self.phase).abs())
 
 
+class _PassesFirst(torch.autograd.Function):
+    """Adds, but gives the second summand no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # torch declares Any
+        return gradient, None
+
+
+class GivesNoGradient(TinyMLP):
+    """A weight is reached by the backward, but gets no gradient from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unheard = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _PassesFirst.apply(super().forward(x), self.unheard(x))  # type: ignore[no-untyped-call]  # torch 2.13
+        return output
+
+
 class _Fails(torch.optim.SGD):
     """Changes parameters, and then fails in its second step."""
 
@@ -209,6 +233,7 @@ CASES = {
     "used by one rank": Case(UsedByOneRank),
     "tiny buckets": Case(UsedByOneRank, zero={"bucket_size": 1e-4}),
     "freezes": Case(Freezes),
+    "gives no gradient": Case(GivesNoGradient),
     "hooks": Case(HooksOfUsers),
     "compiled": Case(Compiled),
     "several backwards": Case(SeveralBackwards),
