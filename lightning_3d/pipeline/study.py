@@ -29,6 +29,7 @@ from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.side_outputs import attributes_kept
 from lightning_3d.trace.trace import Result, Trace, TracedCall
 from lightning_3d.trace.tracer import StepTracing
 
@@ -79,7 +80,8 @@ class Study:
                 output = getattr(self._module, name)(batch, *rest)
             return output, self._effects.collect(place)
 
-        with self._effects.microbatch(place):
+        sides = [(call.name, call.side) for call in trace.block_calls]
+        with self._effects.microbatch(place), attributes_kept(self._router.blocks, sides):
             output, found = tree_map(from_data.made_random, run.run(step))
             self._effects.keep(place, found)
         return tree_map_only(Tensor, Tensor.detach, output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.side_outputs import attributes_kept
 from lightning_3d.trace.trace import TracedCall
 from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.zero.engine import RankModule
@@ -102,7 +103,7 @@ class TailRuns:
         def step() -> Any:
             return getattr(self._module, name)(batch, *rest), self._effects.collect(place)
 
-        with self._effects.microbatch(place):
+        with self._effects.microbatch(place), self._attributes_kept(flow):
             output, found = self._rank_module(partial(run.run, step))
             self._effects.keep(place, found)
         trained = [tensor for tensor in received if tensor.requires_grad] if trains else []
@@ -120,6 +121,9 @@ class TailRuns:
             of_parameters=list(of_trained),
         )
 
+    def _attributes_kept(self, flow: StageFlow) -> AbstractContextManager[None]:
+        return attributes_kept(self._router.blocks, [(call.name, call.side) for call in flow.trace.block_calls])
+
     def denominators(self, name: str, batch: Any, rest: Sequence[Any], flow: StageFlow) -> list[float]:
         """By what data of the batch the loss may be divided: the weights of the labels in a mean of ``cross_entropy``
         or ``nll_loss``, and scalars. Nothing is computed of what blocks give.
@@ -127,7 +131,7 @@ class TailRuns:
         place = Place(stage=0, microbatch=0, is_last=True)
         ghosts = [Ghost(meta) for meta in flow.metas(flow.received(TAIL))]
         run = _GhostTail(self._router, flow, TAIL, ghosts, lambda call: nullcontext())
-        with self._effects.microbatch(place), run:
+        with self._effects.microbatch(place), self._attributes_kept(flow), run:
             getattr(self._module, name)(batch, *rest)
         return run.denominators
 

@@ -10,9 +10,10 @@ A hook that returns something changes an output inside of the block; it stays th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -184,6 +185,27 @@ class Attribute:
     value: Any
     content: Any
     """A shallow copy of a list, dict or set; else the value."""
+
+
+@contextmanager
+def attributes_kept(blocks: Mapping[str, nn.Module], calls: Iterable[tuple[str, SideOutputs]]) -> Iterator[None]:
+    """Give blocks back afterwards the attributes that are outputs of theirs.
+
+    Args:
+        blocks: FQN -> block.
+        calls: FQN of the block and side outputs of each call inside.
+    """
+    with ExitStack() as stack:
+        for fqn, name in {(fqn, name) for fqn, side in calls for name in side.attributes}:
+            path, _, attribute = name.rpartition(".")
+            owner = vars(blocks[fqn].get_submodule(path))
+            undo = (
+                partial(owner.update, {attribute: owner[attribute]})
+                if attribute in owner
+                else partial(owner.pop, attribute, None)
+            )
+            stack.callback(undo)
+        yield
 
 
 def attributes_of(block: nn.Module) -> dict[str, Attribute]:
