@@ -11,9 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.model.blocks import find_blocks
+from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
+from lightning_3d.pipeline.traces import Traces
 from lightning_3d.trace.interception import routed
+from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.zero.engine import RankModule
 from tests.losses import CLASSES, LENGTH, LOSSES, LossNet, labelled
 
@@ -44,7 +47,9 @@ def _batch(num_samples: int) -> list[Tensor]:
 def _found(model: L.LightningModule, batch: Any, name: str = "training_step", *, size: int = 4) -> LossFound:
     with routed(find_blocks(model, "parameters")) as router:
         model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
-        study = LossStudy(model, RankModule(model), router, torch.device("cpu"))
+        device = torch.device("cpu")
+        traces = Traces(model, StepTracing(model, router, StepEffects(model, router), device))
+        study = LossStudy(model, RankModule(model), router, traces, device)
         return study.find(name, batch, (0,), size=size, trains=name == "training_step")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,12 @@ from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossStudy
-from lightning_3d.pipeline.microbatches import batch_size, signature, split_batch
+from lightning_3d.pipeline.microbatches import batch_size, split_batch
 from lightning_3d.pipeline.schedule import AroundBackward, Schedule
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.study import Study
+from lightning_3d.pipeline.traces import Traces, cached
 from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
@@ -79,11 +80,6 @@ def share(
     return sorted((report for answer in gathered for report in answer), key=lambda report: report.stage)
 
 
-T = TypeVar("T")
-
-_MAX_CACHED = 64  # batch signatures whose flow and schedule are kept
-
-
 class PipelineEngine:
     """Runs steps on one stage of a pipeline.
 
@@ -113,11 +109,11 @@ class PipelineEngine:
         self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
         self._joiner = Joiner()
         self._effects = StepEffects(module, router, RandomNumbers(randomness), joiner=self._joiner)
-        self._tracing = StepTracing(module, router, self._effects, device)
+        self._traces = Traces(module, StepTracing(module, router, self._effects, device))
         self._study = Study(module, router, self._joiner, device)
         self._batch_loss = BatchLoss(
             plan.loss,
-            LossStudy(module, rank_module, router, device),
+            LossStudy(module, rank_module, router, self._traces, device),
             group=self._group,
             source=self._source,
             device=device,
@@ -160,36 +156,9 @@ class PipelineEngine:
         Returns:
             What the step returns for the whole batch, the same on every stage; tensors are detached.
         """
-        parts = split_batch(batch, min(self._plan.num_microbatches, batch_size(batch)))
-        # What is frozen may change while training.
-        trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
-        modes = (name, self._module.training, torch.is_grad_enabled(), trainable)
-        key = (*modes, signature(batch))
-        decision = self._batch_loss.decide(name, parts, batch, rest, key, trains=backward)
-        is_whole = decision.kind == LossKind.WHOLE
-        with_tail = is_whole or not decision.joins_values
-        keys = [(*modes, signature(part.batch)) for part in parts]
-        pairs = zip(keys, parts, strict=True)
-        flows = [self._flow(key, name, part.batch, rest, with_tail=with_tail) for key, part in pairs]
-        tail = None
-        if with_tail:
-            flow = self._flow(key, name, batch, rest, with_tail=True)
-            tail = WholeTail(parts, flows, batch, flow, trains=is_whole or not backward)
-        forwards_first = tail is not None and tail.trains
-        schedule = self._schedule((with_tail, *keys), flows, backward=backward, forwards_first=forwards_first)
-        step = PipelineStep(
-            stages=self._stages,
-            name=name,
-            parts=parts,
-            rest=rest,
-            flows=flows,
-            tail=tail,
-            decision=decision,
-            number=number,
-            backward=backward,
-            watch=watch,
-            loss_scale=loss_scale,
-        )
+        step = self._step(name, batch, rest, number=number, backward=backward, loss_scale=loss_scale, watch=watch)
+        keys = [self._traces.key(name, part.batch) for part in step.parts]
+        schedule = self._schedule(keys, step)
         with self._effects.begin(number):
             if self._recorder is not None:
                 torch.distributed.barrier(self._group)
@@ -198,7 +167,8 @@ class PipelineEngine:
             schedule.run(step.forward, self._around_backward, self._recorder)
             step.finish()
         computed()
-        self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=batch_size(parts[-1].batch))
+        smallest = batch_size(step.parts[-1].batch)
+        self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=smallest)
         reports = share(
             step.reports,
             self._group,
@@ -210,6 +180,30 @@ class PipelineEngine:
         own = [min(report.stage, self._stages.last) in self._stages.own for report in reports]
         self._effects.apply([(report.effects, is_own) for report, is_own in zip(reports, own, strict=True)])
         return tree_map_only(Tensor, lambda leaf: leaf.to(self._device), reports[-1].output)
+
+    def _step(self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any) -> PipelineStep:
+        """Split the batch, and decide how the step is made of its microbatches."""
+        parts = split_batch(batch, min(self._plan.num_microbatches, batch_size(batch)))
+        key = self._traces.key(name, batch)
+        decision = self._batch_loss.decide(name, parts, batch, rest, key, trains=backward)
+        is_whole = decision.kind == LossKind.WHOLE
+        with_tail = is_whole or not decision.joins_values
+        flows = [self._flow(name, part.batch, rest, with_tail=with_tail) for part in parts]
+        tail = None
+        if with_tail:
+            flow = self._flow(name, batch, rest, with_tail=True)
+            tail = WholeTail(parts, flows, batch, flow, trains=is_whole or not backward)
+        return PipelineStep(
+            stages=self._stages,
+            name=name,
+            parts=parts,
+            rest=rest,
+            flows=flows,
+            tail=tail,
+            decision=decision,
+            backward=backward,
+            **settings,
+        )
 
     def start_timeline(self) -> None:
         """Measure the steps that follow. Every rank calls it."""
@@ -223,36 +217,27 @@ class PipelineEngine:
         self._recorder = None
         return Timeline(name=self._plan.schedule, planned=self._planned, measured=tuple(measured))
 
-    def _flow(self, key: Hashable, name: str, batch: Any, rest: Sequence[Any], *, with_tail: bool) -> StageFlow:
-        def traced() -> StageFlow:
-            trace, plan = self._tracing(name, batch, rest), self._plan
-            flow = cut(trace, plan.stages_of_calls, plan.num_stages, with_tail=with_tail)
+    def _flow(self, name: str, batch: Any, rest: Sequence[Any], *, with_tail: bool) -> StageFlow:
+        def cut_anew() -> StageFlow:
+            stages = self._plan.stages_of_calls
+            flow = cut(self._traces(name, batch, rest), stages, self._plan.num_stages, with_tail=with_tail)
             check_gradients(flow)
             return flow
 
-        return _cached(self._flows, (with_tail, key), traced)
+        return cached(self._flows, (with_tail, self._traces.key(name, batch)), cut_anew)
 
-    def _schedule(self, key: Hashable, flows: Sequence[StageFlow], *, backward: bool, forwards_first: bool) -> Schedule:
+    def _schedule(self, keys: Sequence[Hashable], step: PipelineStep) -> Schedule:
+        forwards_first = step.tail is not None and step.tail.trains
         make = partial(
             Schedule,
             self._plan.schedule,
-            flows,
+            step.flows,
             stages=self._stages.own,
             stage_ranks=self._plan.stage_ranks,
             module=self._rank_module,
             device=self._device,
             group=self._group,
-            backward=backward,
+            backward=step.backward,
             forwards_first=forwards_first,
         )
-        return _cached(self._schedules, (backward, forwards_first, key), make)
-
-
-def _cached(cache: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:
-    """The value for this key, made if it is not among those used last."""
-    if key not in cache:
-        cache[key] = make()
-        if len(cache) > _MAX_CACHED:
-            cache.popitem(last=False)
-    cache.move_to_end(key)
-    return cache[key]
+        return cached(self._schedules, (step.backward, step.tail is None, forwards_first, *keys), make)

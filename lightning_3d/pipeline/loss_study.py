@@ -6,7 +6,7 @@ gradients are compared; also for batches whose data are mixed. Nothing of it is 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,8 +24,9 @@ from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.joints import Joint
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
-from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of, signature
+from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
 from lightning_3d.pipeline.tail_runs import TAIL, TailRun, TailRuns, random_like
+from lightning_3d.pipeline.traces import Traces
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.torch_internals.modules import attributes_replaced
@@ -34,7 +35,6 @@ from lightning_3d.zero.engine import RankModule
 from lightning_3d.zero.master_weights import is_half
 
 _NUM_DRAWS = 3  # of random outputs, for the batch and for mixed data
-_MAX_FLOWS = 64
 _EXACT = 1e-6
 
 
@@ -106,12 +106,18 @@ def _are_close(found: Sequence[float], expected: Sequence[float], rtol: float) -
 class LossStudy:
     """Studies the steps of a module; the ranks of a stage do so alike."""
 
-    def __init__(self, module: LightningModule, rank_module: RankModule, router: Router, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: LightningModule,
+        rank_module: RankModule,
+        router: Router,
+        traces: Traces,
+        device: torch.device,
+    ) -> None:
         self._module, self._device = module, device
         self._trials = _Trials()
         self._effects = StepEffects(module, router, joiner=self._trials)
-        self._runs = TailRuns(module, rank_module, router, self._effects, device)
-        self._flows: dict[Hashable, StageFlow] = {}
+        self._runs = TailRuns(module, rank_module, router, self._effects, traces)
         self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
         self._distrusted: set[str] = set()
 
@@ -124,6 +130,8 @@ class LossStudy:
         """
         example = samples_of(batch, 0, 2 * size)
         try:
+            ends = (0, size), (size, 2 * size), (0, 2 * size)
+            self._trace(name, [samples_of(batch, *of_part) for of_part in ends], rest)
             with self._isolated():
                 return self._find(name, example, rest, size, trains=trains)
         except Exception as error:
@@ -137,18 +145,13 @@ class LossStudy:
         Raises:
             StepError: there are none.
         """
+        sizes = [batch_size(part) for part in parts]
+        shares = [size / sum(sizes) for size in sizes]
+        shown = self._shown(name, parts, rest, found)
+        if shown is not None and (name in self._trusted or _are_close(shown, shares, _EXACT)):
+            return shown
+        self._trace(name, (*parts, batch), rest)
         with self._isolated():
-            shown = None
-            if found.denominator is not None and name not in self._distrusted:
-                flows = [self._flow(name, part, rest) for part in parts]
-                pairs = zip(parts, flows, strict=True)
-                shown = _shares(
-                    [self._runs.denominators(name, part, rest, flow) for part, flow in pairs], found.denominator
-                )
-            sizes = [batch_size(part) for part in parts]
-            shares = [size / sum(sizes) for size in sizes]
-            if shown is not None and (name in self._trusted or _are_close(shown, shares, _EXACT)):
-                return shown
             compared = self._compare(name, parts, batch, rest, 0, trains=True)
         if not compared.is_finite:
             return shares  # it is no number in one process, too
@@ -161,6 +164,20 @@ class LossStudy:
             is_right = _are_close(shown, compared.weights, compared.rtol)
             (self._trusted if is_right else self._distrusted).add(name)
         return compared.weights
+
+    def _shown(self, name: str, parts: Sequence[Any], rest: Sequence[Any], found: LossFound) -> list[float] | None:
+        """The parts' shares in what their losses are divided by, if that tells their weights."""
+        if found.denominator is None or name in self._distrusted:
+            return None
+        flows = self._trace(name, parts, rest)
+        with self._isolated():
+            pairs = zip(parts, flows, strict=True)
+            of_parts = [self._runs.denominators(name, part, rest, flow) for part, flow in pairs]
+        return _shares(of_parts, found.denominator)
+
+    def _trace(self, name: str, batches: Sequence[Any], rest: Sequence[Any]) -> list[StageFlow]:
+        """Trace steps, apart from what is done with them."""
+        return [self._runs.flow(name, batch, rest) for batch in batches]
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
@@ -200,8 +217,7 @@ class LossStudy:
     ) -> _Comparison:
         sizes = [batch_size(part) for part in parts]
         shares = [size / sum(sizes) for size in sizes]
-        flows = [self._flow(name, part, rest) for part in parts]
-        flow = self._flow(name, batch, rest)
+        *flows, flow = self._trace(name, (*parts, batch), rest)
         metas = [of_part.metas(of_part.received(TAIL)) for of_part in flows]
         whole = flow.metas(flow.received(TAIL))
         joints = [Joint(of_whole, of_parts, shares) for of_whole, *of_parts in zip(whole, *metas, strict=True)]
@@ -232,14 +248,6 @@ class LossStudy:
         outputs = [run.output for run in (*compared.parts, compared.whole)]
         with suppress(StepError):
             self._trials.join(outputs, compared.sizes, f"what {name} returned")
-
-    def _flow(self, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
-        key = (name, self._module.training, torch.is_grad_enabled(), signature(batch))
-        if key not in self._flows:
-            if len(self._flows) == _MAX_FLOWS:
-                self._flows.clear()
-            self._flows[key] = self._runs.flow(name, batch, rest)
-        return self._flows[key]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +22,12 @@ from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.stage_run import Draw, StageRun
+from lightning_3d.pipeline.traces import Traces, cached
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
 from lightning_3d.trace.trace import TracedCall
-from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.zero.engine import RankModule
 
 TAIL = 1
@@ -61,10 +62,11 @@ class TailRuns:
         rank_module: RankModule,
         router: Router,
         effects: StepEffects,
-        device: torch.device,
+        traces: Traces,
     ) -> None:
         self._module, self._rank_module, self._router, self._effects = module, rank_module, router, effects
-        self._tracing = StepTracing(module, router, effects, device)
+        self._traces = traces
+        self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
 
     def flow(self, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
         """The trace of ``module.<name>(batch, *rest)``, cut before the code after the blocks.
@@ -72,7 +74,11 @@ class TailRuns:
         Raises:
             StepError: that code draws random numbers.
         """
-        trace = self._tracing(name, batch, rest)
+        make = partial(self._cut, name, batch, rest)
+        return cached(self._flows, self._traces.key(name, batch), make)
+
+    def _cut(self, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
+        trace = self._traces(name, batch, rest)
         flow = cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True)
         stages = zip(trace.calls, flow.call_stages, strict=True)
         if random := next((call for call, stage in stages if stage == TAIL and call.is_random), None):
