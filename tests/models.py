@@ -188,3 +188,20 @@ def reference_loader(
     """One process's training batches, in the order of the sampler that Lightning adds in distributed runs."""
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)
     return DataLoader(dataset, batch_size=global_batch_size, sampler=sampler, collate_fn=collate)
+
+
+def training_loader(
+    dataset: Dataset[tuple[Tensor, ...]],
+    *,
+    global_batch_size: int,
+    data_parallel_size: int,
+    seed: int = 1,
+    collate: Callable[[list[Any]], Any] | None = None,
+) -> DataLoader[tuple[Tensor, ...]]:
+    """Training batches of one data-parallel rank of a layout, in the order of `reference_loader`.
+
+    Lightning leaves the order of a single replica alone, which is then given that one.
+    """
+    if data_parallel_size == 1:
+        return reference_loader(dataset, global_batch_size=global_batch_size, seed=seed, collate=collate)
+    return loader(dataset, global_batch_size=global_batch_size, data_parallel_size=data_parallel_size, collate=collate)

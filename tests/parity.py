@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from torch.utils.data import Dataset, Subset
 from lightning_3d import ThreeDStrategy
 from lightning_3d.planning.plan import Plan
 from tests.collectives import BlockInputs, Sent
-from tests.models import TinyGPT, loader, reference_loader, tokens
+from tests.models import TinyGPT, loader, reference_loader, tokens, training_loader
 from tests.workers import DEFAULT_TIMEOUT, WorkerPools
 
 QUIET: dict[str, Any] = {
@@ -270,9 +269,7 @@ def fitted(
     L.seed_everything(1, verbose=False)
     runs = L.Trainer(strategy=strategy, devices=ranks, max_epochs=epochs, callbacks=[*callbacks], **settings)
     module, samples = model(), data(8 * batches)
-    train = reference_loader(samples, global_batch_size=8, seed=1)
-    if dp > 1:
-        train = loader(samples, global_batch_size=8, data_parallel_size=dp)
+    train = training_loader(samples, global_batch_size=8, data_parallel_size=dp)
     val = loader(samples, global_batch_size=8, data_parallel_size=dp)
     runs.fit(module, train, val, ckpt_path=ckpt_path, weights_only=False)
     return runs, module
@@ -387,12 +384,16 @@ def _train_rank(
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        batches = partial(loader, data_parallel_size=layout.dp)
-        if layout.dp == 1:  # whose order Lightning leaves alone
-            batches = partial(reference_loader, seed=job.seed)
+        batches = training_loader(
+            train,
+            global_batch_size=job.global_batch_size,
+            data_parallel_size=layout.dp,
+            seed=job.seed,
+            collate=job.collate,
+        )
         trainer.fit(
             job.model(),
-            batches(train, global_batch_size=job.global_batch_size, collate=job.collate),
+            batches,
             loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
         )
     path = Path("final.ckpt")

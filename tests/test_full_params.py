@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
-from tests.models import TinyGPT, loader, tokens
+from tests.models import TinyGPT, loader, tokens, training_loader
 from tests.parity import QUIET, Job, Layout, run_reference
 from tests.workers import WorkerPools
 
@@ -37,7 +37,8 @@ def _summon(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
     L.seed_everything(1, verbose=False)
     module, data = TinyGPT(), tokens(40)
     parts = [torch.utils.data.Subset(data, range(24)), torch.utils.data.Subset(data, range(24, 40))]
-    trainer.fit(module, *(loader(p, global_batch_size=8, data_parallel_size=layout.dp) for p in parts))
+    train = training_loader(parts[0], global_batch_size=8, data_parallel_size=layout.dp)
+    trainer.fit(module, train, loader(parts[1], global_batch_size=8, data_parallel_size=layout.dp))
     before = dict(module.named_parameters())
     with strategy.summon_full_params(writeback=False):
         read = _values(module)

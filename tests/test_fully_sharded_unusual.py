@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.models import TinyMLP, features, loader, reference_loader
+from tests.models import TinyMLP, features, loader, training_loader
 from tests.parity import (
     QUIET,
     Job,
@@ -239,7 +239,7 @@ def _validated_between(strategy: Any, ranks: int, dp: int) -> tuple[dict[str, Te
     model, data = TinyMLP(num_layers=2), features(48)
     validation = loader(data, global_batch_size=8, data_parallel_size=dp)
     seen = [trainer.validate(model, validation, verbose=False)[0]["val_loss"]]
-    train = validation if ranks > 1 else reference_loader(data, global_batch_size=8, seed=1)
+    train = training_loader(data, global_batch_size=8, data_parallel_size=dp)
     trainer.fit(model, train, validation)
     seen += [trainer.validate(model, validation, verbose=False)[0]["val_loss"]]
     if ranks == 1:

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from torch import Tensor
 from torch.utils.data import Subset
 
-from tests.models import TinyGPT, loader, tokens
+from tests.models import TinyGPT, loader, tokens, training_loader
 from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
@@ -27,7 +27,8 @@ def _loaders(dp: int) -> tuple[Any, Any]:
         Subset(samples, range(STEPS * GLOBAL_BATCH)),
         Subset(samples, range(STEPS * GLOBAL_BATCH, len(samples))),
     )
-    return tuple(loader(part, global_batch_size=GLOBAL_BATCH, data_parallel_size=dp) for part in (train, val))
+    sizes = {"global_batch_size": GLOBAL_BATCH, "data_parallel_size": dp}
+    return training_loader(train, **sizes), loader(val, **sizes)
 
 
 # ---------------------------------------------------------------------------------------------------------- precision

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
-from tests.models import features, loader, reference_loader
+from tests.models import features, loader, training_loader
 from tests.parity import QUIET, Layout
 from tests.workers import WorkerError, WorkerPools
 
@@ -73,10 +73,9 @@ def _loaders(layout: Layout | None, sizes: tuple[int, int]) -> tuple[DataLoader[
     """For training and validation; without a layout those of one process, in the same order."""
     samples = features(sum(sizes))
     train, val = Subset(samples, range(sizes[0])), Subset(samples, range(sizes[0], sum(sizes)))
-    if layout is None or layout.dp == 1:  # whose order Lightning leaves alone
-        return reference_loader(train, global_batch_size=BATCH, seed=SEED), loader(val, global_batch_size=BATCH)
-    first, second = (loader(part, global_batch_size=BATCH, data_parallel_size=layout.dp) for part in (train, val))
-    return first, second
+    dp = 1 if layout is None else layout.dp
+    first = training_loader(train, global_batch_size=BATCH, data_parallel_size=dp, seed=SEED)
+    return first, loader(val, global_batch_size=BATCH, data_parallel_size=dp)
 
 
 def _trainer(layout: Layout | None, **settings: Any) -> L.Trainer:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_3d import PrecisionConfig, ThreeDPrecision, ThreeDStrategy
 from lightning_3d.precision.stochastic_rounding import round_stochastically
 from lightning_3d.zero.master_weights import MASTER
-from tests.models import TinyGPT, loader, reference_loader, tokens
+from tests.models import TinyGPT, loader, reference_loader, tokens, training_loader
 from tests.parity import QUIET, Layout, whole_state
 from tests.workers import WorkerError, WorkerPools
 
@@ -77,7 +77,7 @@ def _fit(
         limit_val_batches=0,
         **{**QUIET, **trainer},
     )
-    data = loader(tokens(8 * 8), global_batch_size=8, data_parallel_size=layout.dp)
+    data = training_loader(tokens(8 * 8), global_batch_size=8, data_parallel_size=layout.dp)
     runs.fit(model(num_layers=NUM_LAYERS, num_warmup_steps=10), data, ckpt_path=ckpt_path, weights_only=False)
     return runs, seen
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lightning_3d import PrecisionConfig, StepError, ThreeDPrecision, ThreeDStrategy
-from tests.models import TinyGPT, loader, tokens
+from tests.models import TinyGPT, tokens, training_loader
 from tests.parity import QUIET, Layout, whole_state
 from tests.workers import WorkerPools
 
@@ -70,7 +70,7 @@ def _fit(layout: Layout, precision: Any, model: L.LightningModule, data: Any, **
     runs = L.Trainer(
         strategy=strategy, devices=layout.world_size, plugins=[ThreeDPrecision(precision)], **{**settings, **trainer}
     )
-    runs.fit(model, loader(data, global_batch_size=8, data_parallel_size=layout.dp))
+    runs.fit(model, training_loader(data, global_batch_size=8, data_parallel_size=layout.dp))
     return runs
 
 

@@ -27,7 +27,7 @@ from lightning_3d.trace.output_uses import ShardedLogits
 from tests import architectures
 from tests.collectives import Collectives
 from tests.hugging_face import hf_job
-from tests.models import ADAM_EPS, TinyGPT, loader, tokens
+from tests.models import ADAM_EPS, TinyGPT, tokens, training_loader
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
@@ -337,7 +337,7 @@ def _fit(layout: Layout, *, tied: bool, epochs: int, start: str | None, save_as:
         enable_checkpointing=False,
     )
     L.seed_everything(1, verbose=False)
-    data = loader(ODD(24), global_batch_size=8, data_parallel_size=layout.dp)
+    data = training_loader(ODD(24), global_batch_size=8, data_parallel_size=layout.dp)
     trainer.fit(TinyGPT(vocabulary=61, tied=tied), data, ckpt_path=start)
     if save_as is not None:
         trainer.save_checkpoint(save_as)

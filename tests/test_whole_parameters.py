@@ -20,7 +20,7 @@ from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.zero.owners import choose_owners
-from tests.models import TinyMLP, features, loader, reference_loader
+from tests.models import TinyMLP, features, loader, reference_loader, training_loader
 from tests.optimizers import ByHand, Lamb, Lars, Lion, Shampoo
 from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
@@ -164,9 +164,7 @@ def _train_epoch(make: Callable[[Any], Optimizer], epochs: Sequence[Epoch], dire
         **QUIET,
     )
     data, model = features(24), trained_by(make)
-    train = reference_loader(data, global_batch_size=12, seed=1)
-    if layout.world_size > 1:
-        train = loader(data, global_batch_size=12, data_parallel_size=layout.dp)
+    train = training_loader(data, global_batch_size=12, data_parallel_size=layout.dp)
     val = loader(data, global_batch_size=12, data_parallel_size=layout.dp)
     trainer.fit(model, train, val, ckpt_path=str(directory / str(number - 1)) if number > 1 else None)
     trainer.save_checkpoint(directory / str(number))

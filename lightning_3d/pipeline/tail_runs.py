@@ -24,6 +24,7 @@ from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.pipeline.traces import Traces, cached
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.planning.stage_gradients import check_gradients
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
@@ -73,6 +74,7 @@ class TailRuns:
 
         Raises:
             StepError: that code draws random numbers.
+            TraceError: it differentiates what the blocks do, or changes in place what they gave.
         """
         make = partial(self._cut, name, batch, rest)
         return cached(self._flows, self._traces.key(name, batch), make)
@@ -80,6 +82,7 @@ class TailRuns:
     def _cut(self, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
         trace = self._traces(name, batch, rest)
         flow = cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True)
+        check_gradients(flow)
         stages = zip(trace.calls, flow.call_stages, strict=True)
         if random := next((call for call, stage in stages if stage == TAIL and call.is_random), None):
             raise StepError(f"{random.name} (called at {random.where}) draws random numbers after the blocks")
