@@ -13,7 +13,7 @@ from typing import Any
 import lightning as L
 
 import lightning_3d
-from tests.models import TinyGPT, loader, tokens
+from tests.models import TinyGPT, tokens, training_loader
 
 STEPS = 3
 GLOBAL_BATCH_SIZE = 8
@@ -49,7 +49,8 @@ def main(result: str, config: str | None = None, *overrides: str) -> None:
     L.seed_everything(SEED)
     # Each replica draws its own part of the global batch.
     replicas = 2 if config is None else 1
-    data = loader(tokens(STEPS * GLOBAL_BATCH_SIZE), global_batch_size=GLOBAL_BATCH_SIZE, data_parallel_size=replicas)
+    samples = tokens(STEPS * GLOBAL_BATCH_SIZE)
+    data = training_loader(samples, global_batch_size=GLOBAL_BATCH_SIZE, data_parallel_size=replicas, seed=SEED)
     trainer.fit(TinyGPT(), data)
     assert isinstance(trainer.strategy, lightning_3d.ThreeDStrategy)
     reports = trainer.strategy.report()
