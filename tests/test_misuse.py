@@ -668,13 +668,17 @@ def test_fp8_is_refused_with_a_reason(precision: Any) -> None:
         ThreeDPrecision(precision)
 
 
-def test_settings_that_the_precision_does_not_use_are_refused() -> None:
+def _fit_with_hysteresis() -> None:
     strategy = ThreeDStrategy(precision={"hysteresis": 4})
     trainer = L.Trainer(
         strategy=strategy, devices=1, accelerator="cpu", precision="bf16-mixed", max_steps=1, barebones=True
     )
-    with pytest.raises(ConfigError, match=r"precision\.hysteresis=4 would do nothing: precision='bf16-mixed'"):
-        trainer.fit(TinyMLP(), _regression(), _regression())
+    trainer.fit(TinyMLP(), _regression(), _regression())
+
+
+def test_settings_that_the_precision_does_not_use_are_refused(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"precision\.hysteresis=4 would do nothing: precision='bf16-mixed'"):
+        workers(1).run(_fit_with_hysteresis)
 
 
 def test_fp16_on_cpu_becomes_bf16_as_in_lightning(one_process: Callable[..., L.Trainer]) -> None:
