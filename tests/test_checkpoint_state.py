@@ -282,7 +282,12 @@ PAIRS = {
 """Which layouts load what the layout in the key saved."""
 
 
-@pytest.mark.parametrize("saved", LAYOUTS)
+_MATRIX = ("pp2 x tp2", "dp2 x tp2", "replicate2 x tp2")
+
+
+@pytest.mark.parametrize(
+    "saved", [pytest.param(name, marks=[pytest.mark.matrix] if name in _MATRIX else []) for name in LAYOUTS]
+)
 def test_any_layout_loads_what_any_other_saved(saved: str, workers: WorkerPools, tmp_path: Path) -> None:
     workers(LAYOUTS[saved].world_size).run(save, LAYOUTS[saved], tmp_path)
     for world_size in (1, 2, 4):

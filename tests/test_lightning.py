@@ -72,7 +72,9 @@ def _fit(layout: Layout, *, max_epochs: int, ckpt_path: str | None, save_as: str
     return weights, trainer.global_step
 
 
-@pytest.mark.parametrize("distributed", [True, False], ids=["folder", "file"])
+@pytest.mark.parametrize(
+    "distributed", [pytest.param(True, id="folder"), pytest.param(False, id="file", marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

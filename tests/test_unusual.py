@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import ThreeDStrategy
-from tests.models import TinyMLP, features, loader, reference_loader
+from tests.models import TinyMLP, features, reference_loader, training_loader
 from tests.workers import WorkerPools
 
 STEPS = 4
@@ -111,7 +111,8 @@ class WithoutBlocks(L.LightningModule):
 def _train_rank(build: Callable[[], L.LightningModule], settings: Mapping[str, Any], num_samples: int) -> Trained:
     L.seed_everything(0, verbose=False)
     replicas = settings.get("data_parallel_size", 1)
-    data = loader(features(num_samples), global_batch_size=BATCH_SIZE, data_parallel_size=replicas)
+    samples = features(num_samples)
+    data = training_loader(samples, global_batch_size=BATCH_SIZE, data_parallel_size=replicas, seed=0)
     return _train(build(), data, strategy=ThreeDStrategy(**settings))
 
 

@@ -199,7 +199,7 @@ SAVED: dict[str, Callable[[Any], Optimizer]] = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [pytest.param("folders"), pytest.param("files", marks=pytest.mark.matrix)])
 def test_states_go_on_in_any_layout(workers: WorkerPools, tmp_path: Path, name: str, path: str) -> None:
     expected, found = {}, [{}]
     (tmp_path / "one").mkdir()
