@@ -655,11 +655,23 @@ def test_scaler_of_the_user_is_refused(one_process: Callable[..., L.Trainer]) ->
         one_process(plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", enabled=False))])
 
 
-def test_trained_fp16_weights_are_refused_under_autocast(one_process: Callable[..., L.Trainer]) -> None:
+def _fit_with_fp16_weights() -> None:
     model = TinyMLP()
     model.layers[1].half()
-    with pytest.raises(ConfigError, match=r"layers\.1\.0\.weight, with 1 others, is fp16 and is trained with"):
-        one_process(plugins=[ThreeDPrecision("16-mixed")], max_epochs=1).fit(model, _regression(), _regression())
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ThreeDStrategy(),
+        plugins=[ThreeDPrecision("16-mixed")],
+        max_epochs=1,
+        logger=False,
+    )
+    trainer.fit(model, _regression(), _regression())
+
+
+def test_trained_fp16_weights_are_refused_under_autocast(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"layers\.1\.0\.weight, with 1 others, is fp16 and is trained with"):
+        workers(1).run(_fit_with_fp16_weights)
 
 
 @pytest.mark.parametrize("precision", ["transformer-engine", "8-mixed"])
