@@ -50,7 +50,8 @@ def _found(model: L.LightningModule, batch: Any, name: str = "training_step", *,
         device = torch.device("cpu")
         traces = Traces(model, StepTracing(model, router, StepEffects(model, router), device))
         study = LossStudy(model, RankModule(model), router, traces, device)
-        return study.find(name, batch, (0,), size=size, trains=name == "training_step")
+        (call,) = traces.calls(name, [batch], (0,))
+        return study.find(call, size=size, trains=name == "training_step")
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
-from lightning_3d.pipeline.microbatches import Microbatch, batch_size
+from lightning_3d.pipeline.traces import StepCall
 
 _MAX_STUDIES = 8  # of a step
 _SAYS = {
@@ -59,25 +58,23 @@ class BatchLoss:
         self._seen: set[Hashable] = set()
         self._num_studies: Counter[str] = Counter()
 
-    def decide(
-        self, name: str, parts: Sequence[Microbatch], batch: Any, rest: Sequence[Any], key: Hashable, *, trains: bool
-    ) -> Decision:
+    def decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, trains: bool) -> Decision:
         """Decide how a step is made; every rank calls it.
 
         Args:
-            key: The signature of the batch.
+            parts: The same step on each microbatch.
+            shares: The microbatches' shares of the samples.
             trains: Whether the loss is differentiated.
 
         Raises:
             StepError: the loss of this kind of batch couples samples, unlike those before.
         """
-        shares = [part.weight for part in parts]
         mean = Decision(kind=LossKind.MEAN, weights=shares, found=LossFound(kind=LossKind.MEAN), joins_values=True)
         if self._setting == "mean":
             return mean
         if self._setting == "whole":
             return replace(mean, kind=LossKind.WHOLE, joins_values=False)
-        found = self._know(name, parts, batch, rest, key, trains=trains)
+        found = self._know(whole, parts, trains=trains)
         if found is None or len(parts) == 1:
             return mean
         joins = not found.unjoined
@@ -88,27 +85,25 @@ class BatchLoss:
         if found.kind == LossKind.SUM or not self._is_last:
             return decision
         try:
-            weights = self._study.weights(name, [part.batch for part in parts], batch, rest, found)
+            weights = self._study.weights(whole, parts, found)
         except Exception as error:  # the other stages are told at the end of the step
             problem = StepError(f"{type(error).__name__} while weighing the microbatches of a batch: {error}")
             problem.__cause__ = error
             return replace(decision, problem=problem)
         return replace(decision, weights=weights)
 
-    def _know(
-        self, name: str, parts: Sequence[Microbatch], batch: Any, rest: Sequence[Any], key: Hashable, *, trains: bool
-    ) -> LossFound | None:
+    def _know(self, whole: StepCall, parts: Sequence[StepCall], *, trains: bool) -> LossFound | None:
+        name = whole.name
         known = self._found.get(name)
-        is_new = len(parts) > 1 and key not in self._seen and self._num_studies[name] < _MAX_STUDIES
+        is_new = len(parts) > 1 and whole.kind not in self._seen and self._num_studies[name] < _MAX_STUDIES
         if known is not None and not is_new:
             return known
         new: LossFound | None = None
         if is_new:
-            self._seen.add(key)
+            self._seen.add(whole.kind)
             self._num_studies[name] += 1
             if self._is_last:
-                size = batch_size(parts[-1].batch)
-                new = self._study.find(name, batch, rest, size=size, trains=trains)
+                new = self._study.find(whole, size=parts[-1].size, trains=trains)
                 if self._setting == "sum":
                     new = replace(new, kind=LossKind.SUM)
         if known is None:

@@ -59,7 +59,7 @@ class Draws:
             columns = zip(*(of_part[position] for of_part in self._drawn), strict=True)
             for leaf, parts in zip(_tensors(output), columns, strict=True):
                 _put(leaf, parts, self._shares, is_order=name == "randperm")
-        except (IndexError, ValueError, StepError) as error:
+        except (IndexError, ValueError) as error:
             raise StepError(
                 f"{name} (called at {user_frame()}) draws random numbers in the step, for each microbatch others, that"
                 " do not make up those of the whole batch, whose loss needs them again. Draw numbers for each sample,"
@@ -76,7 +76,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 def _put(whole: Tensor, parts: Sequence[Tensor], shares: Sequence[float], *, is_order: bool) -> None:
     joint = Joint(TensorMeta.of(whole), [TensorMeta.of(part) for part in parts], shares)
     if joint.is_constant and any(not torch.equal(part, parts[0]) for part in parts):
-        raise StepError("one draw for the whole batch")
+        raise ValueError("one draw for the whole batch")
     if is_order:  # each within its microbatch
         starts = torch.tensor([0, *map(len, parts)]).cumsum(0).tolist()
         parts = [part + start for part, start in zip(parts, starts, strict=False)]

@@ -30,7 +30,7 @@ from lightning_3d.pipeline.schedule import AroundBackward, Schedule
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.study import Study
-from lightning_3d.pipeline.traces import Traces, cached
+from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
@@ -157,8 +157,7 @@ class PipelineEngine:
             What the step returns for the whole batch, the same on every stage; tensors are detached.
         """
         step = self._step(name, batch, rest, number=number, backward=backward, loss_scale=loss_scale, watch=watch)
-        keys = [self._traces.key(name, part.batch) for part in step.parts]
-        schedule = self._schedule(keys, step)
+        schedule = self._schedule(step)
         with self._effects.begin(number):
             if self._recorder is not None:
                 torch.distributed.barrier(self._group)
@@ -167,7 +166,7 @@ class PipelineEngine:
             schedule.run(step.forward, self._around_backward, self._recorder)
             step.finish()
         computed()
-        smallest = batch_size(step.parts[-1].batch)
+        smallest = step.parts[-1].size
         self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=smallest)
         reports = share(
             step.reports,
@@ -184,20 +183,18 @@ class PipelineEngine:
     def _step(self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any) -> PipelineStep:
         """Split the batch, and decide how the step is made of its microbatches."""
         parts = split_batch(batch, min(self._plan.num_microbatches, batch_size(batch)))
-        key = self._traces.key(name, batch)
-        decision = self._batch_loss.decide(name, parts, batch, rest, key, trains=backward)
+        shares = [part.weight for part in parts]
+        whole, *calls = self._traces.calls(name, [batch, *(part.batch for part in parts)], rest)
+        decision = self._batch_loss.decide(whole, calls, shares, trains=backward)
         is_whole = decision.kind == LossKind.WHOLE
         with_tail = is_whole or not decision.joins_values
-        flows = [self._flow(name, part.batch, rest, with_tail=with_tail) for part in parts]
+        flows = [self._flow(call, with_tail=with_tail) for call in calls]
         tail = None
         if with_tail:
-            flow = self._flow(name, batch, rest, with_tail=True)
-            tail = WholeTail(parts, flows, batch, flow, trains=is_whole or not backward)
+            tail = WholeTail(whole, self._flow(whole, with_tail=True), flows, shares, trains=is_whole or not backward)
         return PipelineStep(
             stages=self._stages,
-            name=name,
-            parts=parts,
-            rest=rest,
+            parts=calls,
             flows=flows,
             tail=tail,
             decision=decision,
@@ -217,16 +214,16 @@ class PipelineEngine:
         self._recorder = None
         return Timeline(name=self._plan.schedule, planned=self._planned, measured=tuple(measured))
 
-    def _flow(self, name: str, batch: Any, rest: Sequence[Any], *, with_tail: bool) -> StageFlow:
+    def _flow(self, call: StepCall, *, with_tail: bool) -> StageFlow:
         def cut_anew() -> StageFlow:
-            stages = self._plan.stages_of_calls
-            flow = cut(self._traces(name, batch, rest), stages, self._plan.num_stages, with_tail=with_tail)
+            trace, stages = self._traces.trace(call), self._plan.stages_of_calls
+            flow = cut(trace, stages, self._plan.num_stages, with_tail=with_tail)
             check_gradients(flow)
             return flow
 
-        return cached(self._flows, (with_tail, self._traces.key(name, batch)), cut_anew)
+        return cached(self._flows, (with_tail, call.kind), cut_anew)
 
-    def _schedule(self, keys: Sequence[Hashable], step: PipelineStep) -> Schedule:
+    def _schedule(self, step: PipelineStep) -> Schedule:
         forwards_first = step.tail is not None and step.tail.trains
         make = partial(
             Schedule,
@@ -240,4 +237,5 @@ class PipelineEngine:
             backward=step.backward,
             forwards_first=forwards_first,
         )
-        return cached(self._schedules, (step.backward, step.tail is None, forwards_first, *keys), make)
+        kinds = tuple(part.kind for part in step.parts)
+        return cached(self._schedules, (step.backward, step.tail is None, forwards_first, kinds), make)

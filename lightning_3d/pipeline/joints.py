@@ -8,31 +8,36 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import StepError
+from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.trace.ghost import TensorMeta
 
 
 class Joint:
-    """How the tensors that the microbatches send make up that of the batch.
+    """How a tensor of each microbatch makes up one of the batch.
+
+    Args:
+        shares: The microbatches' shares of the samples.
 
     Raises:
-        StepError: they don't.
+        ValueError: they don't.
     """
 
-    def __init__(self, whole: TensorMeta, parts: Sequence[TensorMeta], weights: Sequence[float]) -> None:
-        self._weights = weights
+    def __init__(self, whole: TensorMeta, parts: Sequence[TensorMeta], shares: Sequence[float]) -> None:
+        self._shares = shares
         shapes = [part.shape for part in parts]
+        problem = f"shapes {shapes} for the microbatches, which don't make up the {whole.shape} for the whole batch"
         if any(len(shape) != len(whole.shape) for shape in shapes):
-            raise _unjoinable(whole, shapes)
+            raise ValueError(problem)
         grown = [dim for dim, size in enumerate(whole.shape) if any(shape[dim] != size for shape in shapes)]
         self._dim = grown[0] if grown else None
         self._sizes = [shape[grown[0]] if grown else 0 for shape in shapes]
         if len(grown) > 1 or (grown and sum(self._sizes) != whole.shape[grown[0]]):
-            raise _unjoinable(whole, shapes)
+            raise ValueError(problem)
 
     @property
     def is_constant(self) -> bool:
         """Whether there are several parts, and their shapes do not depend on the samples."""
-        return self._dim is None and len(self._weights) > 1
+        return self._dim is None and len(self._shares) > 1
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Along the dimension of the samples; the mean of what has none, such as a loss of a block's own."""
@@ -40,7 +45,7 @@ class Joint:
             return torch.cat(list(parts), self._dim)
         if not parts[0].is_floating_point():
             return parts[0].clone()
-        return torch.stack([part * weight for part, weight in zip(parts, self._weights, strict=True)]).sum(0)
+        return torch.stack([part * share for part, share in zip(parts, self._shares, strict=True)]).sum(0)
 
     def split(self, gradient: Tensor | None) -> list[Tensor | None]:
         """The gradients of the parts, from that of the whole."""
@@ -48,12 +53,26 @@ class Joint:
             return [None] * len(self._sizes)
         if self._dim is not None:
             return list(gradient.split(self._sizes, self._dim))
-        return [gradient * weight for weight in self._weights]
+        return [gradient * share for share in self._shares]
 
 
-def _unjoinable(whole: TensorMeta, shapes: Sequence[tuple[int, ...]]) -> StepError:
-    return StepError(
-        f"Blocks give tensors of shapes {shapes} for the microbatches, which don't make up the one of shape"
-        f" {whole.shape} that they give for the whole batch, so its loss can't be computed. Let one dimension of what"
-        " they return be the samples, or set pipeline.loss='mean' or 'sum'."
-    )
+def received_joints(stage: int, whole: StageFlow, parts: Sequence[StageFlow], shares: Sequence[float]) -> list[Joint]:
+    """How the tensors that a stage receives for the microbatches make up those for the whole batch.
+
+    Raises:
+        StepError: they don't.
+    """
+    names = [call.name for call in whole.trace.calls]
+    if any([call.name for call in part.trace.calls] != names for part in parts):
+        raise StepError(
+            "The step makes other calls for the whole batch than for its microbatches, so the loss of the whole batch"
+            " can't be computed from what the blocks gave. Set pipeline.loss='mean' or 'sum'."
+        )
+    columns = zip(*(flow.metas(flow.received(stage)) for flow in (whole, *parts)), strict=True)
+    try:
+        return [Joint(of_whole, of_parts, shares) for of_whole, *of_parts in columns]
+    except ValueError as error:
+        raise StepError(
+            f"Blocks give tensors of {error}, so its loss can't be computed. Let one dimension of what they return be"
+            " the samples, or set pipeline.loss='mean' or 'sum'."
+        ) from error

@@ -6,9 +6,9 @@ gradients are compared; also for batches whose data are mixed. Nothing of it is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,13 @@ from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.evidence import Number
 from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.pipeline.joints import Joint
+from lightning_3d.pipeline.isolation import isolated
+from lightning_3d.pipeline.joints import Joint, received_joints
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
 from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
-from lightning_3d.pipeline.tail_runs import TAIL, TailRun, TailRuns, random_like
-from lightning_3d.pipeline.traces import Traces
-from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.torch_internals.lightning_helpers import random_states_kept
-from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.pipeline.tail_runs import TAIL, TailRun, TailRuns
+from lightning_3d.pipeline.traces import StepCall, Traces
+from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.zero.engine import RankModule
 from lightning_3d.zero.master_weights import is_half
@@ -114,45 +113,41 @@ class LossStudy:
         traces: Traces,
         device: torch.device,
     ) -> None:
-        self._module, self._device = module, device
+        self._module, self._traces, self._device = module, traces, device
         self._trials = _Trials()
         self._effects = StepEffects(module, router, joiner=self._trials)
         self._runs = TailRuns(module, rank_module, router, self._effects, traces)
         self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
         self._distrusted: set[str] = set()
 
-    def find(self, name: str, batch: Any, rest: Sequence[Any], *, size: int, trains: bool) -> LossFound:
-        """Study ``module.<name>(batch, *rest)``.
+    def find(self, call: StepCall, *, size: int, trains: bool) -> LossFound:
+        """Study a step.
 
         Args:
             size: Samples in its smallest microbatch, of which there are two at least.
             trains: Whether its loss is differentiated.
         """
-        example = samples_of(batch, 0, 2 * size)
+        example = samples_of(call.batch, 0, 2 * size)
         try:
-            ends = (0, size), (size, 2 * size), (0, 2 * size)
-            self._trace(name, [samples_of(batch, *of_part) for of_part in ends], rest)
-            with self._isolated():
-                return self._find(name, example, rest, size, trains=trains)
+            self._trace(self._halves(call, example))
+            with isolated(self._module, self._effects):
+                return self._find(call, example, trains=trains)
         except Exception as error:
             return LossFound(kind=LossKind.MEAN, failure=f"{type(error).__name__}: {error}")
 
-    def weights(
-        self, name: str, parts: Sequence[Any], batch: Any, rest: Sequence[Any], found: LossFound
-    ) -> list[float]:
+    def weights(self, whole: StepCall, parts: Sequence[StepCall], found: LossFound) -> list[float]:
         """The weights of the losses of a batch's parts.
 
         Raises:
             StepError: there are none.
         """
-        sizes = [batch_size(part) for part in parts]
-        shares = [size / sum(sizes) for size in sizes]
-        shown = self._shown(name, parts, rest, found)
+        name, shares = whole.name, _shares_of_samples(parts)
+        shown = self._shown(parts, found)
         if shown is not None and (name in self._trusted or _are_close(shown, shares, _EXACT)):
             return shown
-        self._trace(name, (*parts, batch), rest)
-        with self._isolated():
-            compared = self._compare(name, parts, batch, rest, 0, trains=True)
+        self._trace((*parts, whole))
+        with isolated(self._module, self._effects):
+            compared = self._compare(whole, parts, seed=0, trains=True)
         if not compared.is_finite:
             return shares  # it is no number in one process, too
         if compared.weights is None:
@@ -165,46 +160,46 @@ class LossStudy:
             (self._trusted if is_right else self._distrusted).add(name)
         return compared.weights
 
-    def _shown(self, name: str, parts: Sequence[Any], rest: Sequence[Any], found: LossFound) -> list[float] | None:
+    def _shown(self, parts: Sequence[StepCall], found: LossFound) -> list[float] | None:
         """The parts' shares in what their losses are divided by, if that tells their weights."""
-        if found.denominator is None or name in self._distrusted:
+        if found.denominator is None or parts[0].name in self._distrusted:
             return None
-        flows = self._trace(name, parts, rest)
-        with self._isolated():
-            pairs = zip(parts, flows, strict=True)
-            of_parts = [self._runs.denominators(name, part, rest, flow) for part, flow in pairs]
+        self._trace(parts)
+        with isolated(self._module, self._effects):
+            of_parts = [self._runs.denominators(part) for part in parts]
         return _shares(of_parts, found.denominator)
 
-    def _trace(self, name: str, batches: Sequence[Any], rest: Sequence[Any]) -> list[StageFlow]:
+    def _trace(self, calls: Sequence[StepCall]) -> None:
         """Trace steps, apart from what is done with them."""
-        return [self._runs.flow(name, batch, rest) for batch in batches]
+        for call in calls:
+            self._runs.flow(call)
 
-    @contextmanager
-    def _isolated(self) -> Iterator[None]:
-        alone = attributes_replaced(self._module, {"all_gather": _refuse})
-        with random_states_kept(), alone, self._effects.begin(0):
-            yield
+    def _halves(self, call: StepCall, batch: Any) -> list[StepCall]:
+        """The same call on the halves of another batch, and on the whole of it."""
+        size = batch_size(batch)
+        ends = (0, size // 2), (size // 2, size), (0, size)
+        return self._traces.calls(call.name, [samples_of(batch, *of_part) for of_part in ends], call.rest)
 
-    def _find(self, name: str, example: Any, rest: Sequence[Any], size: int, *, trains: bool) -> LossFound:
+    def _find(self, call: StepCall, example: Any, *, trains: bool) -> LossFound:
         self._trials.fits = {}
         compared: list[_Comparison] = []
         for draw in range(2 * _NUM_DRAWS):
-            batch = example if draw < _NUM_DRAWS else _mixed(example, draw)
-            parts = [samples_of(batch, *ends) for ends in ((0, size), (size, 2 * size))]
+            is_mixed = draw >= _NUM_DRAWS
+            *parts, whole = self._halves(call, _mixed(example, draw) if is_mixed else example)
             try:
-                comparison = self._compare(name, parts, batch, rest, draw, trains=trains)
+                comparison = self._compare(whole, parts, seed=draw, trains=trains, is_mixed=is_mixed)
             except Exception:
-                if draw < _NUM_DRAWS:
+                if not is_mixed:
                     raise
                 continue  # the step does not take such data
             if comparison.is_finite:  # else no label may be valid in both parts
-                compared.append(replace(comparison, is_mixed=draw >= _NUM_DRAWS))
-                self._learn(name, comparison)
+                compared.append(comparison)
+                self._learn(call.name, comparison)
         if not compared:
             raise StepError("the loss is not finite")
         denominators = set.intersection(*(comparison.denominators for comparison in compared))
         if denominators and any(comparison.tells_apart for comparison in compared):
-            self._trusted.add(name)
+            self._trusted.add(call.name)
         return LossFound(
             kind=_kind(compared, denominators) if trains else LossKind.MEAN,
             averages={value: min(hows, key=_PREFERRED.index) for value, hows in self._trials.fits.items() if hows},
@@ -213,32 +208,29 @@ class LossStudy:
         )
 
     def _compare(
-        self, name: str, parts: Sequence[Any], batch: Any, rest: Sequence[Any], seed: int, *, trains: bool
+        self, whole: StepCall, parts: Sequence[StepCall], *, seed: int, trains: bool, is_mixed: bool = False
     ) -> _Comparison:
-        sizes = [batch_size(part) for part in parts]
-        shares = [size / sum(sizes) for size in sizes]
-        *flows, flow = self._trace(name, (*parts, batch), rest)
-        metas = [of_part.metas(of_part.received(TAIL)) for of_part in flows]
-        whole = flow.metas(flow.received(TAIL))
-        joints = [Joint(of_whole, of_parts, shares) for of_whole, *of_parts in zip(whole, *metas, strict=True)]
-        given = [
-            random_like(of_part, seed=(1 + i) * 2 * _NUM_DRAWS + seed, below=1 / (1 + (i + seed) % 2))
-            for i, of_part in enumerate(metas)
-        ]
+        shares = _shares_of_samples(parts)
+        *flows, flow = [self._runs.flow(call) for call in (*parts, whole)]
+        joints = received_joints(TAIL, flow, flows, shares)
+        given = [_random_outputs(of_part.metas(of_part.received(TAIL)), seed, i) for i, of_part in enumerate(flows)]
         joined = []
         for joint, of_parts in zip(joints, zip(*given, strict=True), strict=True):
             tensor = joint.join([tensor.detach() for tensor in of_parts])
             joined.append(tensor.requires_grad_(of_parts[0].requires_grad))
         draws, runs = Draws(shares), []
-        for i, (part, of_part) in enumerate(zip(parts, flows, strict=True)):
-            draw = partial(draws.note, i)
-            runs.append(self._runs.run(name, part, rest, of_part, given[i], index=i, draw=draw, trains=trains))
-        run = self._runs.run(name, batch, rest, flow, joined, index=len(parts), draw=draws.repeat, trains=trains)
+        for i, (part, of_part) in enumerate(zip(parts, given, strict=True)):
+            runs.append(self._runs.run(part, of_part, index=i, draw=partial(draws.note, i), trains=trains))
+        run = self._runs.run(whole, joined, index=len(parts), draw=draws.repeat, trains=trains)
         is_autocast = torch.is_autocast_enabled(self._device.type)
         rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in joined))
-        weights = _weights(run, runs, joints, rtol) if trains else None
         return _Comparison(
-            parts=runs, whole=run, weights=weights, sizes=[*sizes, sum(sizes)], rtol=rtol, is_mixed=False
+            parts=runs,
+            whole=run,
+            weights=_weights(run, runs, joints, rtol) if trains else None,
+            sizes=[*(part.size for part in parts), whole.size],
+            rtol=rtol,
+            is_mixed=is_mixed,
         )
 
     def _learn(self, name: str, compared: _Comparison) -> None:
@@ -250,9 +242,21 @@ class LossStudy:
             self._trials.join(outputs, compared.sizes, f"what {name} returned")
 
 
-def _refuse(*args: Any, **kwargs: Any) -> None:
-    """In place of ``self.all_gather``: other replicas do not run the step once more."""
-    raise StepError("a step that communicates can't be studied")
+def _shares_of_samples(parts: Sequence[StepCall]) -> list[float]:
+    sizes = [part.size for part in parts]
+    return [size / sum(sizes) for size in sizes]
+
+
+def _random_outputs(metas: Sequence[TensorMeta], seed: int, part: int) -> list[Tensor]:
+    """Random outputs of blocks for a part of a batch, greater ones for one part than for the other."""
+    tensors = []
+    for position, meta in enumerate(metas):
+        seed_of_tensor = ((1 + part) * 2 * _NUM_DRAWS + seed) * len(metas) + position
+        tensor = meta.random(torch.Generator(meta.device).manual_seed(seed_of_tensor))
+        if tensor.is_floating_point():
+            tensor /= 1 + (part + seed) % 2
+        tensors.append(tensor.requires_grad_(meta.requires_grad))
+    return tensors
 
 
 def _kind(compared: Sequence[_Comparison], denominators: set[int]) -> LossKind:

@@ -72,7 +72,7 @@ class Schedule:
         device: torch.device,
         group: dist.ProcessGroup,
         backward: bool,
-        forwards_first: bool = False,
+        forwards_first: bool,
     ) -> None:
         num_microbatches, num_ranks, num_stages = len(flows), max(stage_ranks) + 1, len(stage_ranks)
         modules = [_StageModule(module, stage, splits_backward=name in _SPLITTING) for stage in stages]

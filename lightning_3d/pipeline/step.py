@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,17 +13,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.pipeline.anomaly import StepWatch
+from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
 from lightning_3d.pipeline.batch_loss import Decision
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
-from lightning_3d.pipeline.microbatches import Microbatch, batch_size
 from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
+from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.pipeline.whole_tail import WholeTail, loss_to_come
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
+from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.zero.engine import RankModule
 
@@ -61,13 +61,10 @@ class PipelineStep:
     """A step of the user's module."""
 
     stages: Stages
-    name: str
-    """``"training_step"``, ``"validation_step"``, ..."""
-    parts: Sequence[Microbatch]
-    rest: Sequence[Any]
-    """Its further arguments."""
+    parts: Sequence[StepCall]
+    """Its calls on the microbatches."""
     flows: Sequence[StageFlow]
-    """Cut traces of the microbatches."""
+    """Their cut traces."""
     tail: WholeTail | None
     """The code that no block depends on, where it runs on the whole batch."""
     decision: Decision
@@ -81,15 +78,15 @@ class PipelineStep:
 
     def forward(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a microbatch on a stage; returns the tensors to send, or the weighted loss on the last stage."""
-        part, flow, tail = self.parts[index], self.flows[index], self.tail
+        part, flow, tail, weight = self.parts[index], self.flows[index], self.tail, self.decision.weights[index]
         if stage < self.stages.last:
-            return self._run(stage, index, part, flow, received)
+            return self._sent(stage, index, part, flow, received)
         if tail is None:
-            return self._run(stage, index, part, flow, received, weight=self.decision.weights[index])
-        sent = self._run(stage, index, part, flow, received)
+            return self._loss(stage, index, part, flow, received, weight)
+        sent = self._sent(stage, index, part, flow, received)
         is_last = tail.take(index, sent)
         if not tail.trains:
-            return self._run(tail.stage, index, part, flow, sent, weight=self.decision.weights[index])
+            return self._loss(tail.stage, index, part, flow, sent, weight)
         if is_last:
             self._run_tail(tail)
         return loss_to_come(sent, partial(tail.gradients, index)) if self.backward else ()
@@ -101,52 +98,51 @@ class PipelineStep:
                 self._run_tail(self.tail)
 
     def _run_tail(self, tail: WholeTail) -> None:
-        loss = self._run(tail.stage, 0, tail.microbatch, tail.flow, tail.received(), weight=1.0)
+        loss = self._loss(tail.stage, 0, tail.call, tail.flow, tail.received(), weight=1.0)
         if self.backward and tail.trains:
             loss.backward()
             tail.end_backward()
 
-    def _run(
-        self,
-        stage: int,
-        index: int,
-        part: Microbatch,
-        flow: StageFlow,
-        received: tuple[Tensor, ...],
-        *,
-        weight: float | None = None,
-    ) -> Any:
-        """Run a stage or the tail; where that ends the step, its loss counts with a weight."""
-        watched: Any = nullcontext()
-        if self.watch is not None and torch.is_grad_enabled():
-            watched = self.watch.microbatch(min(stage, self.stages.last), index, len(self.parts))
-        with watched as watch:
-            output = self.stages.rank_module(partial(self._run_stage, stage, index, part, flow), *received)
-        if weight is not None:
-            output = self._weighted(output, weight) if self.backward and torch.is_grad_enabled() else ()
+    def _sent(
+        self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Run a stage that sends tensors on."""
+        with self._watched(stage, index) as watch:
+            sent: tuple[Tensor, ...] = self._run(stage, index, part, flow, received)
         if watch is not None:
-            if weight is not None:
-                watch.see_loss(output)
-            watch.see_backward(tree_leaves(output))
-        if weight is not None and self.backward and self.loss_scale != 1.0 and torch.is_grad_enabled():
-            return output.float() * self.loss_scale
-        return output
+            watch.see_backward(sent)
+        return sent
 
-    def _weighted(self, output: Any, weight: float) -> Tensor:
-        loss = check_loss(output).reshape(())
-        if weight:
-            return loss * weight
-        return torch.zeros_like(loss, requires_grad=True)  # it may be no number, where no label is valid
+    def _loss(
+        self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor], weight: float
+    ) -> Any:
+        """Run the stage, or the tail, that ends the step; returns its loss times a weight if it is differentiated."""
+        with self._watched(stage, index) as watch:
+            output = self._run(stage, index, part, flow, received)
+        if not (self.backward and torch.is_grad_enabled()):
+            return ()
+        loss = _weighted(check_loss(output).reshape(()), weight)
+        if watch is not None:
+            watch.see_loss(loss)
+            watch.see_backward([loss])
+        return loss if self.loss_scale == 1.0 else loss.float() * self.loss_scale
 
-    def _run_stage(self, stage: int, index: int, part: Microbatch, flow: StageFlow, *received: Tensor) -> Any:
-        counts = self.tail is None or part is self.tail.microbatch
+    def _watched(self, stage: int, index: int) -> AbstractContextManager[MicrobatchWatch | None]:
+        if self.watch is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return self.watch.microbatch(min(stage, self.stages.last), index, len(self.parts))
+
+    def _run(self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor]) -> Any:
+        return self.stages.rank_module(partial(self._run_inside, stage, index, part, flow), *received)
+
+    def _run_inside(self, stage: int, index: int, part: StepCall, flow: StageFlow, *received: Tensor) -> Any:
+        counts = self.tail is None or part is self.tail.call
         is_end = stage == flow.num_stages - 1
         place = Place(stage=stage, microbatch=index, is_last=is_end and counts)
         effects = self.stages.effects
 
         def call() -> Any:
-            output = getattr(self.stages.module, self.name)(part.batch, *self.rest)
-            return output, effects.collect(place)
+            return part.run(self.stages.module), effects.collect(place)
 
         randomness = partial(self.stages.randomness.block, self.number, index)
         run = StageRun(self.stages.router, flow, stage, received, randomness, self._draw(stage, index))
@@ -173,7 +169,7 @@ class PipelineStep:
             raise self.decision.problem
         joiner, own = self.stages.joiner, self.stages.own
         joiner.averages, joiner.loss_weights = self.decision.found.averages, self.decision.weights
-        sizes = [batch_size(part.batch) for part in self.parts]
+        sizes = [part.size for part in self.parts]
         end = self.stages.last if self.tail is None else self.tail.stage
         stages = own if self.stages.effects.act_in_blocks else [stage for stage in own if stage == end]
         reports = [self._report(stage, sizes, is_end=stage == end) for stage in stages]
@@ -185,6 +181,12 @@ class PipelineStep:
         output = None
         if is_end:
             outputs = [self.outputs[i] for i in range(len(sizes))]
-            output = self.stages.joiner.join(outputs, sizes, f"what {self.name} returned")
+            output = self.stages.joiner.join(outputs, sizes, f"what {self.parts[0].name} returned")
         effects = self.stages.effects.join(stage, sizes, is_last=is_end)
         return StageReport(stage=stage, output=output, effects=effects)
+
+
+def _weighted(loss: Tensor, weight: float) -> Tensor:
+    if weight:
+        return loss * weight
+    return torch.zeros_like(loss, requires_grad=True)  # it may be no number, where no label is valid

@@ -21,13 +21,12 @@ from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.pipeline.microbatches import batch_size, leaves_of, samples_of, signature
+from lightning_3d.pipeline.isolation import isolated
+from lightning_3d.pipeline.microbatches import leaves_of, samples_of
 from lightning_3d.pipeline.stage_run import StageRun
+from lightning_3d.pipeline.traces import StepCall, Traces
 from lightning_3d.planning.stage_flow import cut
-from lightning_3d.torch_internals.lightning_helpers import random_states_kept
-from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only, tree_unflatten
-from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
 from lightning_3d.trace.trace import Result, Trace, TracedCall
@@ -44,7 +43,7 @@ class Study:
         self._module, self._router, self._joiner = module, router, joiner
         self._effects = StepEffects(module, router, joiner=joiner)
         self._num_studies: Counter[str] = Counter()  # by name of the step
-        self._tracing = StepTracing(module, router, self._effects, device)
+        self._traces = Traces(module, StepTracing(module, router, self._effects, device))
 
     def learn(self, name: str, batch: Any, rest: Sequence[Any], *, size: int) -> None:
         """Run ``module.<name>(batch, *rest)`` on parts of a batch; if it fails on random numbers, nothing is learned.
@@ -60,36 +59,29 @@ class Study:
         self._num_studies[name] += 1
         parts = [samples_of(batch, *ends) for ends in ((0, size), (size, 2 * size), (0, 2 * size))]
         with suppress(Exception), self._joiner.averaging_by_samples():
-            traces = {signature(part): self._tracing(name, part, rest) for part in parts}
-            drawn = [(part, traces[signature(part)]) for part in parts] * _NUM_DRAWS
-            alone = attributes_replaced(self._module, {"all_gather": _refuse})
-            with random_states_kept(), torch.no_grad(), alone, self._effects.begin(0):
-                outputs = [self._run(name, *example, rest, index) for index, example in enumerate(drawn)]
-            sizes = [batch_size(part) for part, _ in drawn]
+            calls = self._traces.calls(name, parts, rest)
+            drawn = [(call, self._traces.trace(call)) for call in calls] * _NUM_DRAWS
+            with isolated(self._module, self._effects), torch.no_grad():
+                outputs = [self._run(*example, index) for index, example in enumerate(drawn)]
+            sizes = [call.size for call, _ in drawn]
             self._effects.study(0, sizes)
             with suppress(StepError):
                 self._joiner.join(outputs, sizes, f"what {name} returned")
 
-    def _run(self, name: str, batch: Any, trace: Trace, rest: Sequence[Any], index: int) -> Any:
-        from_data = _FromData([leaf for _, leaf in leaves_of(batch)])
+    def _run(self, call: StepCall, trace: Trace, index: int) -> Any:
+        from_data = _FromData([leaf for _, leaf in leaves_of(call.batch)])
         run = _BlocksAtRandom(self._router, trace, from_data)
         place = Place(stage=0, microbatch=index, is_last=True)
 
         def step() -> Any:
             with from_data:
-                output = getattr(self._module, name)(batch, *rest)
+                output = call.run(self._module)
             return output, self._effects.collect(place)
 
-        sides = [(call.name, call.side) for call in trace.block_calls]
-        with self._effects.microbatch(place), attributes_kept(self._router.blocks, sides):
+        with self._effects.microbatch(place), attributes_kept(self._router.blocks, trace.sides):
             output, found = tree_map(from_data.made_random, run.run(step))
             self._effects.keep(place, found)
         return tree_map_only(Tensor, Tensor.detach, output)
-
-
-def _refuse(*args: Any, **kwargs: Any) -> None:
-    """In place of ``self.all_gather``: other replicas do not run the step once more."""
-    raise StepError("a step that communicates can't be studied")
 
 
 class _BlocksAtRandom(StageRun):
@@ -107,7 +99,10 @@ class _BlocksAtRandom(StageRun):
 
     def _outputs(self, call: TracedCall, values: list[Any]) -> Any:
         def make(position: int, result: Result) -> Any:
-            return result.constant if result.tensor is None else _random(self._tensors[result.tensor])
+            if result.tensor is None:
+                return result.constant
+            meta = self._tensors[result.tensor]
+            return meta.random().requires_grad_(meta.requires_grad)
 
         outputs = call.answer(values, make)
         self._from_data.note(outputs)
@@ -148,10 +143,3 @@ class _FromData(TorchFunctionMode):
         if leaf.is_floating_point() or leaf.is_complex():
             return torch.rand_like(leaf.detach())
         return torch.randint_like(leaf, 1, min(torch.iinfo(leaf.dtype).max, 1 << 30))
-
-
-def _random(meta: TensorMeta) -> Tensor:
-    """Numbers between 0 and 1, which probabilities, variances and the like are too; zeros for integers."""
-    if not meta.dtype.is_floating_point:
-        return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-    return torch.rand(meta.shape, dtype=meta.dtype, device=meta.device).requires_grad_(meta.requires_grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,13 +22,13 @@ from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.pipeline.stage_run import Draw, StageRun
-from lightning_3d.pipeline.traces import Traces, cached
+from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.planning.stage_gradients import check_gradients
-from lightning_3d.trace.ghost import Ghost, TensorMeta
+from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
-from lightning_3d.trace.trace import TracedCall
+from lightning_3d.trace.trace import Trace, TracedCall
 from lightning_3d.zero.engine import RankModule
 
 TAIL = 1
@@ -69,18 +69,16 @@ class TailRuns:
         self._traces = traces
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
 
-    def flow(self, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
-        """The trace of ``module.<name>(batch, *rest)``, cut before the code after the blocks.
+    def flow(self, call: StepCall) -> StageFlow:
+        """The trace of a call, cut before the code after the blocks.
 
         Raises:
             StepError: that code draws random numbers.
             TraceError: it differentiates what the blocks do, or changes in place what they gave.
         """
-        make = partial(self._cut, name, batch, rest)
-        return cached(self._flows, self._traces.key(name, batch), make)
+        return cached(self._flows, call.kind, lambda: self._cut(self._traces.trace(call)))
 
-    def _cut(self, name: str, batch: Any, rest: Sequence[Any]) -> StageFlow:
-        trace = self._traces(name, batch, rest)
+    def _cut(self, trace: Trace) -> StageFlow:
         flow = cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True)
         check_gradients(flow)
         stages = zip(trace.calls, flow.call_stages, strict=True)
@@ -90,10 +88,7 @@ class TailRuns:
 
     def run(
         self,
-        name: str,
-        batch: Any,
-        rest: Sequence[Any],
-        flow: StageFlow,
+        call: StepCall,
         received: Sequence[Tensor],
         *,
         index: int,
@@ -106,13 +101,13 @@ class TailRuns:
             index: Number of the run, for the effects.
             trains: Whether to differentiate the loss.
         """
-        place = Place(stage=0, microbatch=index, is_last=True)
-        run = _WatchedTail(self._router, flow, TAIL, received, lambda call: nullcontext(), draw)
+        place, flow = Place(stage=0, microbatch=index, is_last=True), self.flow(call)
+        run = _WatchedTail(self._router, flow, TAIL, received, lambda _: nullcontext(), draw)
 
         def step() -> Any:
-            return getattr(self._module, name)(batch, *rest), self._effects.collect(place)
+            return call.run(self._module), self._effects.collect(place)
 
-        with self._effects.microbatch(place), self._attributes_kept(flow):
+        with self._effects.microbatch(place), attributes_kept(self._router.blocks, flow.trace.sides):
             output, found = self._rank_module(partial(run.run, step))
             self._effects.keep(place, found)
         trained = [tensor for tensor in received if tensor.requires_grad] if trains else []
@@ -130,32 +125,17 @@ class TailRuns:
             of_parameters=list(of_trained),
         )
 
-    def _attributes_kept(self, flow: StageFlow) -> AbstractContextManager[None]:
-        return attributes_kept(self._router.blocks, [(call.name, call.side) for call in flow.trace.block_calls])
-
-    def denominators(self, name: str, batch: Any, rest: Sequence[Any], flow: StageFlow) -> list[float]:
+    def denominators(self, call: StepCall) -> list[float]:
         """By what data of the batch the loss may be divided: the weights of the labels in a mean of ``cross_entropy``
         or ``nll_loss``, and scalars. Nothing is computed of what blocks give.
         """
-        place = Place(stage=0, microbatch=0, is_last=True)
+        place, flow = Place(stage=0, microbatch=0, is_last=True), self.flow(call)
         ghosts = [Ghost(meta) for meta in flow.metas(flow.received(TAIL))]
-        run = _GhostTail(self._router, flow, TAIL, ghosts, lambda call: nullcontext())
-        with self._effects.microbatch(place), self._attributes_kept(flow), run:
-            getattr(self._module, name)(batch, *rest)
+        run = _GhostTail(self._router, flow, TAIL, ghosts, lambda _: nullcontext())
+        kept = attributes_kept(self._router.blocks, flow.trace.sides)
+        with self._effects.microbatch(place), kept, run:
+            call.run(self._module)
         return run.denominators
-
-
-def random_like(metas: Sequence[TensorMeta], *, seed: int, below: float) -> list[Tensor]:
-    """Numbers between 0 and ``below``, at most 1, as probabilities and variances are too; zeros for integers."""
-    tensors = []
-    for position, meta in enumerate(metas):
-        if not meta.dtype.is_floating_point:
-            tensors.append(torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device))
-            continue
-        generator = torch.Generator(meta.device).manual_seed(seed * len(metas) + position)
-        tensor = torch.rand(meta.shape, dtype=meta.dtype, device=meta.device, generator=generator)
-        tensors.append((tensor * below).requires_grad_(meta.requires_grad))
-    return tensors
 
 
 def _scalars_of_batch(func: Call, args: Sequence[Any]) -> list[float]:

@@ -1,21 +1,44 @@
-"""Traces of a module's steps, kept by kind of batch."""
+"""Calls of a module's steps, and their traces, kept by kind of call."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from lightning_3d.pipeline.microbatches import signature
+from lightning_3d.pipeline.microbatches import batch_size, signature
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.tracer import StepTracing
 
 T = TypeVar("T")
 
 _MAX_CACHED = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCall:
+    """A call of a step of the user's module, on a batch or a part of it."""
+
+    name: str
+    """``"training_step"``, ``"validation_step"``, ..."""
+    batch: Any
+    rest: Sequence[Any]
+    """Its further arguments."""
+    kind: Hashable
+    """All that its trace depends on."""
+
+    @property
+    def size(self) -> int:
+        """Samples in the batch."""
+        return batch_size(self.batch)
+
+    def run(self, module: nn.Module) -> Any:
+        """Call it."""
+        return getattr(module, self.name)(self.batch, *self.rest)
 
 
 class Traces:
@@ -25,15 +48,16 @@ class Traces:
         self._module, self._tracing = module, tracing
         self._known: OrderedDict[Hashable, Trace] = OrderedDict()
 
-    def key(self, name: str, batch: Any) -> Hashable:
-        """All that the trace of ``module.<name>(batch, ...)`` depends on."""
+    def calls(self, name: str, batches: Sequence[Any], rest: Sequence[Any]) -> list[StepCall]:
+        """The calls ``module.<name>(batch, *rest)``, as the module is now."""
         # What is frozen may change while training.
         trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
-        return name, self._module.training, torch.is_grad_enabled(), trainable, signature(batch)
+        state = name, self._module.training, torch.is_grad_enabled(), trainable
+        return [StepCall(name=name, batch=batch, rest=rest, kind=(*state, signature(batch))) for batch in batches]
 
-    def __call__(self, name: str, batch: Any, rest: Sequence[Any]) -> Trace:
-        """Trace ``module.<name>(batch, *rest)``."""
-        return cached(self._known, self.key(name, batch), lambda: self._tracing(name, batch, rest))
+    def trace(self, call: StepCall) -> Trace:
+        """The trace of such a call."""
+        return cached(self._known, call.kind, lambda: self._tracing(call.name, call.batch, call.rest))
 
 
 def cached(cache: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:

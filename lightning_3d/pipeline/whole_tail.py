@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import StepError
 from lightning_3d.pipeline.draws import Draws
-from lightning_3d.pipeline.joints import Joint
-from lightning_3d.pipeline.microbatches import Microbatch
+from lightning_3d.pipeline.joints import received_joints
+from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.planning.stage_flow import StageFlow
 
 
@@ -25,33 +24,22 @@ class WholeTail:
     """Hands tensors from the microbatches to the tail of a step, and their gradients back.
 
     Args:
-        parts: The microbatches.
-        flows: Theirs, cut with a tail.
-        batch: The whole batch.
-        flow: Its, likewise.
+        call: The step on the whole batch.
+        flow: Its trace, cut with a tail.
+        parts: Those of the microbatches.
+        shares: The microbatches' shares of the samples.
         trains: Whether the backward goes through the tail of the whole batch, not those of the microbatches.
     """
 
     def __init__(
-        self, parts: Sequence[Microbatch], flows: Sequence[StageFlow], batch: Any, flow: StageFlow, *, trains: bool
+        self, call: StepCall, flow: StageFlow, parts: Sequence[StageFlow], shares: Sequence[float], *, trains: bool
     ) -> None:
-        self.trains = trains
-        self.microbatch, self.flow = Microbatch(batch=batch, weight=1.0), flow
+        self.call, self.flow, self.trains = call, flow, trains
         self.stage = flow.num_stages - 1
         """Its index, after those of the pipeline's stages."""
-        names = [call.name for call in flow.trace.calls]
-        if any([call.name for call in of_part.trace.calls] != names for of_part in flows):
-            raise StepError(
-                "The step makes other calls for the whole batch than for its microbatches, so the loss of the whole"
-                " batch can't be computed from what the blocks gave. Set pipeline.loss='mean' or 'sum'."
-            )
-        metas = [f.metas(f.received(self.stage)) for f in flows]
-        self._joints = [
-            Joint(whole, of_parts, [part.weight for part in parts])
-            for whole, *of_parts in zip(flow.metas(flow.received(self.stage)), *metas, strict=True)
-        ]
+        self.draws = Draws(shares)
+        self._joints = received_joints(self.stage, flow, parts, shares)
         self._num_parts = len(parts)
-        self.draws = Draws([part.weight for part in parts])
         self._sent: dict[int, tuple[Tensor, ...]] = {}  # by microbatch
         self._requires_grad: list[bool] = []
         self._received: tuple[Tensor, ...] = ()

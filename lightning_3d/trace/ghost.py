@@ -38,6 +38,12 @@ class TensorMeta:
         """A contiguous leaf on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
 
+    def random(self, generator: torch.Generator | None = None) -> Tensor:
+        """Numbers between 0 and 1, which probabilities, variances and the like are too; zeros for integers."""
+        if not self.dtype.is_floating_point:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return torch.rand(self.shape, dtype=self.dtype, device=self.device, generator=generator)
+
 
 class Ghost(Tensor):
     """A tensor whose data lives on another pipeline stage.

@@ -106,3 +106,8 @@ class Trace:
     def block_calls(self) -> tuple[TracedCall, ...]:
         """The calls of blocks, in order."""
         return tuple(call for call in self.calls if call.is_block)
+
+    @property
+    def sides(self) -> list[tuple[str, SideOutputs]]:
+        """Name of the block and side outputs, for each call of a block."""
+        return [(call.name, call.side) for call in self.block_calls]
