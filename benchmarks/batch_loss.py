@@ -27,6 +27,7 @@ from torch import Tensor
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
+from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 
 BATCH, LENGTH, WARM_UP, STEPS, ROUNDS = 8, 128, 3, 30, 3
@@ -70,16 +71,11 @@ def measure(name: str) -> tuple[float, float, float]:
     """Seconds of the first step and of a later one, and the largest peak MiB of a process."""
     model, pipeline = CONTENDERS[name]
     clock = _Clock()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ThreeDStrategy(pipeline_parallel_size=2, pipeline={"num_microbatches": 4, **pipeline}),
-        max_steps=WARM_UP + STEPS,
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        ThreeDStrategy(pipeline_parallel_size=2, pipeline={"num_microbatches": 4, **pipeline}),
+        2,
+        WARM_UP + STEPS,
+        clock,
     )
     trainer.fit(model(), random_tokens(WARM_UP + STEPS, BATCH, LENGTH))
     peaks: list[Any] = [None] * dist.get_world_size()

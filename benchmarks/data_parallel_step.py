@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from benchmarks.models import GPT, random_tokens
+from benchmarks.quiet_trainer import quiet_trainer
 from benchmarks.rounds import Contenders, compare
 from lightning_3d import ThreeDStrategy
 
@@ -69,18 +70,7 @@ class Clock(L.Callback):
 def train(strategy: Any, num_ranks: int, model: GPT, batches: DataLoader[Any], num_warm_up: int) -> float:
     """Seconds of a step of a Trainer."""
     clock = Clock(num_warm_up)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=strategy,
-        max_steps=len(batches),
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = quiet_trainer(strategy, num_ranks, len(batches), clock, use_distributed_sampler=False)
     trainer.fit(model, batches)
     return clock.seconds()
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.launch import run_ranks
+from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 from lightning_3d.callbacks.timeline import ScheduleTimeline
 from lightning_3d.pipeline.spans import Timeline, idle_share
@@ -76,19 +77,14 @@ def measure(schedule: str, num_microbatches: int) -> Timeline | None:
     """One step of a schedule."""
     num_stages = RANKS * (1 if schedule in ("gpipe", "1f1b") else 2)
     timeline = ScheduleTimeline(f"runs/timelines/{schedule}_{num_microbatches}.png", step=1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=RANKS,
-        strategy=ThreeDStrategy(
+    trainer = quiet_trainer(
+        ThreeDStrategy(
             pipeline_parallel_size=RANKS,
             pipeline={"num_microbatches": num_microbatches, "schedule": schedule, "partition": "uniform"},
         ),
-        max_steps=2,
-        callbacks=[timeline],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        RANKS,
+        2,
+        timeline,
     )
     trainer.fit(
         SleepingModel(num_stages), DataLoader(TensorDataset(torch.ones(2 * num_microbatches, 8)), num_microbatches)

@@ -23,6 +23,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
+from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 
 BATCH, LENGTH, MICROBATCHES, WARM_UP, STEPS = 8, 128, 4, 5, 100
@@ -78,16 +79,11 @@ class Alternate(L.Callback):
 def measure() -> list[tuple[float, float]]:
     """Seconds of (lightning_3d, by hand) for every pair of steps."""
     alternate = Alternate()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ThreeDStrategy(pipeline_parallel_size=2, pipeline={"num_microbatches": MICROBATCHES}),
-        max_steps=WARM_UP + STEPS,
-        callbacks=[alternate],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        ThreeDStrategy(pipeline_parallel_size=2, pipeline={"num_microbatches": MICROBATCHES}),
+        2,
+        WARM_UP + STEPS,
+        alternate,
     )
     trainer.fit(GPT(), random_tokens(WARM_UP + STEPS, BATCH, LENGTH))
     return alternate.pairs[WARM_UP:]

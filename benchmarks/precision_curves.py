@@ -20,6 +20,7 @@ from rich.table import Table
 from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.launch import run_ranks
+from benchmarks.quiet_trainer import quiet_trainer
 from examples.gpt import GPT, StdlibText
 from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.config.precision import PrecisionName
@@ -56,19 +57,14 @@ def curve(precision: Any, num_steps: int, sizes: dict[str, int]) -> tuple[list[f
     seen, data = _Curve(2.0 ** FIRST_SCALE["initial_scale_power"]), StdlibText()
     scale = FIRST_SCALE if precision.startswith("16-") else {}
     L.seed_everything(1, verbose=False)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=ThreeDStrategy(**sizes, precision=scale, zero={"show_gradients": False}),  # type: ignore[arg-type]
+    trainer = quiet_trainer(
+        ThreeDStrategy(**sizes, precision=scale, zero={"show_gradients": False}),
+        num_ranks,
+        num_steps,
+        seen,
         plugins=[ThreeDPrecision(precision)],
-        max_steps=num_steps,
         gradient_clip_val=1.0,
-        callbacks=[seen],
         limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     data.setup("fit")

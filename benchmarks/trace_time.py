@@ -12,13 +12,13 @@ import statistics
 import time
 from typing import Any
 
-import lightning as L
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
+from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
@@ -60,15 +60,8 @@ def trace_seconds() -> list[float]:
 
 def count_traces() -> int:
     """Traces that a run of ``STEPS`` steps with one batch signature makes on a rank: each runs the step once more."""
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ThreeDStrategy(pipeline_parallel_size=2, pipeline={"num_microbatches": MICROBATCHES}),
-        max_steps=STEPS,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = quiet_trainer(
+        ThreeDStrategy(pipeline_parallel_size=2, pipeline={"num_microbatches": MICROBATCHES}), 2, STEPS
     )
     model = Counting(width=32, num_layers=4)
     trainer.fit(model, random_tokens(STEPS, 4, 16))

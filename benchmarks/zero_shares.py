@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
+from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 
 BATCH, LENGTH, VOCABULARY, MIB = 2, 64, 8192, 2**20
@@ -91,17 +92,12 @@ def measure(stage: int, precision: Any) -> dict[str, float]:
     before, sent = _peak(), _Sent()
     model, num_ranks = _WeighedGPT(VOCABULARY), dist.get_world_size()
     full = 4 * sum(parameter.numel() for parameter in model.parameters())
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=ThreeDStrategy(zero={"stage": stage, "show_gradients": False}),
+    trainer = quiet_trainer(
+        ThreeDStrategy(zero={"stage": stage, "show_gradients": False}),
+        num_ranks,
+        3,
+        sent,
         precision=precision,
-        max_steps=3,
-        callbacks=[sent],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
     )
     trainer.fit(model, random_tokens(3, BATCH, LENGTH, VOCABULARY))

@@ -1,0 +1,23 @@
+"""A Trainer on CPU processes that only trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+
+def quiet_trainer(strategy: Any, num_ranks: int, num_steps: int, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
+    """Train for some steps, without logs, checkpoints, progress bar and summary."""
+    return L.Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=num_steps,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
