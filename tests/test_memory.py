@@ -1,4 +1,6 @@
-"""What a rank holds in memory while it gets its part of the model: its stage and one block, never the whole."""
+"""What a rank holds in memory while it gets its part of the model: its stage and one block, never the whole; and while
+its shards are proved, no more than in training.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,15 @@ from typing import Literal
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.planning.tensor_blocks import over_vocabulary
 from tests.workers import WorkerPools
 
-WIDTH, NUM_BLOCKS = 3200, 8
+WIDTH, NUM_BLOCKS, VOCABULARY = 3200, 8, 8192
 MIB = 2**20
 BLOCK = WIDTH * WIDTH * 4 / MIB
 SLACK = 40
@@ -56,19 +60,67 @@ class Wide(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class _Peak(L.Callback):
-    """Notes the peak of this process when the model has been set up."""
+class Head(L.LightningModule):
+    """Its logits, of 64 MiB, are larger than all else."""
 
-    peak = 0.0
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self.table(batch[0])).flatten(0, 1), batch[0].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class _Peak(L.Callback):
+    """Notes the peaks of this process until the model has been set up, and after."""
+
+    peak = in_training = 0.0
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.peak = _status("VmHWM")
+        _reset_peak()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.in_training = _status("VmHWM")
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _status(key: str) -> float:
     """A value of /proc/self/status in MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
+
+
+def _head_peaks() -> tuple[float, float, float]:
+    """MiB of the process when it starts, at its peak until ``on_fit_start``, and in training, of a sharded head."""
+    peak = _Peak()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=torch.distributed.get_world_size(),
+        strategy=ThreeDStrategy(tensor_parallel_size=2),
+        max_steps=2,
+        callbacks=[peak],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    tokens = torch.randint(VOCABULARY, (64, 64), generator=torch.Generator().manual_seed(0))
+    model = Head()
+    gc.collect()
+    _reset_peak()
+    start = _status("VmRSS")
+    trainer.fit(model, DataLoader(TensorDataset(tokens), batch_size=32))
+    strategy = trainer.strategy
+    assert isinstance(strategy, ThreeDStrategy)
+    assert {block.fqn for block in strategy.plan.blocks if over_vocabulary(block)} == {"table", "head"}
+    return start, peak.peak, peak.in_training
 
 
 def _growth(where: Where, zero: int, pp: int) -> tuple[float, float]:
@@ -88,7 +140,7 @@ def _growth(where: Where, zero: int, pp: int) -> tuple[float, float]:
     loader = DataLoader(TensorDataset(torch.randn(8, WIDTH)), batch_size=4)
     torch.manual_seed(0)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    _reset_peak()
     start = _status("VmRSS")
     if where == "init_module":
         with trainer.init_module():
@@ -119,3 +171,8 @@ def test_peak_is_the_stage_and_one_block(fresh_workers: WorkerPools, where: Wher
 def test_the_measure_sees_a_whole_copy(fresh_workers: WorkerPools) -> None:
     for growth, _ in fresh_workers(4).run(_growth, "before", 1, 4):
         assert growth >= NUM_BLOCKS * BLOCK
+
+
+def test_proof_of_a_head_takes_no_more_than_training(fresh_workers: WorkerPools) -> None:
+    for start, proving, training in fresh_workers(2).run(_head_peaks):
+        assert proving <= training, f"{start:.0f} MiB, {proving:.0f} while the head is proved, {training:.0f} in steps"

@@ -20,10 +20,14 @@ from lightning_3d.tensor.apply import apply_block
 from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only
 
 _SEED = 20_250_101
 """Seed of the random inputs: any number, the same on all ranks."""
+_CHUNK = 2**18
+"""Elements that are compared at a time, so that copies in float64 stay small."""
+_HEAD_ROWS = 64
+"""Rows of an output head that are compared: each is computed alike, and its whole logits are what is largest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +81,8 @@ def verify_block(
 
     Every rank of the tp group must call it. Both run in evaluation mode (no dropout) on the same random floating-point
     inputs; other inputs keep their values; without values booleans and the ids of an embedding table are random, other
-    integers zero. Random state and block are left as they were, and no gradient stays behind. Memory: one more copy of
-    this block, and its activations.
+    integers zero. An output head over the vocabulary is compared on few rows. Random state and block are left as they
+    were, and no gradient stays behind. Memory: one more copy of this block, and its activations.
 
     Args:
         block: Dense, with full parameters that are equal on all ranks of the tp group and on the mesh's device.
@@ -94,7 +98,10 @@ def verify_block(
     epsilons = [torch.finfo(p.dtype).eps for p in block.parameters() if p.is_floating_point()]
     limit = max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5 if tolerance is None else tolerance
     device = next((parameter.device for parameter in block.parameters()), torch.device(mesh.device_type))
-    inputs = _random_inputs((tuple(args), dict(kwargs)), device, _num_ids(block))
+    example = (tuple(args), dict(kwargs))
+    if _is_head(block, plan):
+        example = tree_map_only(Tensor, _few_rows, example)
+    inputs = _random_inputs(example, device, _num_ids(block))
     devices = [device] if device.type != "cpu" else []
     error = None
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), preserved(block):
@@ -120,9 +127,24 @@ def verify_block(
 
 def _num_ids(block: nn.Module) -> int:
     """Upper bound of integers: the rows of a block that is a plain table; elsewhere they may index anything."""
-    if not isinstance(block, nn.Embedding) or getattr(own_forward(block), "__func__", None) is not nn.Embedding.forward:
-        return 1
-    return block.num_embeddings
+    return block.num_embeddings if isinstance(block, nn.Embedding) and _runs_as(nn.Embedding, block) else 1
+
+
+def _runs_as(kind: type[nn.Module], block: nn.Module) -> bool:
+    return getattr(own_forward(block), "__func__", None) is kind.forward
+
+
+def _is_head(block: nn.Module, plan: BlockTensorPlan) -> bool:
+    return _runs_as(nn.Linear, block) and any(weight.role == "vocabulary" for weight in plan.weights)
+
+
+def _few_rows(example: Tensor) -> Tensor:
+    """A part of a linear layer's input (..., features), with as many dims."""
+    for dim in range(example.ndim - 1):
+        rows = example.shape[:-1].numel()
+        if rows > _HEAD_ROWS:
+            example = example.narrow(dim, 0, max(1, _HEAD_ROWS * example.shape[dim] // rows))
+    return example
 
 
 def _random_inputs(example: Any, device: torch.device, num_ids: int) -> Any:
@@ -228,15 +250,29 @@ def _relative(expected: _Values, actual: _Values, floor: float) -> Iterator[floa
     for left, right in zip(expected, actual, strict=True):
         if left is None or right is None or left.shape != right.shape:
             yield 0.0 if left is right else float("inf")
-        elif not torch.equal(left.isfinite(), right.isfinite()):
-            yield float("inf")
         else:
-            yield _largest(left.double() - right.double()) / max(_largest(left), floor, torch.finfo(torch.float64).tiny)
+            yield _distance(left, right) / max(_largest(left), floor, torch.finfo(torch.float64).tiny)
+
+
+def _distance(left: Tensor, right: Tensor) -> float:
+    """The greatest difference of finite values; infinite if others are not at the same places."""
+    distance = 0.0
+    for a, b in zip(_chunks(left), _chunks(right), strict=True):
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return float("inf")
+        distance = max(distance, _largest_finite(a - b))
+    return distance
 
 
 def _largest(tensor: Tensor | None) -> float:
     """The greatest finite absolute value; what is not finite is compared by place."""
-    if tensor is None or tensor.numel() == 0:
-        return 0.0
-    values = tensor.detach().double()
-    return float(torch.where(values.isfinite(), values, 0.0).abs().max())
+    return 0.0 if tensor is None else max(map(_largest_finite, _chunks(tensor)), default=0.0)
+
+
+def _chunks(tensor: Tensor) -> Iterator[Tensor]:
+    if tensor.numel():
+        yield from (chunk.double() for chunk in tensor.detach().flatten().split(_CHUNK))
+
+
+def _largest_finite(chunk: Tensor) -> float:
+    return float(torch.where(chunk.isfinite(), chunk, 0.0).abs().max())
