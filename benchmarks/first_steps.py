@@ -19,6 +19,7 @@ from rich.table import Table
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
+from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 
 VOCABULARY, BATCH, LENGTH, STEPS = 8192, 16, 128, 4
@@ -57,17 +58,7 @@ def measure(layout: str) -> list[tuple[float, float, float, float]]:
     """By rank: seconds to the end of planning and of the first step, MiB at the peak until then and in training."""
     model, data = GPT(VOCABULARY), random_tokens(STEPS, BATCH, LENGTH, VOCABULARY)
     peaks = _Peaks()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ThreeDStrategy(**LAYOUTS[layout]),
-        max_steps=STEPS,
-        callbacks=[peaks],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(ThreeDStrategy(**LAYOUTS[layout]), 2, STEPS, peaks)
     trainer.fit(model, data)
     mine = (peaks.set_up, peaks.first_step, peaks.planning, peaks.training)
     everyone = [mine] * dist.get_world_size()

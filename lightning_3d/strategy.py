@@ -59,7 +59,7 @@ from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.report import RankReport, gather_reports
-from lightning_3d.trainer.requirements import check_optimizers, refuse_unsupported
+from lightning_3d.trainer.requirements import check_optimizers, refuse_callbacks, refuse_unsupported
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged, schedulers_skipping
 from lightning_3d.trainer.user_clipping import clipping_joined
 from lightning_3d.zero.local_steps import LocalSteps
@@ -256,6 +256,9 @@ class ThreeDStrategy(ParallelStrategy):
         self._patches.enter_context(dataclasses_registered(self._dataclasses))
         self._patches.enter_context(metrics_joined(self._module, self.mesh.group("dp")))
         self._patches.enter_context(parts_averaged())
+        if self.mesh.shape.dp == 1:
+            self._patches.enter_context(lightning_helpers.logging_as_alone())
+        refuse_callbacks(trainer, self.mesh)
         self.config.precision.check_for(self._precision.precision)
         is_in_parts = self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1
         if self._parallel is None:

@@ -29,6 +29,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -991,6 +992,17 @@ def test_schedulers_of_averaging() -> None:
         trainer.strategy.lr_scheduler_configs = [object()]  # type: ignore[list-item]
         lightning_helpers.leave_schedulers_to_averaging(trainer, {"callbacks": {averaging.state_key: state}})
         assert len(trainer.strategy.lr_scheduler_configs) == kept
+
+
+@canary(lightning_helpers, "logging_as_alone")
+def test_logging_asks_whether_there_are_other_processes() -> None:
+    asked = result._ResultCollection._get_cache.__code__.co_names
+    assert "_distributed_is_initialized" in asked
+    before = result._distributed_is_initialized
+    with lightning_helpers.logging_as_alone():
+        assert not result._distributed_is_initialized()
+        assert result._distributed_is_initialized is not before
+    assert result._distributed_is_initialized is before
 
 
 @canary(lightning_helpers, "set_device")

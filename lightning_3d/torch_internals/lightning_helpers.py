@@ -23,9 +23,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_unflatten
 
 ScriptLauncher = _SubprocessScriptLauncher
@@ -72,6 +74,13 @@ def leave_schedulers_to_averaging(trainer: Trainer, checkpoint: Mapping[str, Any
 def is_syncing_batchnorm(strategy: ParallelStrategy) -> bool:
     """Whether the Trainer was asked to convert BatchNorm."""
     return strategy._layer_sync is not None
+
+
+@contextmanager
+def logging_as_alone() -> Iterator[None]:
+    """Let ``self.log`` advise no ``sync_dist=True``, as in one process: for ranks that all log the same."""
+    with attributes_replaced(result, {"_distributed_is_initialized": lambda: False}):
+        yield
 
 
 @dataclass(frozen=True, kw_only=True)

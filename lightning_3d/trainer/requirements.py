@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -20,6 +20,16 @@ from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind, steps_apart
+
+
+def refuse_callbacks(trainer: Trainer, mesh: Mesh) -> None:
+    """Raise for callbacks that can't run on this mesh."""
+    if mesh.shape.world_size > 1 and any(isinstance(c, BatchSizeFinder) for c in callbacks_of(trainer)):
+        raise StepError(
+            f"BatchSizeFinder, or Tuner.scale_batch_size, tries batch sizes until memory runs out, but on"
+            f" {mesh.shape.world_size} ranks it may run out on one of them, for which the others would wait. Set the"
+            " batch size by hand."
+        )
 
 
 def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, *, sync_batchnorm: bool) -> None:
