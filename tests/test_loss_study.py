@@ -26,7 +26,7 @@ KINDS = {
     "ignoring": (LossKind.WEIGHTED, True),
     "ignoring_one": (LossKind.WEIGHTED, True),
     "class_weighted": (LossKind.WEIGHTED, True),
-    "selected": (LossKind.WEIGHTED, False),
+    "selected": (LossKind.WEIGHTED, True),
     "divided": (LossKind.WEIGHTED, True),
     "smoothed": (LossKind.WEIGHTED, True),
     "contrastive": (LossKind.WHOLE, False),

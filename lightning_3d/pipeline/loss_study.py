@@ -18,6 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.denominators import TAIL
 from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.evidence import Number
 from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
@@ -26,7 +27,7 @@ from lightning_3d.pipeline.isolation import isolated
 from lightning_3d.pipeline.joints import Joint, received_joints
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
 from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
-from lightning_3d.pipeline.tail_runs import TAIL, TailRun, TailRuns
+from lightning_3d.pipeline.tail_runs import TailRun, TailRuns
 from lightning_3d.pipeline.traces import StepCall, Traces
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
@@ -56,6 +57,8 @@ class LossFound:
 class _Comparison:
     """Parts of a batch, and the whole."""
 
+    call: StepCall
+    """The step on the whole."""
     parts: Sequence[TailRun]
     whole: TailRun
     weights: list[float] | None
@@ -73,13 +76,13 @@ class _Comparison:
 
     def shares_in(self, denominator: int) -> list[float] | None:
         """The parts' shares in a number that the whole is divided by."""
-        *of_parts, of_whole = [run.denominators for run in (*self.parts, self.whole)]
-        return _shares(of_parts, denominator) if of_whole is not None and len(of_whole) > denominator else None
+        is_known = len(self.whole.denominators) > denominator
+        return _shares([part.denominators for part in self.parts], denominator) if is_known else None
 
     @property
     def denominators(self) -> set[int]:
         """Which of these shares are the weights."""
-        if self.weights is None or self.whole.denominators is None:
+        if self.weights is None:
             return set()
         shares = {k: self.shares_in(k) for k in range(len(self.whole.denominators))}
         return {k for k, own in shares.items() if own is not None and _are_close(own, self.weights, self.rtol)}
@@ -200,11 +203,14 @@ class LossStudy:
         denominators = set.intersection(*(comparison.denominators for comparison in compared))
         if denominators and any(comparison.tells_apart for comparison in compared):
             self._trusted.add(call.name)
+        seen = self._runs.denominators(compared[-1].call) or []
+        seen_alike = zip(seen, compared[-1].whole.denominators, strict=False)
+        known = {k for k, (without, with_data) in enumerate(seen_alike) if without == with_data}
         return LossFound(
             kind=_kind(compared, denominators) if trains else LossKind.MEAN,
             averages={value: min(hows, key=_PREFERRED.index) for value, hows in self._trials.fits.items() if hows},
             unjoined=tuple(value for value, hows in self._trials.fits.items() if not hows),
-            denominator=min(denominators, default=None),
+            denominator=min(denominators & known, default=None),
         )
 
     def _compare(
@@ -225,6 +231,7 @@ class LossStudy:
         is_autocast = torch.is_autocast_enabled(self._device.type)
         rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in joined))
         return _Comparison(
+            call=whole,
             parts=runs,
             whole=run,
             weights=_weights(run, runs, joints, rtol) if trains else None,
@@ -268,7 +275,7 @@ def _kind(compared: Sequence[_Comparison], denominators: set[int]) -> LossKind:
     if len(kinds) > 1:
         return max(*kinds, LossKind.WEIGHTED)
     (kind,) = kinds
-    may_depend = denominators or any(comparison.whole.denominators is None for comparison in compared)
+    may_depend = denominators or any(not comparison.whole.is_traced for comparison in compared)
     return LossKind.WEIGHTED if kind == LossKind.MEAN and may_depend else kind
 
 

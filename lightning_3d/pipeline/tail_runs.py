@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.block_runner import Call
+from lightning_3d.pipeline.denominators import TAIL, GhostTail, WatchedTail
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
-from lightning_3d.pipeline.stage_run import Draw, StageRun
+from lightning_3d.pipeline.stage_run import Draw
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.planning.stage_gradients import check_gradients
-from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
-from lightning_3d.trace.trace import Trace, TracedCall
+from lightning_3d.trace.trace import Trace
 from lightning_3d.zero.engine import RankModule
-
-TAIL = 1
-"""The stage of the code after the blocks, where all blocks are on one before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +33,10 @@ class TailRun:
 
     output: Any
     """The step's return value."""
-    denominators: Sequence[float] | None
-    """By what data of the batch the loss may have been divided; None if that can't be seen."""
+    denominators: Sequence[float]
+    """By what data of the batch the loss may have been divided."""
+    is_traced: bool
+    """Whether no shape depended on data."""
     loss: Tensor | None
     of_received: Sequence[Tensor | None]
     """Gradients of what it got from blocks."""
@@ -102,7 +96,7 @@ class TailRuns:
             trains: Whether to differentiate the loss.
         """
         place, flow = Place(stage=0, microbatch=index, is_last=True), self.flow(call)
-        run = _WatchedTail(self._router, flow, TAIL, received, lambda _: nullcontext(), draw)
+        run = WatchedTail(self._router, flow, received, draw)
 
         def step() -> Any:
             return call.run(self._module), self._effects.collect(place)
@@ -119,70 +113,24 @@ class TailRuns:
         of_trained = iter(gradients)
         return TailRun(
             output=output,
-            denominators=None if flow.trace.stopped_by is not None else run.denominators,
+            denominators=run.denominators,
+            is_traced=flow.trace.stopped_by is None,
             loss=None if loss is None else loss.detach(),
             of_received=[next(of_trained) if trains and tensor.requires_grad else None for tensor in received],
             of_parameters=list(of_trained),
         )
 
-    def denominators(self, call: StepCall) -> list[float]:
-        """By what data of the batch the loss may be divided: the weights of the labels in a mean of ``cross_entropy``
-        or ``nll_loss``, and scalars. Nothing is computed of what blocks give.
+    def denominators(self, call: StepCall) -> list[float] | None:
+        """By what data of the batch the loss may be divided; None if that depends on what blocks give.
+
+        Nothing is computed of that.
         """
         place, flow = Place(stage=0, microbatch=0, is_last=True), self.flow(call)
-        ghosts = [Ghost(meta) for meta in flow.metas(flow.received(TAIL))]
-        run = _GhostTail(self._router, flow, TAIL, ghosts, lambda _: nullcontext())
+        run = GhostTail(self._router, flow)
         kept = attributes_kept(self._router.blocks, flow.trace.sides)
-        with self._effects.microbatch(place), kept, run:
-            call.run(self._module)
+        try:
+            with self._effects.microbatch(place), kept, run:
+                call.run(self._module)
+        except Exception:
+            return None
         return run.denominators
-
-
-def _scalars_of_batch(func: Call, args: Sequence[Any]) -> list[float]:
-    """By what scalars of the batch this function divides, where it divides or multiplies."""
-    name = func.__name__.strip("_").removeprefix("i").removeprefix("r")
-    if name not in ("div", "truediv", "true_divide", "divide", "mul", "multiply"):
-        return []
-    scalars = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf.ndim == 0 and not leaf.requires_grad]
-    of_batch = [leaf.item() for leaf in scalars if not isinstance(leaf, Ghost)]
-    if name in ("mul", "multiply"):
-        return [1 / scalar if scalar else 0.0 for scalar in of_batch]
-    return of_batch
-
-
-def _weights_of_labels(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
-    """The sum of the weights of valid labels, of a mean over them."""
-    if func not in (F.cross_entropy, F.nll_loss):
-        return []
-    given = inspect.signature(func).bind(*args, **kwargs)
-    given.apply_defaults()
-    labels, weight = given.arguments["target"], given.arguments["weight"]
-    if given.arguments["reduction"] != "mean" or isinstance(labels, Ghost) or labels.is_floating_point():
-        return []
-    labels = labels[labels != given.arguments["ignore_index"]]
-    return [float(labels.numel() if weight is None else weight[labels].sum())]
-
-
-class _WatchedTail(StageRun):
-    """Notes by what data of the batch the loss may be divided."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.denominators: list[float] = []
-
-    @override
-    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position = self._position
-        answer = super().on_function(func, args, kwargs)
-        if self._position > position and self._flow.call_stages[position] == TAIL:
-            with torch.no_grad():
-                self.denominators += _scalars_of_batch(func, args) + _weights_of_labels(func, args, kwargs)
-        return answer
-
-
-class _GhostTail(_WatchedTail):
-    """Computes nothing of what blocks gave."""
-
-    @override
-    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
-        return self._skip(call, leaves)
