@@ -62,6 +62,7 @@ from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_callbacks, refuse_unsupported
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged, schedulers_skipping
 from lightning_3d.trainer.user_clipping import clipping_joined
+from lightning_3d.waits import Waits
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.plain_parameters import PlainParameters
 
@@ -265,14 +266,17 @@ class ThreeDStrategy(ParallelStrategy):
             self._precision.convert(self._module, self.config.precision, self.root_device)
             is_syncing = lightning_helpers.is_syncing_batchnorm(self)
             refuse_unsupported(self._module, self.mesh, self.config.zero, sync_batchnorm=is_syncing)
-            self._parallel = make_parallel(
-                trainer=trainer,
-                module=self._module,
-                config=self.config,
-                mesh=self.mesh,
-                precision=self._precision,
-                device=self.root_device,
-            )
+            wait = Waits(trainer, lambda: self._is_stepping)
+            with wait(f"Making {type(self._module).__name__} parallel"):
+                self._parallel = make_parallel(
+                    trainer=trainer,
+                    module=self._module,
+                    config=self.config,
+                    mesh=self.mesh,
+                    precision=self._precision,
+                    device=self.root_device,
+                    wait=wait,
+                )
             answer_for_parts(self._module)
             if is_in_parts:
                 lay_out_copies(self._module, lightning_helpers.callbacks_of(trainer), self.root_device)

@@ -15,6 +15,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
 from lightning_3d.pipeline.traces import StepCall
+from lightning_3d.waits import Wait
 
 _MAX_STUDIES = 8  # of a step
 _SAYS = {
@@ -50,8 +51,9 @@ class BatchLoss:
     """
 
     def __init__(
-        self, setting: str, study: LossStudy, *, group: dist.ProcessGroup, source: int, device: torch.device
+        self, setting: str, study: LossStudy, *, group: dist.ProcessGroup, source: int, device: torch.device, wait: Wait
     ) -> None:
+        self._wait = wait
         self._setting, self._study, self._group, self._source, self._device = setting, study, group, source, device
         self._is_last = dist.get_rank() == source
         self._found: dict[str, LossFound] = {}  # by name of the step
@@ -99,19 +101,20 @@ class BatchLoss:
         if known is not None and not is_new:
             return known
         new: LossFound | None = None
-        if is_new:
-            self._seen.add(whole.kind)
-            self._num_studies[name] += 1
-            if self._is_last:
-                new = self._study.find(whole, size=parts[-1].size, trains=trains)
-                if self._setting == "sum":
-                    new = replace(new, kind=LossKind.SUM)
-        if known is None:
-            gathered: list[LossFound | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, new)
-        else:
-            gathered = [new]
-            dist.broadcast_object_list(gathered, src=self._source, group=self._group, device=self._device)
+        with self._wait(f"Finding out how the loss of {name} comes from microbatches"):
+            if is_new:
+                self._seen.add(whole.kind)
+                self._num_studies[name] += 1
+                if self._is_last:
+                    new = self._study.find(whole, size=parts[-1].size, trains=trains)
+                    if self._setting == "sum":
+                        new = replace(new, kind=LossKind.SUM)
+            if known is None:
+                gathered: list[LossFound | None] = [None] * dist.get_world_size()
+                dist.all_gather_object(gathered, new)
+            else:
+                gathered = [new]
+                dist.broadcast_object_list(gathered, src=self._source, group=self._group, device=self._device)
         of_all = [found for found in (known, *gathered) if found is not None]
         if not of_all:
             return None

@@ -38,6 +38,7 @@ from lightning_3d.planning.stage_gradients import check_gradients
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.tracer import StepTracing
+from lightning_3d.waits import Wait
 from lightning_3d.zero.engine import RankModule
 
 
@@ -86,6 +87,7 @@ class PipelineEngine:
     Args:
         rank_module: The root of this rank's shards, around ``module``.
         around_backward: Gives the context of each backward of a microbatch on a stage.
+        wait: Told when a step is traced or studied.
     """
 
     def __init__(
@@ -99,9 +101,10 @@ class PipelineEngine:
         randomness: StepRandomness,
         device: torch.device,
         around_backward: AroundBackward,
+        wait: Wait,
     ) -> None:
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
-        self._around_backward = around_backward
+        self._around_backward, self._wait = around_backward, wait
         self._group = mesh.group("pp")
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
@@ -117,6 +120,7 @@ class PipelineEngine:
             group=self._group,
             source=self._source,
             device=device,
+            wait=wait,
         )
         self._stages = Stages(
             own=plan.stages_on(mesh.pp_rank),
@@ -216,7 +220,8 @@ class PipelineEngine:
 
     def _flow(self, call: StepCall, *, with_tail: bool) -> StageFlow:
         def cut_anew() -> StageFlow:
-            trace, stages = self._traces.trace(call), self._plan.stages_of_calls
+            with self._wait(f"Tracing {call.name}"):
+                trace, stages = self._traces.trace(call), self._plan.stages_of_calls
             flow = cut(trace, stages, self._plan.num_stages, with_tail=with_tail)
             check_gradients(flow)
             return flow

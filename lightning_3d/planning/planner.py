@@ -23,6 +23,7 @@ from lightning_3d.planning.tensor_blocks import plan_blocks
 from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.tracer import StepTracing, TracedEffects
+from lightning_3d.waits import Wait, not_told
 
 EffectsOf = Callable[[LightningModule, Router], TracedEffects]
 """Makes what follows the effects of a module's step while it is traced."""
@@ -84,7 +85,9 @@ class Observer:
             return tracing(self._step.name, self._step.microbatch, (0,))
 
 
-def decide(observed: Observation, config: ThreeDConfig, shape: MeshShape, device: torch.device) -> Plan:
+def decide(
+    observed: Observation, config: ThreeDConfig, shape: MeshShape, device: torch.device, wait: Wait = not_told
+) -> Plan:
     """Assign blocks to stages and shard their weights.
 
     Args:
@@ -97,4 +100,4 @@ def decide(observed: Observation, config: ThreeDConfig, shape: MeshShape, device
         plan = make_plan(observed.module, observed.blocks, observed.trace, config, shape, device)
     if observed.trace is None or shape.tp == 1:
         return plan
-    return plan_blocks(plan, observed.module, observed.blocks, observed.trace, config.tensor)
+    return plan_blocks(plan, observed.module, observed.blocks, observed.trace, config.tensor, wait)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,10 +21,16 @@ from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.output_uses import find_sharded_logits, unread_outputs
 from lightning_3d.trace.trace import Trace
+from lightning_3d.waits import Wait, not_told
 
 
 def plan_blocks(
-    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace, config: TensorConfig
+    plan: Plan,
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace,
+    config: TensorConfig,
+    wait: Wait = not_told,
 ) -> Plan:
     """Give every block its sharding. Blocks that are alike are planned once.
 
@@ -37,7 +43,7 @@ def plan_blocks(
     unread = unread_outputs(trace)
     found: dict[Hashable, tuple[BlockTensorPlan, BlockTensorPlan | None]] = {}
     sharded = []
-    for block_plan in plan.blocks:
+    for number, block_plan in enumerate(plan.blocks, 1):
         fqn, block = block_plan.fqn, blocks[block_plan.fqn]
         use, roles, leaves = vocabulary[fqn], by_hand.get(fqn, {}), unread.get(fqn, frozenset())
         if fqn not in trace.block_inputs:
@@ -57,16 +63,25 @@ def plan_blocks(
                 by_hand={fqn: role for fqn, role in roles.items() if role != "vocabulary"},
                 unread=leaves,
             )
-            best, safer = find(sequence_parallel=config.sequence_parallel and not use.fqns), None
-            if best.is_sequence_parallel:
-                safer = find(sequence_parallel=False)
-            elif config.sequence_parallel and not use.fqns and not best.is_sharded:
-                best = replace(find(sequence_parallel=False), not_sequence_parallel=best.reason)
+            with wait(f"Planning {fqn}, block {number} of {len(plan.blocks)}"):
+                best, safer = _best(find, sequence_parallel=config.sequence_parallel and not use.fqns)
             found[key] = with_vocabulary(best, use), safer and with_vocabulary(safer, use)
         tensor, safer = found[key]
         check_roles(tensor, roles, fqn)
         sharded.append(replace(block_plan, tensor=tensor, safer=safer))
     return replace(plan, blocks=tuple(sharded))
+
+
+def _best(
+    find: Callable[..., BlockTensorPlan], *, sequence_parallel: bool
+) -> tuple[BlockTensorPlan, BlockTensorPlan | None]:
+    """A block's sharding, and a safer one."""
+    best = find(sequence_parallel=sequence_parallel)
+    if best.is_sequence_parallel:
+        return best, find(sequence_parallel=False)
+    if sequence_parallel and not best.is_sharded:
+        best = replace(find(sequence_parallel=False), not_sequence_parallel=best.reason)
+    return best, None
 
 
 def _find_vocabulary(

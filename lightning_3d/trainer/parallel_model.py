@@ -39,6 +39,7 @@ from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
+from lightning_3d.waits import Wait
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.fully_sharded import FullySharded
 from lightning_3d.zero.gradients import Gradients
@@ -79,6 +80,7 @@ def make_parallel(
     mesh: Mesh,
     precision: ThreeDPrecision,
     device: torch.device,
+    wait: Wait,
 ) -> ParallelModel:
     """Plan a model, and carry out what the plan says of this rank; every rank calls it.
 
@@ -90,19 +92,22 @@ def make_parallel(
     join_replica(mesh, device)
     step = example_step(trainer, module, config, mesh.shape, precision)
     observer = Observer(module, step, device, StepEffects)
-    observed = observer.observe(config, mesh.shape)
-    plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device), device)
+    with wait(f"Tracing {step.name}"):
+        observed = observer.observe(config, mesh.shape)
+    with wait("Planning"):
+        plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device, wait), device)
     blocks = plan.blocks_in(module)
     if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
         observed = observer.of_blocks(blocks)
     offloads = config.zero.offload_params != "none"
     first = torch.device("cpu") if offloads and mesh.shape.tp == 1 else device  # FSDP2 takes them unit by unit
-    place_weights(module, partial(plan.holds, mesh.pp_rank), device, parameters_on=first)
+    with wait("Placing weights"):
+        place_weights(module, partial(plan.holds, mesh.pp_rank), device, parameters_on=first)
     set_device(module, device=device)
     if mesh.shape.tp > 1:
         tensor = config.tensor
-        compiler = BlockCompiler(mesh.axis("tp"), tensor.compile_backend) if tensor.compile else None
-        plan = prove_blocks(plan, observed, mesh, tensor, compiler) if tensor.verify else plan
+        compiler = BlockCompiler(mesh.axis("tp"), tensor.compile_backend, wait) if tensor.compile else None
+        plan = prove_blocks(plan, observed, mesh, tensor, compiler, wait) if tensor.verify else plan
         apply_blocks(plan, module, blocks, mesh, compiler)
     own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     router = Router(blocks, absent=blocks.keys() - own.keys())
@@ -146,6 +151,7 @@ def make_parallel(
             randomness=randomness,
             device=device,
             around_backward=zero.stage_backward,
+            wait=wait,
         )
         runner = PipelineRunner(
             module,

@@ -22,10 +22,16 @@ from lightning_3d.tensor import (
     verify_block,
 )
 from lightning_3d.torch_internals.modules import named_state
+from lightning_3d.waits import Wait, not_told
 
 
 def prove_blocks(
-    plan: Plan, observed: Observation, mesh: Mesh, config: TensorConfig, compiler: BlockCompiler | None
+    plan: Plan,
+    observed: Observation,
+    mesh: Mesh,
+    config: TensorConfig,
+    compiler: BlockCompiler | None,
+    wait: Wait = not_told,
 ) -> Plan:
     """Compare every distinct sharded block with its dense self, each rank those of its stage; every rank calls it.
 
@@ -42,12 +48,12 @@ def prove_blocks(
     if left := {fqn: tensor for fqn, tensor in tensors.items() if tensor.not_sequence_parallel is not None}:
         reasons = {fqn: f"{tensor.not_sequence_parallel} ({tensor.summary})" for fqn, tensor in left.items()}
         _warn("Sequence parallelism", reasons)
-    failed = _failures(plan, observed, mesh, config, compiler)
+    failed = _failures(plan, observed, mesh, config, compiler, wait)
     safer = {block.fqn: block.safer for block in plan.blocks if block.fqn in failed and block.safer is not None}
     if safer:
         _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
         plan = plan.with_tensor(safer)
-        failed |= _failures(plan, observed, mesh, config, compiler, only=safer.keys())
+        failed |= _failures(plan, observed, mesh, config, compiler, wait, only=safer.keys())
     if failed:
         failed = _with_partners(failed, plan)
         _warn("Tensor parallel", failed)
@@ -62,6 +68,7 @@ def _failures(
     mesh: Mesh,
     config: TensorConfig,
     compiler: BlockCompiler | None,
+    wait: Wait,
     *,
     only: Collection[str] | None = None,
 ) -> dict[str, str]:
@@ -75,7 +82,8 @@ def _failures(
     excluded = excluded_parameters(plan, observed.module)
     proofs: dict[Hashable, Verification] = {}
     failed: dict[str, str] = {}
-    for block_plan in plan.blocks_on(mesh.pp_rank):
+    own = plan.blocks_on(mesh.pp_rank)
+    for number, block_plan in enumerate(own, 1):
         tensor, fqn = block_plan.tensor, block_plan.fqn
         if (only is not None and fqn not in only) or tensor is None or not tensor.is_sharded or fqn not in inputs:
             continue
@@ -83,20 +91,22 @@ def _failures(
         key = block_signature(block, tensor), frozenset(read[fqn].items())
         if key not in proofs:
             args, kwargs = example_inputs(inputs[fqn])
-            proofs[key] = verify_block(
-                block,
-                tensor,
-                args,
-                kwargs,
-                mesh.axis("tp"),
-                tolerance=None if config.verify_tolerance == "auto" else config.verify_tolerance,
-                excluded=excluded,
-                compiler=compiler,
-            )
+            with wait(f"Proving {fqn}, block {number} of {len(own)}"):
+                proofs[key] = verify_block(
+                    block,
+                    tensor,
+                    args,
+                    kwargs,
+                    mesh.axis("tp"),
+                    tolerance=None if config.verify_tolerance == "auto" else config.verify_tolerance,
+                    excluded=excluded,
+                    compiler=compiler,
+                )
         if not proofs[key].passed:
             failed[fqn] = f"{proofs[key]} ({tensor.summary})"
     everyone: list[dict[str, str]] = [{}] * mesh.shape.world_size
-    dist.all_gather_object(everyone, failed)
+    with wait("Proving blocks of other stages"):
+        dist.all_gather_object(everyone, failed)
     return {fqn: why for part in everyone for fqn, why in part.items()}
 
 

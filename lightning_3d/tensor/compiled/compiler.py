@@ -24,6 +24,7 @@ from lightning_3d.tensor.compiled.call import Call, CompiledCall, compile_call, 
 from lightning_3d.tensor.compiled.observation import observe
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.capture import NotCompilable, recompile_limit
+from lightning_3d.waits import Wait, not_told
 
 _MAX_REASON = 300
 """Characters of a reason that a warning tells; errors of compilers are long."""
@@ -35,10 +36,11 @@ class BlockCompiler:
     Args:
         mesh: The tp axis.
         backend: As for ``torch.compile``.
+        wait: Told of each block that is compiled.
     """
 
-    def __init__(self, mesh: DeviceMesh, backend: str) -> None:
-        self._mesh, self._backend = mesh, backend
+    def __init__(self, mesh: DeviceMesh, backend: str, wait: Wait = not_told) -> None:
+        self._mesh, self._backend, self._wait = mesh, backend, wait
         self._known: dict[Hashable, CompiledCall | str] = {}  # a string: why calls of this kind run eagerly
         self._warned: set[str] = set()
 
@@ -69,7 +71,8 @@ class BlockCompiler:
                 raise NotCompilable(f"it was called in more than {len(call_keys)} ways (shapes, values, modes)")
             call_keys.add(key)
         if key not in self._known:
-            self._known[key] = self._compile(block, run, call)
+            with self._wait(f"Compiling {type(block).__name__}"):
+                self._known[key] = self._compile(block, run, call)
         known = self._known[key]
         if isinstance(known, str):
             raise NotCompilable(known)

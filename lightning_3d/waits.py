@@ -1,0 +1,91 @@
+"""Telling what a long wait is for: nothing in its first two seconds, then a line of rich with a spinner, or plain lines
+where there is no terminal.
+
+Rank 0 alone tells, and only where the Trainer shows a progress bar. In steps, lines go above that bar.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from threading import Event, Thread
+
+import rich
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+
+Wait = Callable[[str], AbstractContextManager[None]]
+"""Takes what is waited for; the wait is as long as the context."""
+
+_PATIENCE = 2.0  # seconds before anything is shown
+_BETWEEN_LINES, _BETWEEN_FRAMES = 10.0, 0.2  # seconds
+
+
+def not_told(what: str) -> AbstractContextManager[None]:
+    """A wait that nobody is told of."""
+    return nullcontext()
+
+
+class Waits:
+    """Tells of waits, which may be nested: the innermost is named, and the outermost counts for the time.
+
+    Args:
+        is_stepping: Whether a step runs, and with it the Trainer's progress bar.
+    """
+
+    def __init__(self, trainer: Trainer, is_stepping: Callable[[], bool]) -> None:
+        self._trainer, self._is_stepping = trainer, is_stepping
+        self._open: list[str] = []  # outermost first
+        self._start = 0.0
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Tell of a wait."""
+        self._open.append(what)
+        try:
+            with self._told() if len(self._open) == 1 else nullcontext():
+                yield
+        finally:
+            self._open.pop()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        bar = self._trainer.progress_bar_callback
+        if bar is None or _is_disabled(bar) or not self._trainer.is_global_zero:
+            yield
+            return
+        self._start, done = time.monotonic(), Event()
+        thread = Thread(target=self._teller(bar), args=(done,), name="lightning_3d.waits", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _teller(self, bar: ProgressBar) -> Callable[[Event], None]:
+        if not rich.get_console().is_terminal:
+            return partial(self._print, partial(print, flush=True))
+        return partial(self._print, bar.print) if self._is_stepping() else self._spin
+
+    def _print(self, line: Callable[[str], None], done: Event) -> None:
+        delay = _PATIENCE
+        while not done.wait(delay):
+            line(self._text())
+            delay = _BETWEEN_LINES
+
+    def _spin(self, done: Event) -> None:
+        if done.wait(_PATIENCE):
+            return
+        with rich.get_console().status(self._text()) as status:
+            while not done.wait(_BETWEEN_FRAMES):
+                status.update(self._text())
+
+    def _text(self) -> str:
+        return f"{self._open[-1]} ({time.monotonic() - self._start:.0f} s)"
+
+
+def _is_disabled(bar: ProgressBar) -> bool:
+    return isinstance(bar, RichProgressBar | TQDMProgressBar) and bar.is_disabled

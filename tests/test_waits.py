@@ -1,0 +1,117 @@
+"""Long waits before the first step are told of, on rank 0 alone and where the Trainer shows progress."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import lightning as L
+import pytest
+import rich
+import torch
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from rich.console import Console
+
+from lightning_3d import ThreeDStrategy, waits
+from lightning_3d.waits import Waits
+from tests.models import TinyGPT, loader, tokens
+from tests.workers import WorkerPools
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+
+
+class Bar(RichProgressBar):
+    """Notes what is printed above it."""
+
+    def __init__(self, refresh_rate: int = 1) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self.printed: list[str] = []
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        self.printed += args
+
+
+@contextmanager
+def _impatient(patience: float = 0.02) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waits, "_PATIENCE", patience)
+        patch.setattr(waits, "_BETWEEN_LINES", 0.002)
+        patch.setattr(waits, "_BETWEEN_FRAMES", 0.002)
+        yield
+
+
+def _shown(bar: Any, *, terminal: bool, stepping: bool = False, seconds: float = 0.2) -> str:
+    """What a wait within a wait shows on standard output."""
+    settings: dict[str, Any] = {"enable_progress_bar": False} if bar is None else {"callbacks": [bar]}
+    trainer, screen = L.Trainer(devices=1, **QUIET, **settings), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(screen):
+        patch.setattr(rich, "get_console", lambda: Console(file=screen, force_terminal=terminal, width=80))
+        wait = Waits(trainer, lambda: stepping)
+        with wait("outer"), wait("inner"):
+            time.sleep(seconds)
+    return screen.getvalue()
+
+
+def test_plain_lines_without_a_terminal() -> None:
+    with _impatient():
+        lines = _shown(Bar(), terminal=False).splitlines()
+    assert lines
+    assert set(lines) == {"inner (0 s)"}
+
+
+def test_a_line_of_rich_that_goes_away_on_a_terminal() -> None:
+    with _impatient():
+        shown = _shown(Bar(), terminal=True)
+    assert "inner (0 s)" in shown
+    assert "outer" not in shown
+    assert shown.endswith("\x1b[2K")  # the line is erased
+
+
+def test_lines_above_the_progress_bar_in_steps() -> None:
+    bar = Bar()
+    with _impatient():
+        assert _shown(bar, terminal=True, stepping=True) == ""
+    assert "inner (0 s)" in bar.printed
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nothing_of_short_waits(terminal: bool) -> None:
+    with _impatient(patience=30.0):
+        assert _shown(Bar(), terminal=terminal, seconds=0.05) == ""
+
+
+@pytest.mark.parametrize(
+    "bar", [None, Bar(refresh_rate=0), TQDMProgressBar(refresh_rate=0)], ids=["none", "rich", "tqdm"]
+)
+def test_nothing_where_the_progress_bar_is_off(bar: Any) -> None:
+    with _impatient():
+        assert _shown(bar, terminal=False) == ""
+
+
+def _told(sizes: dict[str, int]) -> set[str]:
+    """What a fit waits for, as it is shown on this rank."""
+    strategy = ThreeDStrategy(**sizes)  # type: ignore[arg-type]  # sizes alone
+    trainer = L.Trainer(
+        **QUIET, devices=torch.distributed.get_world_size(), strategy=strategy, max_steps=1, callbacks=[Bar()]
+    )
+    screen = io.StringIO()
+    with _impatient(patience=0.0), redirect_stdout(screen):
+        trainer.fit(TinyGPT(), loader(tokens(8), global_batch_size=8))
+    return {line.rpartition(" (")[0] for line in screen.getvalue().splitlines() if line.endswith(" s)")}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"pipeline_parallel_size": 2}, "Finding out how the loss of training_step comes from microbatches"),
+        ({"tensor_parallel_size": 2}, "Proving blocks.0, block 3 of 8"),
+    ],
+    ids=["pp", "tp"],
+)
+def test_waits_before_the_first_step(workers: WorkerPools, sizes: dict[str, int], expected: str) -> None:
+    on_first, on_second = workers(2).run(_told, sizes)
+    assert {"Tracing training_step", expected} <= on_first
+    assert on_second == set()
