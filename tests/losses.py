@@ -59,6 +59,11 @@ def selected(outputs: Outputs, labels: Tensor) -> Tensor:
     return losses[labels.flatten() != IGNORED].mean()
 
 
+def picked(outputs: Outputs, labels: Tensor) -> Tensor:
+    is_valid = labels != IGNORED
+    return F.cross_entropy(outputs["logits"][is_valid], labels[is_valid])
+
+
 def divided(outputs: Outputs, labels: Tensor) -> Tensor:
     mask = (labels != IGNORED).float().flatten()
     return (_flat(outputs, labels, reduction="none") * mask).sum() / mask.sum()
@@ -111,6 +116,7 @@ LOSSES: dict[str, Callable[[Outputs, Tensor], Tensor]] = {
         ignoring_one,
         class_weighted,
         selected,
+        picked,
         divided,
         smoothed,
         contrastive,

@@ -27,6 +27,7 @@ KINDS = {
     "ignoring_one": (LossKind.WEIGHTED, True),
     "class_weighted": (LossKind.WEIGHTED, True),
     "selected": (LossKind.WEIGHTED, True),
+    "picked": (LossKind.WEIGHTED, True),
     "divided": (LossKind.WEIGHTED, True),
     "smoothed": (LossKind.WEIGHTED, True),
     "contrastive": (LossKind.WHOLE, False),

@@ -101,6 +101,7 @@ class _Tracer(StepMode):
     def trace(self, step: Callable[[], Any], *, calls_all: bool) -> Trace:
         """Run ``step`` and give what was written down."""
         output, stopped_by = None, None
+        alive: set[int] = set()
         try:
             with self:
                 output = step()
@@ -113,11 +114,10 @@ class _Tracer(StepMode):
             if self._failed_in_block or missing:
                 raise explained(error, self._failed_call, missing, in_block=self._failed_in_block) from error
             stopped_by = f"{self._failed_call}: {type(error).__name__}"
+            alive = set(self._ids.values())  # while the error holds the frames
         register_dataclasses(output)
         leaves = tree_leaves(output)
-        returned = {self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids}
-        if stopped_by is not None:
-            returned |= set(self._ids.values())
+        returned = alive | {self._ids[leaf] for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._ids}
         return Trace(
             calls=tuple(self._calls),
             tensors=self._tensors,
