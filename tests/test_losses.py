@@ -60,6 +60,31 @@ def test_a_smaller_last_batch(loss: str, workers: WorkerPools) -> None:
     assert_parity(_reference(LossNet, loss, 1, 3), result)
 
 
+class TwoViews(LossNet):
+    """Has two views of each sample in one batch for the encoder, the second one tokens first, and then for the head."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        x, losses, latent = batch[0], [], torch.zeros(0)
+        for rank in range(self.replicas):
+            views = self(torch.cat([x[rank :: self.replicas], x[rank :: self.replicas].flip(-1)]))["pooled"]
+            first, second = self.head(torch.cat([views, views[:, None].roll(1, -1)[:, 0]])).chunk(2)
+            latent = F.normalize(first, dim=-1)
+            same = torch.arange(len(first)).roll(len(first) // 2)
+            similar = (latent @ F.normalize(second, dim=-1).T / 0.2).fill_diagonal_(-1e4)
+            losses.append(F.cross_entropy(similar, same))
+        loss = torch.stack(losses).mean()
+        self.log_dict(
+            {"loss": loss, "first": latent[: len(latent) // 2].sum()}, on_step=True, on_epoch=True, sync_dist=True
+        )
+        return {"loss": loss, "latent": latent}
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, pytest.param(LAYOUTS[1], marks=pytest.mark.matrix)], ids=str)
+def test_several_views_in_one_batch(layout: Layout, workers: WorkerPools) -> None:
+    result = run_layout(workers, Job(model=partial(TwoViews, "mean"), data=labelled, num_missing=3), layout)
+    assert_parity(_reference(TwoViews, "mean", layout.dp, 3), result)
+
+
 class Swapped(LossNet):
     """Predicts noise that the step draws, in an order that it draws, too, with a loss that couples samples."""
 

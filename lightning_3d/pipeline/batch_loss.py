@@ -37,6 +37,9 @@ class Decision:
     found: LossFound
     joins_values: bool
     """Whether values are joined over microbatches; else the code after the blocks runs on the whole batch for them."""
+    views: Sequence[int] | None = None
+    """In what the code after the blocks gets, where it runs on the whole batch (``row_order.py``); only the last stage
+    knows them."""
     problem: StepError | None = None
     """Found by the last stage, to be raised on all ranks."""
 
@@ -71,6 +74,23 @@ class BatchLoss:
         Raises:
             StepError: the loss of this kind of batch couples samples, unlike those before.
         """
+        decision = self._decide(whole, parts, shares, trains=trains)
+        if not self._is_last or len(parts) == 1:
+            return decision
+        try:
+            if decision.kind == LossKind.WHOLE or not decision.joins_values:
+                decision = replace(decision, views=self._study.views(whole, parts))
+            if trains and decision.kind == LossKind.WEIGHTED:
+                decision = replace(decision, weights=self._study.weights(whole, parts, decision.found))
+        except Exception as error:  # the other stages are told at the end of the step
+            problem = StepError(
+                f"{type(error).__name__} while finding how a batch is made of its microbatches: {error}"
+            )
+            problem.__cause__ = error
+            return replace(decision, problem=problem)
+        return decision
+
+    def _decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, trains: bool) -> Decision:
         mean = Decision(kind=LossKind.MEAN, weights=shares, found=LossFound(kind=LossKind.MEAN), joins_values=True)
         if self._setting == "mean":
             return mean
@@ -82,17 +102,7 @@ class BatchLoss:
         joins = not found.unjoined
         if not trains or found.kind in (LossKind.MEAN, LossKind.WHOLE):
             return Decision(kind=found.kind, weights=shares, found=found, joins_values=joins)
-        ones = [1.0] * len(parts)
-        decision = Decision(kind=found.kind, weights=ones, found=found, joins_values=joins)
-        if found.kind == LossKind.SUM or not self._is_last:
-            return decision
-        try:
-            weights = self._study.weights(whole, parts, found)
-        except Exception as error:  # the other stages are told at the end of the step
-            problem = StepError(f"{type(error).__name__} while weighing the microbatches of a batch: {error}")
-            problem.__cause__ = error
-            return replace(decision, problem=problem)
-        return replace(decision, weights=weights)
+        return Decision(kind=found.kind, weights=[1.0] * len(parts), found=found, joins_values=joins)
 
     def _know(self, whole: StepCall, parts: Sequence[StepCall], *, trains: bool) -> LossFound | None:
         name = whole.name

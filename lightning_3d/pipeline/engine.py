@@ -195,7 +195,14 @@ class PipelineEngine:
         flows = [self._flow(call, with_tail=with_tail) for call in calls]
         tail = None
         if with_tail:
-            tail = WholeTail(whole, self._flow(whole, with_tail=True), flows, shares, trains=is_whole or not backward)
+            tail = WholeTail(
+                whole,
+                self._flow(whole, with_tail=True),
+                flows,
+                shares,
+                views=decision.views,
+                trains=is_whole or not backward,
+            )
         return PipelineStep(
             stages=self._stages,
             parts=calls,

@@ -17,19 +17,21 @@ class Joint:
 
     Args:
         shares: The microbatches' shares of the samples.
+        views: How many times the samples come one after the other (``row_order.py``).
 
     Raises:
         ValueError: they don't.
     """
 
-    def __init__(self, whole: TensorMeta, parts: Sequence[TensorMeta], shares: Sequence[float]) -> None:
-        self._shares = shares
+    def __init__(self, whole: TensorMeta, parts: Sequence[TensorMeta], shares: Sequence[float], views: int = 1) -> None:
+        self._shares, self._views = shares, views
         shapes = [part.shape for part in parts]
         problem = f"shapes {shapes} for the microbatches, which don't make up the {whole.shape} for the whole batch"
         if any(len(shape) != len(whole.shape) for shape in shapes):
             raise ValueError(problem)
         grown = [dim for dim, size in enumerate(whole.shape) if any(shape[dim] != size for shape in shapes)]
-        self._dim = grown[0] if grown else None
+        self.dim = grown[0] if grown else None
+        """The dimension of the samples."""
         self._sizes = [shape[grown[0]] if grown else 0 for shape in shapes]
         if len(grown) > 1 or (grown and sum(self._sizes) != whole.shape[grown[0]]):
             raise ValueError(problem)
@@ -37,12 +39,13 @@ class Joint:
     @property
     def is_constant(self) -> bool:
         """Whether there are several parts, and their shapes do not depend on the samples."""
-        return self._dim is None and len(self._shares) > 1
+        return self.dim is None and len(self._shares) > 1
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Along the dimension of the samples; the mean of what has none, such as a loss of a block's own."""
-        if self._dim is not None:
-            return torch.cat(list(parts), self._dim)
+        if self.dim is not None:
+            views = [part.unflatten(self.dim, (self._views, -1)) for part in parts]
+            return torch.cat(views, self.dim + 1).flatten(self.dim, self.dim + 1)
         if not parts[0].is_floating_point():
             return parts[0].clone()
         return torch.stack([part * share for part, share in zip(parts, self._shares, strict=True)]).sum(0)
@@ -51,13 +54,30 @@ class Joint:
         """The gradients of the parts, from that of the whole."""
         if gradient is None:
             return [None] * len(self._sizes)
-        if self._dim is not None:
-            return list(gradient.split(self._sizes, self._dim))
+        if self.dim is not None:
+            sizes = [size // self._views for size in self._sizes]
+            views = gradient.unflatten(self.dim, (self._views, -1)).split(sizes, self.dim + 1)
+            return [view.flatten(self.dim, self.dim + 1) for view in views]
         return [gradient * share for share in self._shares]
 
 
-def received_joints(stage: int, whole: StageFlow, parts: Sequence[StageFlow], shares: Sequence[float]) -> list[Joint]:
+def grown_dim(meta: TensorMeta, other: TensorMeta) -> int | None:
+    """The dimension of the samples: the first whose size differs for another number of them."""
+    pairs = enumerate(zip(meta.shape, other.shape, strict=False))
+    return next((dim for dim, (size, of_other) in pairs if size != of_other), None)
+
+
+def received_joints(
+    stage: int,
+    whole: StageFlow,
+    parts: Sequence[StageFlow],
+    shares: Sequence[float],
+    views: Sequence[int] | None = None,
+) -> list[Joint]:
     """How the tensors that a stage receives for the microbatches make up those for the whole batch.
+
+    Args:
+        views: Their numbers of views; one if None.
 
     Raises:
         StepError: they don't.
@@ -68,9 +88,11 @@ def received_joints(stage: int, whole: StageFlow, parts: Sequence[StageFlow], sh
             "The step makes other calls for the whole batch than for its microbatches, so the loss of the whole batch"
             " can't be computed from what the blocks gave. Set pipeline.loss='mean' or 'sum'."
         )
-    columns = zip(*(flow.metas(flow.received(stage)) for flow in (whole, *parts)), strict=True)
+    columns = list(zip(*(flow.metas(flow.received(stage)) for flow in (whole, *parts)), strict=True))
+    views = [1] * len(columns) if views is None else views
     try:
-        return [Joint(of_whole, of_parts, shares) for of_whole, *of_parts in columns]
+        pairs = zip(columns, views, strict=True)
+        return [Joint(of_whole, of_parts, shares, num) for (of_whole, *of_parts), num in pairs]
     except ValueError as error:
         raise StepError(
             f"Blocks give tensors of {error}, so its loss can't be computed. Let one dimension of what they return be"

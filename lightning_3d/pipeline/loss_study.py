@@ -6,7 +6,8 @@ gradients are compared; also for batches whose data are mixed. Nothing of it is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +28,9 @@ from lightning_3d.pipeline.isolation import isolated
 from lightning_3d.pipeline.joints import Joint, received_joints
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
 from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
+from lightning_3d.pipeline.row_order import RowOrder
 from lightning_3d.pipeline.tail_runs import TailRun, TailRuns
-from lightning_3d.pipeline.traces import StepCall, Traces
+from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.zero.engine import RankModule
@@ -120,6 +122,8 @@ class LossStudy:
         self._trials = _Trials()
         self._effects = StepEffects(module, router, joiner=self._trials)
         self._runs = TailRuns(module, rank_module, router, self._effects, traces)
+        self._row_order = RowOrder(module, rank_module, router, self._effects, self._runs)
+        self._views: OrderedDict[Hashable, Sequence[int]] = OrderedDict()
         self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
         self._distrusted: set[str] = set()
 
@@ -162,6 +166,20 @@ class LossStudy:
             is_right = _are_close(shown, compared.weights, compared.rtol)
             (self._trusted if is_right else self._distrusted).add(name)
         return compared.weights
+
+    def views(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
+        """The numbers of views in what the code after the blocks gets, by tensor.
+
+        Raises:
+            StepError: they can't be told.
+        """
+        self._trace((*parts, whole))
+        with isolated(self._module, self._effects):
+            return self._views_of(whole, parts)
+
+    def _views_of(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
+        kinds = (whole.kind, *(part.kind for part in parts))
+        return cached(self._views, kinds, lambda: self._row_order.views(whole, parts, _shares_of_samples(parts)))
 
     def _shown(self, parts: Sequence[StepCall], found: LossFound) -> list[float] | None:
         """The parts' shares in what their losses are divided by, if that tells their weights."""
@@ -218,7 +236,7 @@ class LossStudy:
     ) -> _Comparison:
         shares = _shares_of_samples(parts)
         *flows, flow = [self._runs.flow(call) for call in (*parts, whole)]
-        joints = received_joints(TAIL, flow, flows, shares)
+        joints = received_joints(TAIL, flow, flows, shares, self._views_of(whole, parts))
         given = [_random_outputs(of_part.metas(of_part.received(TAIL)), seed, i) for i, of_part in enumerate(flows)]
         joined = []
         for joint, of_parts in zip(joints, zip(*given, strict=True), strict=True):

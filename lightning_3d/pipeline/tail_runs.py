@@ -67,17 +67,13 @@ class TailRuns:
         """The trace of a call, cut before the code after the blocks.
 
         Raises:
-            StepError: that code draws random numbers.
-            TraceError: it differentiates what the blocks do, or changes in place what they gave.
+            TraceError: that code differentiates what the blocks do, or changes in place what they gave.
         """
         return cached(self._flows, call.kind, lambda: self._cut(self._traces.trace(call)))
 
     def _cut(self, trace: Trace) -> StageFlow:
         flow = cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True)
         check_gradients(flow)
-        stages = zip(trace.calls, flow.call_stages, strict=True)
-        if random := next((call for call, stage in stages if stage == TAIL and call.is_random), None):
-            raise StepError(f"{random.name} (called at {random.where}) draws random numbers after the blocks")
         return flow
 
     def run(
@@ -94,8 +90,14 @@ class TailRuns:
         Args:
             index: Number of the run, for the effects.
             trains: Whether to differentiate the loss.
+
+        Raises:
+            StepError: it draws random numbers.
         """
         place, flow = Place(stage=0, microbatch=index, is_last=True), self.flow(call)
+        stages = zip(flow.trace.calls, flow.call_stages, strict=True)
+        if random := next((call for call, stage in stages if stage == TAIL and call.is_random), None):
+            raise StepError(f"{random.name} (called at {random.where}) draws random numbers after the blocks")
         run = WatchedTail(self._router, flow, received, draw)
 
         def step() -> Any:

@@ -28,17 +28,25 @@ class WholeTail:
         flow: Its trace, cut with a tail.
         parts: Those of the microbatches.
         shares: The microbatches' shares of the samples.
+        views: Numbers of views in what the tail gets, by tensor; only the last stage knows them.
         trains: Whether the backward goes through the tail of the whole batch, not those of the microbatches.
     """
 
     def __init__(
-        self, call: StepCall, flow: StageFlow, parts: Sequence[StageFlow], shares: Sequence[float], *, trains: bool
+        self,
+        call: StepCall,
+        flow: StageFlow,
+        parts: Sequence[StageFlow],
+        shares: Sequence[float],
+        *,
+        views: Sequence[int] | None,
+        trains: bool,
     ) -> None:
         self.call, self.flow, self.trains = call, flow, trains
         self.stage = flow.num_stages - 1
         """Its index, after those of the pipeline's stages."""
         self.draws = Draws(shares)
-        self._joints = received_joints(self.stage, flow, parts, shares)
+        self._joints = received_joints(self.stage, flow, parts, shares, views)
         self._num_parts = len(parts)
         self._sent: dict[int, tuple[Tensor, ...]] = {}  # by microbatch
         self._requires_grad: list[bool] = []
