@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.parity import Layout
+from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
 
 WIDTH, NUM_BLOCKS, STEPS, BATCH = 32, 4, 3, 8
@@ -264,3 +264,38 @@ def test_replicas_keep_their_own_random_states(workers: WorkerPools) -> None:
     states = [seen.states for seen in _run(workers, PP2_DP2, seeds_differ=True)]
     assert all(_equal(mine, theirs) for mine, theirs in zip(states[0], states[2], strict=True))  # stages of replica 0
     assert not any(_equal(mine, theirs) for mine, theirs in zip(states[0], states[1], strict=True))
+
+
+class OwnGenerators(L.LightningModule):
+    """Draws from generators of its own, before and after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
+        self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(3), random.Random(4)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        noise = torch.randn(batch[0].shape, generator=self.torch)
+        x = batch[0] + noise * self.python.random()
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, noise) * (
+            self.numpy.random() + torch.rand((), generator=self.torch) + self.python.random()
+        )
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _own_numbers() -> list[float]:
+    """What a module's own generators draw after a run."""
+    module, strategy = OwnGenerators(), Layout(pp=2, num_microbatches=2).strategy()
+    data = TensorDataset(torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(0)))
+    trainer = L.Trainer(devices=2, strategy=strategy, max_epochs=2, enable_checkpointing=False, **QUIET)
+    trainer.fit(module, DataLoader(data, batch_size=BATCH))
+    return [float(torch.rand((), generator=module.torch)), module.numpy.random(), module.python.random()]
+
+
+def test_own_generators_of_a_module_stay_in_step_on_all_stages(workers: WorkerPools) -> None:
+    first, last = workers(2).run(_own_numbers)
+    assert first == last

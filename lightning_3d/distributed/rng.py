@@ -75,13 +75,7 @@ class Generators:
         random.setstate(states.python)
         np.random.set_state(states.numpy)
 
-    def seed(self, seed: int) -> None:
-        """Seed every generator."""
-        self._seed_torch(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-
-    def _seed_torch(self, seed: int) -> None:
+    def seed_torch(self, seed: int) -> None:
         """Seed torch's own, without ``torch.manual_seed``, which takes a millisecond for devices of all kinds."""
         torch.default_generator.manual_seed(seed)
         if self._module is not None:
@@ -92,7 +86,7 @@ class Generators:
         """Seed torch's generators inside and restore them afterwards; a tenth of the time that all of them take."""
         devices = [] if self._module is None else [self._device]
         with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
-            self._seed_torch(seed)
+            self.seed_torch(seed)
             yield
 
     @contextmanager
@@ -103,6 +97,18 @@ class Generators:
             yield
         finally:
             self.restore(states)
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators of Python and NumPy."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+def host_position() -> int:
+    """A number for how far the generators of Python and NumPy are, to compare in this process."""
+    _, keys, *rest = np.random.get_state()
+    return hash((random.getstate(), np.asarray(keys).tobytes(), *rest))
 
 
 def join_replica(mesh: Mesh, device: torch.device) -> None:
@@ -148,9 +154,14 @@ class StepRandomness:
         with self._generators.preserved():
             yield
 
-    def seed_glue(self, step: int, microbatch: int) -> None:
-        """Start a microbatch: the same numbers on every stage of the replica."""
-        self._generators.seed(self._mix(step, microbatch, self._dp_rank, 0))
+    def seed_glue(self, step: int, microbatch: int, *, host_alike: bool = False) -> None:
+        """Start a microbatch: the same numbers on every stage of the replica.
+
+        Args:
+            host_alike: Whether Python and NumPy draw the same in all microbatches.
+        """
+        self._generators.seed_torch(self._mix(step, microbatch, self._dp_rank, 0))
+        seed_host(self._mix(step, 0 if host_alike else microbatch, self._dp_rank, 0))
 
     @contextmanager
     def block(self, step: int, microbatch: int, call: int) -> Iterator[None]:

@@ -88,6 +88,12 @@ def received_joints(
             "The step makes other calls for the whole batch than for its microbatches, so the loss of the whole batch"
             " can't be computed from what the blocks gave. Set pipeline.loss='mean' or 'sum'."
         )
+    if any(part.trace.host_position != whole.trace.host_position for part in parts):
+        raise StepError(
+            "The step draws other numbers of Python's or NumPy's random generators for the whole batch than for its"
+            " microbatches, whose loss needs the same again. Draw as many for a batch of any size, or draw with torch,"
+            " in the dataset, or in a module that is a block, or set pipeline.loss='mean'."
+        )
     columns = list(zip(*(flow.metas(flow.received(stage)) for flow in (whole, *parts)), strict=True))
     views = [1] * len(columns) if views is None else views
     try:

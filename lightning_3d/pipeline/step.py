@@ -138,7 +138,7 @@ class PipelineStep:
     def _run_inside(self, stage: int, index: int, part: StepCall, flow: StageFlow, *received: Tensor) -> Any:
         counts = self.tail is None or part is self.tail.call
         is_end = stage == flow.num_stages - 1
-        place = Place(stage=stage, microbatch=index, is_last=is_end and counts)
+        place = Place(stage=stage, microbatch=index, is_last=is_end and counts, also_whole=self.tail is not None)
         effects = self.stages.effects
 
         def call() -> Any:

@@ -101,6 +101,8 @@ class Trace:
     """FQNs of buffers that their block's forward changes."""
     gradients: tuple[TracedGradient, ...] = ()
     """Gradients of tensors of blocks that glue asks for."""
+    host_position: int = 0
+    """How far it moved the generators of Python and NumPy, from where all traces begin."""
 
     @property
     def block_calls(self) -> tuple[TracedCall, ...]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_3d.distributed.rng import host_position, seed_host
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.pytrees import as_called, register_dataclasses
@@ -363,4 +365,6 @@ class StepTracing:
             return self._effects.returned(name, lambda: getattr(self._module, name)(microbatch, *rest))
 
         with self._effects.undone():
-            return trace_step(step, self._module, self._router, self._device, calls_all=name == "training_step")
+            seed_host(0)
+            trace = trace_step(step, self._module, self._router, self._device, calls_all=name == "training_step")
+            return replace(trace, host_position=host_position())

@@ -33,6 +33,8 @@ class Place:
     is_last: bool
     """Whether it is the last stage, which alone runs the step to its end."""
     is_trace: bool = False
+    also_whole: bool = False
+    """Whether the step runs on the whole batch, too, besides its microbatches."""
 
 
 class Effect:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from typing_extensions import override
 
-from lightning_3d.distributed.rng import StepRandomness
+from lightning_3d.distributed.rng import StepRandomness, seed_host
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.attributes import Attributes
 from lightning_3d.pipeline.effects.effect import Effect, Place
@@ -17,6 +17,7 @@ from lightning_3d.pipeline.effects.hooks import LazyHooks
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.logs import Logs
 from lightning_3d.pipeline.effects.metrics import Metrics
+from lightning_3d.pipeline.effects.own_generators import OwnGenerators
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.trace.interception import Router
@@ -37,7 +38,17 @@ class RandomNumbers(Effect):
     @override
     @contextmanager
     def microbatch(self, place: Place) -> Iterator[None]:
-        self._randomness.seed_glue(self._number, place.microbatch)
+        self._randomness.seed_glue(self._number, place.microbatch, host_alike=place.also_whole)
+        yield
+
+
+class HostNumbersAlike(Effect):
+    """The generators of Python and NumPy, the same in all runs that are compared."""
+
+    @override
+    @contextmanager
+    def microbatch(self, place: Place) -> Iterator[None]:
+        seed_host(0)
         yield
 
 
@@ -57,7 +68,7 @@ class StepEffects:
         joiner = joiner or Joiner()
         metrics = Metrics(module, router, joiner)
         attributes, logs = Attributes(module, self._blocks, joiner), Logs(module, metrics, router, joiner)
-        self._effects: tuple[Effect, ...] = (*more, LazyHooks(module), attributes, metrics, logs)
+        self._effects: tuple[Effect, ...] = (*more, OwnGenerators(module), LazyHooks(module), attributes, metrics, logs)
 
     @property
     def act_in_blocks(self) -> bool:
