@@ -5,17 +5,20 @@ Under data parallel it is the mean of those of the replicas' batches, as with DD
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
-from tests.losses import CLASSES, LENGTH, LOSSES, LossNet, labelled
+from tests.losses import CLASSES, IGNORED, LENGTH, LOSSES, LossNet, labelled
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerError, WorkerPools
 
@@ -127,8 +130,93 @@ class OneDraw(LossNet):
         return self.loss(outputs, batch[1])
 
 
-def test_one_draw_for_the_batch_is_refused_where_samples_are_coupled(workers: WorkerPools) -> None:
-    job = Job(model=partial(OneDraw, "triplet"), data=labelled, num_val_batches=0)
-    with pytest.raises(WorkerError, match="draws random numbers in the step, for each microbatch others") as failed:
+class DrawsOfNumPy(LossNet):
+    """Draws a number with NumPy for each sample."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        drawn = torch.from_numpy(np.random.rand(len(batch[0]), 1, 1)).float()
+        return self.loss(self(batch[0] * drawn), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (OneDraw, "draws random numbers in the step, for each microbatch others"),
+        (DrawsOfNumPy, "draws other numbers of Python's or NumPy's random generators for the whole batch"),
+    ],
+)
+def test_draws_that_do_not_make_up_the_batch_are_refused_where_samples_are_coupled(
+    model: type[LossNet], message: str, workers: WorkerPools
+) -> None:
+    job = Job(model=partial(model, "triplet"), data=labelled, num_val_batches=0)
+    with pytest.raises(WorkerError, match=message) as failed:
         run_layout(workers, job, replace(PIPELINE, loss="whole"))
     assert failed.value.failures.keys() == {0, 1}
+
+
+class Chanced(LossNet):
+    """Draws numbers of Python and NumPy for the whole batch, before and after the blocks, unless they are given."""
+
+    def __init__(self, loss: str, given: tuple[float, float] | None = None) -> None:
+        super().__init__(loss)
+        self.given = given
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        before = np.random.rand() if self.given is None else self.given[0]
+        outputs = self(batch[0] * before)
+        after = random.random() if self.given is None else self.given[1]
+        loss = self.loss(outputs, batch[1]) * after + outputs["logits"].square().mean() * before
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log_dict({"before": before, "after": after})
+        return loss
+
+
+def test_one_draw_of_python_for_the_batch_is_that_of_its_microbatches(workers: WorkerPools) -> None:
+    job = Job(model=partial(Chanced, "triplet"), data=labelled, num_val_batches=0, steps=1)
+    result = run_layout(workers, job, PIPELINE)
+    drawn = tuple(result.numbers[0].metrics[name] for name in ("before", "after"))
+    assert_parity(run_reference(replace(job, model=partial(Chanced, "triplet", drawn))), result)
+
+
+class WarmedUp(LossNet):
+    """Has a term that couples samples, with a weight that is zero at first."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        outputs = self(batch[0])
+        loss = self.loss(outputs, batch[1]) + 0.5 * self.global_step * outputs["pooled"].std(0).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def test_a_term_whose_weight_is_zero_at_first(workers: WorkerPools) -> None:
+    result = run_layout(workers, Job(model=partial(WarmedUp, "mean"), data=labelled), PIPELINE)
+    assert_parity(_reference(WarmedUp, "mean", 1), result)
+
+
+def _padded_later(num_samples: int) -> Dataset[tuple[Tensor, ...]]:
+    """All labels of the first batches are valid, and none of the next two microbatches."""
+    samples = labelled(num_samples)
+    order = list(DistributedSampler(range(num_samples - 16), 1, 0, seed=1))
+    features, labels = (torch.stack(column) for column in zip(*(samples[i] for i in range(num_samples)), strict=True))
+    labels[order[:8]] = labels[order[:8]].clamp(min=1)
+    labels[order[8:12]] = IGNORED
+    labels[-16:-8] = labels[-16:-8].clamp(min=1)
+    return TensorDataset(features, labels)
+
+
+def _without_valid_ones_first(num_samples: int) -> Dataset[tuple[Tensor, ...]]:
+    """The first microbatches have no valid label, in training and in validation."""
+    samples = labelled(num_samples)
+    order = list(DistributedSampler(range(num_samples - 16), 1, 0, seed=1))
+    features, labels = (torch.stack(column) for column in zip(*(samples[i] for i in range(num_samples)), strict=True))
+    for empty in (order[:4], range(num_samples - 16, num_samples - 12)):
+        labels[list(empty)] = IGNORED
+    return TensorDataset(features, labels)
+
+
+@pytest.mark.parametrize("data", [_padded_later, _without_valid_ones_first])
+def test_the_first_samples_do_not_show_the_rest(
+    data: Callable[[int], Dataset[tuple[Tensor, ...]]], workers: WorkerPools
+) -> None:
+    job = Job(model=partial(LossNet, "ignoring"), data=data)
+    assert_parity(run_reference(job), run_layout(workers, job, PIPELINE))

@@ -117,7 +117,7 @@ class BatchLoss:
                 self._num_studies[name] += 1
                 if self._is_last:
                     new = self._study.find(whole, size=parts[-1].size, trains=trains)
-                    if self._setting == "sum":
+                    if new is not None and self._setting == "sum":
                         new = replace(new, kind=LossKind.SUM)
             if known is None:
                 gathered: list[LossFound | None] = [None] * dist.get_world_size()
@@ -126,7 +126,8 @@ class BatchLoss:
                 gathered = [new]
                 dist.broadcast_object_list(gathered, src=self._source, group=self._group, device=self._device)
         of_all = [found for found in (known, *gathered) if found is not None]
-        if not of_all:
+        if not of_all:  # until a batch shows it
+            self._seen.discard(whole.kind)
             return None
         joined = reduce(_stricter, of_all)
         if known is None:

@@ -31,6 +31,8 @@ from lightning_3d.trace.trace import TracedCall
 TAIL = 1
 """The stage of the code after the blocks, where all blocks are on one before it."""
 
+_TIMES = frozenset({"mul", "multiply"})
+_DIVIDED = frozenset({"div", "truediv", "true_divide", "divide"})
 _MEANS = frozenset({torch.mean, Tensor.mean})
 _MEAN_LOSSES = frozenset(
     {
@@ -45,7 +47,8 @@ _MEAN_LOSSES = frozenset(
 
 
 class WatchedTail(StageRun):
-    """Runs the code after the blocks, and notes by what it divides.
+    """Runs the code after the blocks, and notes by what it divides; terms with a factor of zero, which may be a weight
+    that is still to rise, count in full.
 
     Args:
         received: The tensors of blocks that it gets.
@@ -59,6 +62,8 @@ class WatchedTail(StageRun):
     @override
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position, is_past_trace = self._position, self._is_past_trace
+        if _is_named(func, _TIMES) and any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in args):
+            args = tuple(1.0 if type(leaf) in (int, float) and leaf == 0 else leaf for leaf in args)
         answer = super().on_function(func, args, kwargs)
         if is_past_trace or (self._position > position and self._flow.call_stages[position] == TAIL):
             self._note(func, args, kwargs, is_past_trace=is_past_trace)
@@ -126,14 +131,18 @@ def _without_masks(index: Any) -> tuple[Any, ...]:
     return tuple(entries)
 
 
+def _is_named(func: Call, names: frozenset[str]) -> bool:
+    """Whether it has one of these names, also in place or reflected."""
+    return getattr(func, "__name__", "").strip("_").removeprefix("i").removeprefix("r") in names
+
+
 def _scalars(func: Call, tensors: Sequence[Tensor]) -> list[float]:
     """By what scalars this function divides, where it divides or multiplies; nan where there is no data."""
-    name = getattr(func, "__name__", "").strip("_").removeprefix("i").removeprefix("r")
     scalars = [tensor for tensor in tensors if tensor.ndim == 0 and not tensor.requires_grad]
     found = [math.nan if _is_empty(scalar) else float(scalar) for scalar in scalars]
-    if name in ("mul", "multiply"):
+    if _is_named(func, _TIMES):
         return [1 / scalar if scalar else 0.0 for scalar in found]
-    return found if name in ("div", "truediv", "true_divide", "divide") else []
+    return found if _is_named(func, _DIVIDED) else []
 
 
 def _weights_of_labels(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:

@@ -23,7 +23,7 @@ from lightning_3d.pipeline.denominators import TAIL
 from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.evidence import Number
 from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
-from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.pipeline.effects.step_effects import HostNumbersAlike, StepEffects
 from lightning_3d.pipeline.isolation import isolated
 from lightning_3d.pipeline.joints import Joint, received_joints
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
@@ -37,6 +37,7 @@ from lightning_3d.zero.engine import RankModule
 from lightning_3d.zero.master_weights import is_half
 
 _NUM_DRAWS = 3  # of random outputs, for the batch and for mixed data
+_IGNORED = -100  # where torch ignores labels unless told otherwise
 _EXACT = 1e-6
 
 
@@ -120,25 +121,24 @@ class LossStudy:
     ) -> None:
         self._module, self._traces, self._device = module, traces, device
         self._trials = _Trials()
-        self._effects = StepEffects(module, router, joiner=self._trials)
+        self._effects = StepEffects(module, router, HostNumbersAlike(), joiner=self._trials)
         self._runs = TailRuns(module, rank_module, router, self._effects, traces)
         self._row_order = RowOrder(module, rank_module, router, self._effects, self._runs)
         self._views: OrderedDict[Hashable, Sequence[int]] = OrderedDict()
         self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
         self._distrusted: set[str] = set()
 
-    def find(self, call: StepCall, *, size: int, trains: bool) -> LossFound:
-        """Study a step.
+    def find(self, call: StepCall, *, size: int, trains: bool) -> LossFound | None:
+        """Study a step; None where its loss is not finite, which shows nothing.
 
         Args:
             size: Samples in its smallest microbatch, of which there are two at least.
             trains: Whether its loss is differentiated.
         """
-        example = samples_of(call.batch, 0, 2 * size)
         try:
-            self._trace(self._halves(call, example))
+            self._trace(self._halves(call, samples_of(call.batch, 0, 2 * size)))
             with isolated(self._module, self._effects):
-                return self._find(call, example, trains=trains)
+                return self._find(call, 2 * size, trains=trains)
         except Exception as error:
             return LossFound(kind=LossKind.MEAN, failure=f"{type(error).__name__}: {error}")
 
@@ -173,7 +173,8 @@ class LossStudy:
         Raises:
             StepError: they can't be told.
         """
-        self._trace((*parts, whole))
+        for call in (*parts, whole):
+            self._runs.flow(call)  # traced apart
         with isolated(self._module, self._effects):
             return self._views_of(whole, parts)
 
@@ -193,7 +194,7 @@ class LossStudy:
     def _trace(self, calls: Sequence[StepCall]) -> None:
         """Trace steps, apart from what is done with them."""
         for call in calls:
-            self._runs.flow(call)
+            self._runs.check(call)
 
     def _halves(self, call: StepCall, batch: Any) -> list[StepCall]:
         """The same call on the halves of another batch, and on the whole of it."""
@@ -201,12 +202,13 @@ class LossStudy:
         ends = (0, size // 2), (size // 2, size), (0, size)
         return self._traces.calls(call.name, [samples_of(batch, *of_part) for of_part in ends], call.rest)
 
-    def _find(self, call: StepCall, example: Any, *, trains: bool) -> LossFound:
+    def _find(self, call: StepCall, size: int, *, trains: bool) -> LossFound | None:
         self._trials.fits = {}
         compared: list[_Comparison] = []
         for draw in range(2 * _NUM_DRAWS):
             is_mixed = draw >= _NUM_DRAWS
-            *parts, whole = self._halves(call, _mixed(example, draw) if is_mixed else example)
+            batch = _mixed(call.batch, draw) if is_mixed else call.batch
+            *parts, whole = self._halves(call, samples_of(batch, 0, size))
             try:
                 comparison = self._compare(whole, parts, seed=draw, trains=trains, is_mixed=is_mixed)
             except Exception:
@@ -217,7 +219,7 @@ class LossStudy:
                 compared.append(comparison)
                 self._learn(call.name, comparison)
         if not compared:
-            raise StepError("the loss is not finite")
+            return None
         denominators = set.intersection(*(comparison.denominators for comparison in compared))
         if denominators and any(comparison.tells_apart for comparison in compared):
             self._trusted.add(call.name)
@@ -319,7 +321,9 @@ def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], 
 
 
 def _mixed(batch: Any, seed: int) -> Any:
-    """The same batch with other data, of values that it has: these change what is valid, and how much it weighs."""
+    """The same batch with other data, that change which labels are valid, and how much they weigh: integers of the
+    batch's own smallest or greatest values, or such as are ignored, in the places of some.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def mixed(tensor: Tensor) -> Tensor:
@@ -328,11 +332,10 @@ def _mixed(batch: Any, seed: int) -> Any:
         chosen = (torch.rand(tensor.shape, generator=generator) < torch.rand((), generator=generator)).to(tensor.device)
         if tensor.is_floating_point() or tensor.is_complex():
             return tensor * chosen
-        values = tensor.unique()
-        if tensor.dtype == torch.bool or (not (values > 1).any() and not (values < 0).any()):
+        if tensor.dtype == torch.bool or (tensor.min() >= 0 and tensor.max() <= 1):
             return chosen.to(tensor.dtype)
-        index = torch.randint(len(values), (), generator=generator)
-        return torch.where(chosen, tensor, values[index])
+        others = (tensor.min(), tensor.max(), torch.full_like(tensor.max(), _IGNORED))
+        return torch.where(chosen, tensor, others[seed % _NUM_DRAWS])
 
     return map_tensors(batch, mixed)
 

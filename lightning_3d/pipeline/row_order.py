@@ -84,7 +84,7 @@ class RowOrder:
         Args:
             other: The trace of another number of samples.
         """
-        place, flow = Place(stage=0, microbatch=index, is_last=False), self._runs.flow(call)
+        place, flow = Place(stage=0, microbatch=index, is_last=False, also_whole=True), self._runs.flow(call)
         run = _StandIns(self._router, flow, other, draw)
         kept = attributes_kept(self._router.blocks, flow.trace.sides)
         with self._effects.microbatch(place), kept, torch.no_grad():

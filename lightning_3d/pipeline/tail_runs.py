@@ -76,6 +76,17 @@ class TailRuns:
         check_gradients(flow)
         return flow
 
+    def check(self, call: StepCall) -> None:
+        """Trace a call that is to be studied.
+
+        Raises:
+            StepError: the code after the blocks draws random numbers.
+        """
+        flow = self.flow(call)
+        stages = zip(flow.trace.calls, flow.call_stages, strict=True)
+        if random := next((call for call, stage in stages if stage == TAIL and call.is_random), None):
+            raise StepError(f"{random.name} (called at {random.where}) draws random numbers after the blocks")
+
     def run(
         self,
         call: StepCall,
@@ -90,14 +101,8 @@ class TailRuns:
         Args:
             index: Number of the run, for the effects.
             trains: Whether to differentiate the loss.
-
-        Raises:
-            StepError: it draws random numbers.
         """
-        place, flow = Place(stage=0, microbatch=index, is_last=True), self.flow(call)
-        stages = zip(flow.trace.calls, flow.call_stages, strict=True)
-        if random := next((call for call, stage in stages if stage == TAIL and call.is_random), None):
-            raise StepError(f"{random.name} (called at {random.where}) draws random numbers after the blocks")
+        place, flow = Place(stage=0, microbatch=index, is_last=True, also_whole=True), self.flow(call)
         run = WatchedTail(self._router, flow, received, draw)
 
         def step() -> Any:
@@ -127,7 +132,7 @@ class TailRuns:
 
         Nothing is computed of that.
         """
-        place, flow = Place(stage=0, microbatch=0, is_last=True), self.flow(call)
+        place, flow = Place(stage=0, microbatch=0, is_last=True, also_whole=True), self.flow(call)
         run = GhostTail(self._router, flow)
         kept = attributes_kept(self._router.blocks, flow.trace.sides)
         try:
