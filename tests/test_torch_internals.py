@@ -405,7 +405,8 @@ def test_attributes_of_every_module() -> None:
     "parameters_of",
     "buffers_of",
     "children_of",
-    "BatchNormBase",
+    "RunningNorm",
+    "BatchNorm",
     "named_state",
 )
 def test_registries_of_modules() -> None:
@@ -420,8 +421,11 @@ def test_registries_of_modules() -> None:
     found = {name: (tensor, owner) for name, tensor, owner in modules.named_state(module)}
     assert found.keys() == dict([*module.named_parameters(), *module.named_buffers()]).keys()
     assert found["0.weight"] == (other, norm)
-    assert isinstance(norm, modules.BatchNormBase)
-    assert not isinstance(nn.LayerNorm(2), modules.BatchNormBase)
+    assert isinstance(norm, modules.RunningNorm)
+    assert isinstance(nn.InstanceNorm1d(2), modules.RunningNorm)
+    assert not isinstance(nn.LayerNorm(2), modules.RunningNorm)
+    assert issubclass(nn.SyncBatchNorm, modules.BatchNorm)
+    assert not isinstance(nn.InstanceNorm1d(2), modules.BatchNorm)
 
 
 @canary(

@@ -22,6 +22,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.pipeline.anomaly import StepWatch
 from lightning_3d.pipeline.batch_loss import BatchLoss
 from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import RandomNumbers, StepEffects
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossStudy
@@ -111,7 +112,8 @@ class PipelineEngine:
         self._recorder: SpanRecorder | None = None  # measures the steps that run
         self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
         self._joiner = Joiner()
-        self._effects = StepEffects(module, router, RandomNumbers(randomness), joiner=self._joiner)
+        norms = Norms(module, router, [block.fqn for block in plan.blocks if len(plan.ranks_of(block)) > 1])
+        self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, joiner=self._joiner)
         self._traces = Traces(module, StepTracing(module, router, self._effects, device))
         self._study = Study(module, router, self._joiner, device)
         self._batch_loss = BatchLoss(
@@ -167,7 +169,7 @@ class PipelineEngine:
                 torch.distributed.barrier(self._group)
                 self._recorder.begin()
                 self._planned = schedule.planned()
-            schedule.run(step.forward, self._around_backward, self._recorder)
+            schedule.run(step.forward, self._effects.backward, self._around_backward, self._recorder)
             step.finish()
         computed()
         smallest = step.parts[-1].size
@@ -177,7 +179,7 @@ class PipelineEngine:
             self._group,
             source=self._source,
             device=self._device,
-            from_all=self._effects.act_in_blocks,
+            from_all=self._effects.are_on_all_stages,
         )
         self._joiner.evidence.study = None
         own = [min(report.stage, self._stages.last) in self._stages.own for report in reports]

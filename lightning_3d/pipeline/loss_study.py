@@ -23,6 +23,7 @@ from lightning_3d.pipeline.denominators import TAIL
 from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.evidence import Number
 from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
+from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import HostNumbersAlike, StepEffects
 from lightning_3d.pipeline.isolation import isolated
 from lightning_3d.pipeline.joints import Joint, received_joints
@@ -121,7 +122,7 @@ class LossStudy:
     ) -> None:
         self._module, self._traces, self._device = module, traces, device
         self._trials = _Trials()
-        self._effects = StepEffects(module, router, HostNumbersAlike(), joiner=self._trials)
+        self._effects = StepEffects(module, router, HostNumbersAlike(), Norms(module, router), joiner=self._trials)
         self._runs = TailRuns(module, rank_module, router, self._effects, traces)
         self._row_order = RowOrder(module, rank_module, router, self._effects, self._runs)
         self._views: OrderedDict[Hashable, Sequence[int]] = OrderedDict()

@@ -43,6 +43,9 @@ _MULTI = {
 Forward = Callable[[int, int, tuple[Tensor, ...]], Any]
 """(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
 
+Backward = Callable[[int, int], AbstractContextManager[None]]
+"""(stage, index of the microbatch) -> context of its backward, and of each piece of one that is split."""
+
 AroundBackward = Callable[..., AbstractContextManager[None]]
 """(stage, is_last=whether it is the stage's last one in the step) -> context of the backward of a microbatch."""
 
@@ -92,10 +95,17 @@ class Schedule:
         self._indices = torch.arange(num_microbatches)
         self._stages = torch_stages
 
-    def run(self, forward: Forward, around_backward: AroundBackward, recorder: SpanRecorder | None = None) -> None:
+    def run(
+        self,
+        forward: Forward,
+        backward: Backward,
+        around_backward: AroundBackward,
+        recorder: SpanRecorder | None = None,
+    ) -> None:
         """Run all microbatches, forward and backward.
 
         Args:
+            backward: Gives the context of each backward.
             around_backward: Gives the context of each backward that is in one piece.
             recorder: Measures the computations.
 
@@ -103,7 +113,7 @@ class Schedule:
             BaseException: what ``forward`` or the backward raised, without torch's words around it.
         """
         for stage in self._stages:
-            stage.recorder, stage.around_backward = recorder, around_backward
+            stage.recorder, stage.backward, stage.around_backward = recorder, backward, around_backward
         failure = None
         try:
             self._schedule.step(index=self._indices, run=forward, target=self._indices, return_outputs=False)
@@ -167,6 +177,7 @@ class _Stage(ShapedStage):
     """A stage whose computations can be measured."""
 
     recorder: SpanRecorder | None = None
+    backward: Backward
     around_backward: AroundBackward
 
     def __init__(
@@ -198,9 +209,10 @@ class _Stage(ShapedStage):
     ) -> None:
         computes = self.has_backward and full_backward  # torch calls it in evaluations, too
         around = self.around_backward(self.stage_index, is_last=last_backward) if computes else nullcontext()
-        with self._measured("backward" if full_backward else "input", bwd_chunk_id), around:
+        backward = self.backward(self.stage_index, bwd_chunk_id) if self.has_backward else nullcontext()
+        with self._measured("backward" if full_backward else "input", bwd_chunk_id), backward, around:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._measured("weight", bwd_chunk_id):
+        with self._measured("weight", bwd_chunk_id), self.backward(self.stage_index, bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)

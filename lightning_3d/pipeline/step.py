@@ -171,7 +171,7 @@ class PipelineStep:
         joiner.averages, joiner.loss_weights = self.decision.found.averages, self.decision.weights
         sizes = [part.size for part in self.parts]
         end = self.stages.last if self.tail is None else self.tail.stage
-        stages = own if self.stages.effects.act_in_blocks else [stage for stage in own if stage == end]
+        stages = own if self.stages.effects.are_on_all_stages else [stage for stage in own if stage == end]
         reports = [self._report(stage, sizes, is_end=stage == end) for stage in stages]
         if self.tail is not None and self.stages.last in own:
             reports.append(self._report(end, [sum(sizes)], is_end=True))

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.isolation import isolated
 from lightning_3d.pipeline.microbatches import leaves_of, samples_of
@@ -41,7 +42,7 @@ class Study:
 
     def __init__(self, module: LightningModule, router: Router, joiner: Joiner, device: torch.device) -> None:
         self._module, self._router, self._joiner = module, router, joiner
-        self._effects = StepEffects(module, router, joiner=joiner)
+        self._effects = StepEffects(module, router, Norms(module, router), joiner=joiner)
         self._num_studies: Counter[str] = Counter()  # by name of the step
         self._traces = Traces(module, StepTracing(module, router, self._effects, device))
 

@@ -22,7 +22,7 @@ from lightning_3d.planning.loads import Unit, num_parameters
 from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table
-from lightning_3d.torch_internals.modules import named_state
+from lightning_3d.torch_internals.modules import BatchNorm, named_state
 from lightning_3d.trace.trace import Trace
 
 _MIB = 1024**2
@@ -69,6 +69,8 @@ class Plan:
     """FQN -> first FQN of the same tensor, where a tensor has several."""
     used_by_glue: frozenset[str]
     """FQNs of blocks' parameters and buffers that code outside of their block uses."""
+    batch_norms: tuple[str, ...] = ()
+    """FQNs of modules that normalise by statistics of what they are given."""
     optimizers: tuple[OptimizerPlan, ...] = ()
     """Who steps what; there once the optimizers are made."""
 
@@ -100,6 +102,10 @@ class Plan:
         fqns = {block.fqn for block in self.blocks}
         return {fqn: block for fqn, block in module.named_modules(remove_duplicate=False) if fqn in fqns}
 
+    def ranks_of(self, block: BlockPlan) -> frozenset[int]:
+        """Indices on the pp axis of the ranks that run a block."""
+        return frozenset(self.stage_ranks[stage] for stage in block.stages)
+
     def with_tensor(self, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
         """The plan with other shardings of some blocks, by FQN, which have no safer ones."""
         blocks = (
@@ -120,7 +126,11 @@ class Plan:
 
     def __rich__(self) -> RenderableType:
         """A row per stage, for terminals of 100 columns; with tensor parallel a row per weight; one per optimizer."""
-        tables = [self._stage_table()]
+        tables: list[RenderableType] = [self._stage_table()]
+        if self.batch_norms and self.num_microbatches > 1:
+            norms = f"{self.batch_norms[0]} normalises" if len(self.batch_norms) == 1 else ""
+            norms = norms or f"{self.batch_norms[0]} and {len(self.batch_norms) - 1} other BatchNorm modules normalise"
+            tables.append(f"{norms} by microbatch; running statistics are those of the whole batch")
         if self.shape.tp > 1:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
@@ -214,6 +224,9 @@ def make_plan(
         state_ranks=state_ranks,
         ties=ties,
         used_by_glue=_used_by_glue(trace),
+        batch_norms=tuple(
+            fqn for fqn, inner in module.named_modules() if isinstance(inner, BatchNorm) and inner.training
+        ),
     )
 
 

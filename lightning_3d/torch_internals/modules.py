@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-BatchNormBase = _NormBase
-"""Norms that keep running statistics."""
+RunningNorm = _NormBase
+"""Norms that may keep running statistics."""
+
+BatchNorm = _BatchNorm
+"""Running norms over the batch; the others are instance norms."""
 
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 """The attributes that the registries are in."""

@@ -27,7 +27,7 @@ from lightning_3d.torch_internals.fake_tensors import (
     failures_unlogged,
     unset_fake_temporarily,
 )
-from lightning_3d.torch_internals.modules import BatchNormBase, named_state
+from lightning_3d.torch_internals.modules import RunningNorm, named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of
 from lightning_3d.trace.attributes import AttributeReads, Read
@@ -136,7 +136,7 @@ def running_statistics(block: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in block.named_modules()
-        if isinstance(module, BatchNormBase) and module.training
+        if isinstance(module, RunningNorm) and module.training
         for name, _ in module.named_buffers(recurse=False)
     )
 

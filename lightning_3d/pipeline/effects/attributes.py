@@ -36,7 +36,7 @@ from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.torch_internals.modules import BUFFERS, buffers_of
 
-_FRAMEWORK_NAMES = frozenset(vars(LightningModule())) - {BUFFERS} | {"log"}
+_FRAMEWORK_NAMES = frozenset(vars(LightningModule())) - {BUFFERS} | {"log", "forward"}
 _HIDDEN_NAMES = _FRAMEWORK_NAMES | {BUFFERS}
 _DICTS = (dict, defaultdict, OrderedDict, Counter)
 _LISTS = (list, deque)

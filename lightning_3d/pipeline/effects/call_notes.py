@@ -57,7 +57,8 @@ class NotedCalls(Effect, Generic[C]):
 
     @property
     @override
-    def acts_in_blocks(self) -> bool:
+    def is_on_all_stages(self) -> bool:
+        """Whether a block made such a call in a trace so far."""
         return self._in_blocks
 
     @override

@@ -8,6 +8,7 @@ per batch, to its end. An effect makes up for the difference:
         with effect.microbatch(place):                every microbatch on every stage of this rank: nothing stays
             found = effect.collect(place)             at the end of the user's code: the tensors that it gave
             effect.keep(place, found)                 the same with the data behind ghosts filled in
+        with effect.backward(stage, microbatch):      its backward
     joined = effect.join(stage, sizes)                what one step on the whole batch would have done
     effect.apply(joined, is_own=...)                  on every rank, for every stage that reports
 
@@ -41,8 +42,8 @@ class Effect:
     """One kind of thing that a step does beside its loss; as it stands here, nothing."""
 
     @property
-    def acts_in_blocks(self) -> bool:
-        """Whether a block did it in a trace so far, so that all stages report; equal on all ranks, as traces are."""
+    def is_on_all_stages(self) -> bool:
+        """Whether other stages than the last may do it, so that all report; equal on all ranks."""
         return False
 
     def begin(self, number: int) -> AbstractContextManager[None]:
@@ -51,6 +52,10 @@ class Effect:
 
     def microbatch(self, place: Place) -> AbstractContextManager[None]:
         """Around the user's step on one microbatch; leaves no change behind."""
+        return nullcontext()
+
+    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """Around the backward of a microbatch on a stage, or a piece of it, which may run code of blocks again."""
         return nullcontext()
 
     def collect(self, place: Place) -> Any:

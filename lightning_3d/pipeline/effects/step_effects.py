@@ -71,9 +71,9 @@ class StepEffects:
         self._effects: tuple[Effect, ...] = (*more, OwnGenerators(module), LazyHooks(module), attributes, metrics, logs)
 
     @property
-    def act_in_blocks(self) -> bool:
-        """Whether blocks did something beside computing in a trace so far, so that all stages report."""
-        return any(effect.acts_in_blocks for effect in self._effects)
+    def are_on_all_stages(self) -> bool:
+        """Whether other stages than the last may do something, so that all report."""
+        return any(effect.is_on_all_stages for effect in self._effects)
 
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
@@ -89,6 +89,14 @@ class StepEffects:
         with ExitStack() as stack:
             for effect in self._effects:
                 stack.enter_context(effect.microbatch(place))
+            yield
+
+    @contextmanager
+    def backward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Around the backward of a microbatch on a stage."""
+        with ExitStack() as stack:
+            for effect in self._effects:
+                stack.enter_context(effect.backward(stage, microbatch))
             yield
 
     def collect(self, place: Place) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.model.norm_forward import is_watched
 from lightning_3d.tensor.collectives import own_shard
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import NotCompilable
@@ -90,7 +91,7 @@ def read_state(block: nn.Module) -> BlockState:
     """Walk the modules of a block.
 
     Raises:
-        NotCompilable: a module inside of it has hooks, which Python must call.
+        NotCompilable: a module inside of it has hooks, or is a norm whose calls somebody sees: Python must call these.
     """
     tensors: list[Tensor] = []
     places: list[_Place] = []
@@ -107,6 +108,8 @@ def read_state(block: nn.Module) -> BlockState:
     for module in _modules(block):
         if module is not block and has_hooks(module):
             raise NotCompilable(f"{type(module).__name__} inside of it has hooks")
+        if is_watched(module) and module.training:
+            raise NotCompilable(f"{type(module).__name__} inside of it gets its running statistics from microbatches")
         attributes = vars(module)
         values += [type(module), module.training, len(attributes)]
         for group in (PARAMETERS, BUFFERS):

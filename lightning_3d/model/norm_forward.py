@@ -1,0 +1,43 @@
+"""A patch of a norm for a while, so that somebody sees its calls; beneath that of the block, if the norm is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from lightning_3d.model.block_runner import Around, runner_of
+from lightning_3d.torch_internals.modules import attributes_replaced
+
+
+class NormForward:
+    """Takes the place of a norm's forward.
+
+    Args:
+        around: Runs the norm's own forward with its arguments.
+    """
+
+    def __init__(self, norm: nn.Module, around: Around) -> None:
+        self.norm = norm
+        self._around, self._own = around, norm.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of ``norm.forward(...)``."""
+        return self._around(self._own, args, kwargs)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Take its place inside."""
+        runner = runner_of(self.norm)
+        owner, name = (self.norm, "forward") if runner is None else (runner, "own_forward")
+        self._own = getattr(owner, name)
+        with attributes_replaced(owner, {name: self}):
+            yield
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody sees the calls of a norm."""
+    runner = runner_of(module)
+    return isinstance(vars(module).get("forward") if runner is None else runner.own_forward, NormForward)
