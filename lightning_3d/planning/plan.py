@@ -128,9 +128,9 @@ class Plan:
         """A row per stage, for terminals of 100 columns; with tensor parallel a row per weight; one per optimizer."""
         tables: list[RenderableType] = [self._stage_table()]
         if self.batch_norms and self.num_microbatches > 1:
-            norms = f"{self.batch_norms[0]} normalises" if len(self.batch_norms) == 1 else ""
-            norms = norms or f"{self.batch_norms[0]} and {len(self.batch_norms) - 1} other BatchNorm modules normalise"
-            tables.append(f"{norms} by microbatch; running statistics are those of the whole batch")
+            others = f" and {len(self.batch_norms) - 1} more" if self.batch_norms[1:] else ""
+            norms = f"{self.batch_norms[0]}{others}"
+            tables.append(f"BatchNorm normalises by microbatch, its running statistics are the batch's: {norms}")
         if self.shape.tp > 1:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
