@@ -61,6 +61,7 @@ from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_callbacks, refuse_unsupported
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged, schedulers_skipping
+from lightning_3d.trainer.synced_norms import check_synced, sync_norms
 from lightning_3d.trainer.user_clipping import clipping_joined
 from lightning_3d.waits import Waits
 from lightning_3d.zero.local_steps import LocalSteps
@@ -262,10 +263,13 @@ class ThreeDStrategy(ParallelStrategy):
         refuse_callbacks(trainer, self.mesh)
         self.config.precision.check_for(self._precision.precision)
         is_in_parts = self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1
+        syncing = lightning_helpers.layer_sync_of(self)
+        if trainer.state.fn == TrainerFn.FITTING:
+            check_synced(self._module, syncing, self.mesh.shape, self.root_device.type)
         if self._parallel is None:
             self._precision.convert(self._module, self.config.precision, self.root_device)
-            is_syncing = lightning_helpers.is_syncing_batchnorm(self)
-            refuse_unsupported(self._module, self.mesh, self.config.zero, sync_batchnorm=is_syncing)
+            refuse_unsupported(self._module, self.mesh, self.config.zero)
+            sync_norms(self._module, syncing, self.mesh.shape)
             wait = Waits(trainer, lambda: self._is_stepping)
             with wait(f"Making {type(self._module).__name__} parallel"):
                 self._parallel = make_parallel(

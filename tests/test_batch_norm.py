@@ -17,13 +17,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.plugins import LayerSync
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from lightning_3d import ThreeDStrategy
+from tests.models import TinyMLP
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
 
@@ -277,3 +281,52 @@ def test_norms_on_shards(backend: Any, workers: WorkerPools) -> None:
     assert re.search(r"1\.weight \[64\] +│ column", runs[0][2])
     warned = [message for _, messages, _ in runs for message in messages]
     assert (backend is not None) == any("gets its running statistics" in message for message in warned), warned
+
+
+class Synced(nn.BatchNorm1d):
+    """Normalises by the batches of all ranks, which torch's own can't on CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = dist.get_world_size()
+        mean = all_reduce(x.mean(0)) / size
+        var = all_reduce((x - mean).square().mean(0)) / size
+        assert self.weight is not None
+        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+
+class SyncByHand(LayerSync):
+    """Takes the place of Lightning's plugin."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        model.get_submodule("norm").__class__ = Synced
+        return model
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+class Normalised(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def _regression(num_samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(
+        torch.randn(num_samples, 8, generator=generator), torch.randn(num_samples, 4, generator=generator)
+    )
+
+
+def _synced(layout: Layout | None) -> dict[str, Tensor]:
+    plugins = [] if layout is None else [SyncByHand()]
+    trainer, _ = fitted(layout, Normalised, data=_regression, plugins=plugins)
+    return whole_state(trainer)
+
+
+def test_norms_synced_over_replicas(workers: WorkerPools) -> None:
+    """The Trainer's plugin converts norms before anything is sharded."""
+    assert_same_state(workers(2).run(_synced, Layout(dp=2, zero=3)), workers(1).run(_synced, None)[0])

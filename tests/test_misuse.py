@@ -136,6 +136,22 @@ class WithLBFGS(TinyMLP):
         return torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)
 
 
+class WithBatchNorm(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(super().forward(x))
+        return y
+
+
+class WithSyncBatchNorm(WithBatchNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(4)
+
+
 class WithPenalty(TinyMLP):
     """A gradient penalty."""
 
@@ -391,10 +407,17 @@ MISUSES = [
     ),
     Misuse(
         name="sync_batchnorm",
+        model=WithBatchNorm,
         trainer={"sync_batchnorm": True},
         strategy=DP,
         error="StepError",
-        message=r"Trainer\(sync_batchnorm=True\) is not built yet",
+        message=r"Trainer\(sync_batchnorm=True\) for norm needs torch's SyncBatchNorm, which does not run on CPUs",
+    ),
+    Misuse(
+        name="SyncBatchNorm in a pipeline",
+        model=WithSyncBatchNorm,
+        error="StepError",
+        message="norm, a SyncBatchNorm, communicates inside of a block, but with pipeline_parallel_size=2",
     ),
     Misuse(
         name="branch on data",

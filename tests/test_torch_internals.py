@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
@@ -973,13 +974,15 @@ class _Strategy(ParallelStrategy):
     optimizer_state = barrier = broadcast = reduce = all_gather = model_to_device = None  # type: ignore[assignment]
 
 
-@canary(lightning_helpers, "reset_optimizers", "is_syncing_batchnorm")
+@canary(lightning_helpers, "reset_optimizers", "layer_sync_of")
 def test_what_strategies_hold() -> None:
     strategy = _Strategy()
     strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
     lightning_helpers.reset_optimizers(strategy)
     assert strategy.optimizers == []
-    assert not lightning_helpers.is_syncing_batchnorm(strategy)
+    assert lightning_helpers.layer_sync_of(strategy) is None
+    strategy._layer_sync = plugin = TorchSyncBatchNorm()
+    assert lightning_helpers.layer_sync_of(strategy) is plugin
     for name in ("_configure_launcher", "_launcher", "_precision_plugin"):  # ThreeDStrategy overrides or sets them
         assert hasattr(strategy, name), f"ParallelStrategy.{name}"
     assert _parameters(Precision._wrap_closure) == {"self", "model", "optimizer", "closure"}

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector import result
@@ -71,9 +72,9 @@ def leave_schedulers_to_averaging(trainer: Trainer, checkpoint: Mapping[str, Any
                 trainer.strategy.lr_scheduler_configs.clear()
 
 
-def is_syncing_batchnorm(strategy: ParallelStrategy) -> bool:
-    """Whether the Trainer was asked to convert BatchNorm."""
-    return strategy._layer_sync is not None
+def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
+    """The Trainer's plugin that converts norms, as ``sync_batchnorm=True`` gives it one."""
+    return strategy._layer_sync
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def refuse_callbacks(trainer: Trainer, mesh: Mesh) -> None:
         )
 
 
-def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, *, sync_batchnorm: bool) -> None:
+def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) -> None:
     """Raise for what can't run on this mesh."""
     if mesh.shape.pp * mesh.shape.tp > 1 and not module.automatic_optimization:
         raise StepError(
@@ -53,11 +53,6 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, 
         _refuse_lost(module)
     if mesh.shape.world_size > 1:
         _refuse_sparse(module)
-    if sync_batchnorm:
-        raise StepError(
-            "Trainer(sync_batchnorm=True) is not built yet for strategy='3d'. Without pipeline and tensor parallel you"
-            " can call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) yourself (GPUs only)."
-        )
     if any(runner_of(inner) is not None or isinstance(inner, FSDPModule) for inner in module.modules()):
         raise StepError(
             f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
