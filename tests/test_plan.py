@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any
@@ -409,7 +410,24 @@ def test_table_of_48_blocks_fits(partition: str) -> None:
 def test_table_without_a_pipeline_says_less() -> None:
     text = "\n".join(_printed(_plan(TinyGPT(), pp=1)))
     assert "blocks.0 .. 3 (4 x Block)" in text
-    assert not re.search("sends|share|slowest|tensor parallel", text)
+    assert not re.search("sends|share|slowest|tensor parallel|loss", text)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says", "costs"),
+    [
+        ("auto", "loss: found out at the first step", True),
+        ("mean", "loss: the mean over samples of the microbatches' losses, as set", False),
+        ("sum", "loss: the sum of the microbatches' losses, as set", False),
+        ("whole", "loss: computed once, on the whole batch", True),
+    ],
+)
+def test_plan_of_a_pipeline_says_what_the_loss_is(setting: str, says: str, costs: bool) -> None:
+    plan = replace(_plan(TinyGPT(), pp=2), loss=setting)
+    text = " ".join(" ".join(_printed(plan)).split())
+    assert says in text
+    assert f"(pipeline.loss={setting})" in text
+    assert (f"holds the activations of all {plan.num_microbatches} microbatches" in text) == costs
 
 
 def test_table_of_a_repeated_block_shows_loads() -> None:

@@ -8,13 +8,15 @@ whole       none of these: it couples samples of different microbatches
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2  # relative, in fp32 and in 16 bits
+_CHUNK = 2**18  # elements that are compared at a time, so that copies in float64 stay small
 
 
 class LossKind(IntEnum):
@@ -43,20 +45,33 @@ def factor_of(of_whole: Sequence[Tensor | None], of_part: Sequence[Tensor | None
     pairs = list(zip(of_whole, of_part, strict=True))
     if any((whole is None) != (part is None) for whole, part in pairs):
         return None
-    expected, given = (_flat([pair[side] for pair in pairs]) for side in (0, 1))
-    if not expected.isfinite().all():
+    largest = largest_given = product = square = 0.0
+    for expected, given in _chunks(pairs):
+        largest = _maximum(largest, expected.abs().max().item())
+        largest_given = _maximum(largest_given, given.abs().max().item())
+        product, square = product + (expected @ given).item(), square + (given @ given).item()
+    if not math.isfinite(largest):
         return None
-    if not expected.any():
+    if not largest:
         return 0.0  # whatever the part gives: none of its labels is valid
-    if not given.isfinite().all() or not given.any():
+    if not math.isfinite(largest_given) or not square:
         return None
-    factor = (expected @ given / (given @ given)).item()
-    return factor if is_close(factor * given, expected, rtol) else None
+    factor = product / square
+    differences = ((factor * given - expected).abs().max().item() for expected, given in _chunks(pairs))
+    return factor if max(differences) <= rtol * largest else None
 
 
-def _flat(gradients: Sequence[Tensor | None]) -> Tensor:
-    present = [gradient.detach().flatten().double() for gradient in gradients if gradient is not None]
-    return torch.cat(present) if present else torch.zeros(0)
+def _maximum(first: float, second: float) -> float:
+    return math.nan if math.isnan(first) or math.isnan(second) else max(first, second)
+
+
+def _chunks(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of pairs of tensors in float64, flat."""
+    for tensors in pairs:
+        pieces = [tensor.detach().flatten().split(_CHUNK) for tensor in tensors if tensor is not None]
+        for expected, given in zip(*pieces, strict=True):
+            if expected.numel():
+                yield expected.double(), given.double()
 
 
 def kind_of(weights: Sequence[float] | None, shares: Sequence[float], rtol: float) -> LossKind:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,10 @@ class _Comparison:
     def is_finite(self) -> bool:
         """Whether the loss of the whole is finite."""
         return self.whole.loss is None or bool(self.whole.loss.isfinite())
+
+    def without_tensors(self) -> _Comparison:
+        """The same, without what takes memory."""
+        return replace(self, parts=[part.without_tensors() for part in self.parts], whole=self.whole.without_tensors())
 
     def shares_in(self, denominator: int) -> list[float] | None:
         """The parts' shares in a number that the whole is divided by."""
@@ -217,8 +221,9 @@ class LossStudy:
                     raise
                 continue  # the step does not take such data
             if comparison.is_finite:  # else no label may be valid in both parts
-                compared.append(comparison)
                 self._learn(call.name, comparison)
+                comparison = comparison.without_tensors()
+                compared.append(comparison)
         if not compared:
             return None
         denominators = set.intersection(*(comparison.denominators for comparison in compared))
@@ -246,8 +251,8 @@ class LossStudy:
             tensor = joint.join([tensor.detach() for tensor in of_parts])
             joined.append(tensor.requires_grad_(of_parts[0].requires_grad))
         draws, runs = Draws(shares), []
-        for i, (part, of_part) in enumerate(zip(parts, given, strict=True)):
-            runs.append(self._runs.run(part, of_part, index=i, draw=partial(draws.note, i), trains=trains))
+        for i, part in enumerate(parts):
+            runs.append(self._runs.run(part, given.pop(0), index=i, draw=partial(draws.note, i), trains=trains))
         run = self._runs.run(whole, joined, index=len(parts), draw=draws.repeat, trains=trains)
         is_autocast = torch.is_autocast_enabled(self._device.type)
         rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in joined))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,10 @@ class TailRun:
     """Gradients of what it got from blocks."""
     of_parameters: Sequence[Tensor | None]
     """Gradients of the parameters that this rank holds."""
+
+    def without_tensors(self) -> TailRun:
+        """The same, but for the loss, without what takes memory."""
+        return replace(self, output=None, of_received=(), of_parameters=())
 
 
 class TailRuns:

@@ -19,6 +19,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.planning.assignment import StagePlan, assign_stages
 from lightning_3d.planning.loads import Unit, num_parameters
+from lightning_3d.planning.loss_text import loss_text
 from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table
@@ -125,12 +126,16 @@ class Plan:
         return max(loads) * len(loads) / max(sum(loads), 1)
 
     def __rich__(self) -> RenderableType:
-        """A row per stage, for terminals of 100 columns; with tensor parallel a row per weight; one per optimizer."""
+        """For terminals of 100 columns: a row per stage; with a pipeline, what its loss is; with tensor parallel, a row
+        per weight; a row per optimizer.
+        """
         tables: list[RenderableType] = [self._stage_table()]
         if self.batch_norms and self.num_microbatches > 1:
             others = f" and {len(self.batch_norms) - 1} more" if self.batch_norms[1:] else ""
             norms = f"{self.batch_norms[0]}{others}"
             tables.append(f"BatchNorm normalises by microbatch, its running statistics are the batch's: {norms}")
+        if self.shape.pp > 1:
+            tables.append(loss_text(self.loss, self.num_microbatches))
         if self.shape.tp > 1:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
