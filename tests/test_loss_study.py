@@ -72,6 +72,12 @@ def test_labels_that_are_all_valid_so_far_weigh_samples_all_the_same() -> None:
     assert (found.kind, found.denominator) == (LossKind.WEIGHTED, 0)
 
 
+def test_parts_without_a_valid_label_fit_a_sum() -> None:
+    features, labels = _batch(8)
+    found = _found(LossNet("summed"), [features[:2], labels[:2].clamp(min=1)], size=1)
+    assert found.kind == LossKind.SUM
+
+
 @pytest.mark.parametrize("name", ["training_step", "validation_step"])
 def test_how_values_are_joined(name: str) -> None:
     found = _found(LossNet("ignoring"), _batch(8), name)

@@ -294,7 +294,9 @@ def _random_outputs(metas: Sequence[TensorMeta], seed: int, part: int) -> list[T
 
 def _kind(compared: Sequence[_Comparison], denominators: set[int]) -> LossKind:
     rtol = compared[0].rtol
-    kinds = {kind_of(comparison.weights, [0.5, 0.5], rtol) for comparison in compared}
+    # Any weight is right for a part without a valid label.
+    shown = [comparison for comparison in compared if comparison.weights is None or all(comparison.weights)] or compared
+    kinds = {kind_of(comparison.weights, [0.5, 0.5], rtol) for comparison in shown}
     of_batch = [comparison.weights for comparison in compared if not comparison.is_mixed and comparison.weights]
     if any(not _are_close(weights, of_batch[0], rtol) for weights in of_batch):
         return LossKind.WHOLE  # they depend on what the blocks give
