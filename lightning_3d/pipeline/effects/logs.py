@@ -95,7 +95,7 @@ class Logs(NotedCalls[LogCall]):
     @override
     def _join(self, calls: Sequence[LogCall], sizes: Sequence[int]) -> LogCall:
         first = calls[0]
-        counts, batch_size = _join_batch_sizes([call.batch_size for call in calls], sizes)
+        counts, batch_size = self._join_batch_sizes([call.batch_size for call in calls], sizes, first.name)
         if isinstance(first.given, (MetricReference, ForwardValue)):
             return replace(first, batch_size=batch_size)
         reduction = first.arguments.get("reduce_fx", "mean")
@@ -116,16 +116,15 @@ class Logs(NotedCalls[LogCall]):
         given = tree_map(reduced, *(call.given for call in calls))
         return replace(first, given=given, batch_size=batch_size)
 
-
-def _join_batch_sizes(given: Sequence[int | None], sizes: Sequence[int]) -> tuple[Sequence[int], int | None]:
-    """The weights of microbatches, and the batch size to log with.
-
-    The same number for all, of which some microbatch's samples are no divisor, can't count samples (or tokens): it is a
-    constant such as ``batch_size=1``.
-    """
-    counts = [size if count is None else count for count, size in zip(given, sizes, strict=True)]
-    if given[0] is None:
-        return sizes, None
-    if len(set(counts)) == 1 and any(counts[0] % size for size in sizes):
-        return sizes, counts[0]
-    return counts, sum(counts)
+    def _join_batch_sizes(
+        self, given: Sequence[int | None], sizes: Sequence[int], name: str
+    ) -> tuple[Sequence[int], int | None]:
+        """The weights of microbatches, and the batch size to log with: a constant such as ``batch_size=1``, or the sum
+        of numbers of samples or tokens.
+        """
+        counts = [size for size in given if size is not None]
+        if len(counts) < len(given):
+            return sizes, None
+        total = self._joiner.total(counts, sizes, f"batch_size of self.log({name!r})")
+        is_constant = len(counts) > 1 and total == counts[0]
+        return (sizes if is_constant else counts), int(total)
