@@ -132,3 +132,17 @@ def test_randomness_after_the_blocks_is_told() -> None:
     assert found.failure is not None
     assert "dropout" in found.failure
     assert "draws random numbers after the blocks" in found.failure
+
+
+class Normalised(LossNet):
+    """Normalises its input by the batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        features, labels = batch
+        return super().training_step((features - features.mean(0), labels), batch_idx)
+
+
+def test_inputs_that_couple_samples_are_found() -> None:
+    assert _found(Normalised("mean"), _batch(8)).coupled_inputs == ("first",)
+    assert not _found(LossNet("mean"), _batch(8)).coupled_inputs
+    assert not _found(Denoising(), _batch(8)).coupled_inputs

@@ -151,6 +151,7 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
         averages={name: how for name, how in both.items() if name not in unjoined},
         unjoined=tuple(sorted(unjoined)),
         denominator=first.denominator if first.denominator == second.denominator else None,
+        coupled_inputs=first.coupled_inputs or second.coupled_inputs,
         failure=first.failure or second.failure,
     )
 
@@ -162,6 +163,12 @@ def _tell(name: str, found: LossFound, *, trains: bool) -> None:
             " is taken for a mean over samples. If it is none, set pipeline.loss to 'sum' or 'whole'."
         )
         return
+    if found.coupled_inputs:
+        rank_zero_warn(
+            f"{name} gives {found.coupled_inputs[0]} a tensor in which samples of the batch are coupled, as by"
+            " normalising inputs by their mean. Each microbatch computes its own, so that results differ from those of"
+            " one process, as they do between the replicas of DDP. Compute it in the dataset, or of each sample alone."
+        )
     if trains and found.kind != LossKind.MEAN:
         rank_zero_info(f"The loss of {name} {_SAYS[found.kind]}.")
     if found.unjoined and found.kind != LossKind.WHOLE:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.model.block_runner import Call
+from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
@@ -58,6 +58,8 @@ class WatchedTail(StageRun):
     def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw = plain_call) -> None:
         super().__init__(router, flow, TAIL, received, lambda call: nullcontext(), draw)
         self.denominators: list[float] = []
+        self.fed: list[tuple[str, Tensor]] = []
+        """See ``coupled_inputs.py``."""
 
     @override
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,6 +70,12 @@ class WatchedTail(StageRun):
         if is_past_trace or (self._position > position and self._flow.call_stages[position] == TAIL):
             self._note(func, args, kwargs, is_past_trace=is_past_trace)
         return answer
+
+    @override
+    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf not in self._ids]
+        self.fed += [(runner.fqn, tensor.detach()) for tensor in tensors if tensor.is_floating_point() and tensor.ndim]
+        return super().on_block(runner, call, args, kwargs)
 
     @property
     def _is_past_trace(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.coupled_inputs import coupled_inputs
 from lightning_3d.pipeline.denominators import TAIL
 from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.evidence import Number
@@ -53,6 +54,8 @@ class LossFound:
     """Names of those that can't be joined."""
     denominator: int | None = None
     """Which of the numbers that the step divides by shows the weights of a weighted loss."""
+    coupled_inputs: tuple[str, ...] = ()
+    """FQNs of blocks that get numbers in which samples are coupled already."""
     failure: str | None = None
     """Why the step could not be studied."""
 
@@ -210,6 +213,7 @@ class LossStudy:
     def _find(self, call: StepCall, size: int, *, trains: bool) -> LossFound | None:
         self._trials.fits = {}
         compared: list[_Comparison] = []
+        coupled_before: tuple[str, ...] = ()
         for draw in range(2 * _NUM_DRAWS):
             is_mixed = draw >= _NUM_DRAWS
             batch = _mixed(call.batch, draw) if is_mixed else call.batch
@@ -222,6 +226,8 @@ class LossStudy:
                 continue  # the step does not take such data
             if comparison.is_finite:  # else no label may be valid in both parts
                 self._learn(call.name, comparison)
+                if not is_mixed:
+                    coupled_before = coupled_inputs(comparison.whole.fed, [part.fed for part in comparison.parts])
                 comparison = comparison.without_tensors()
                 compared.append(comparison)
         if not compared:
@@ -237,6 +243,7 @@ class LossStudy:
             averages={value: min(hows, key=_PREFERRED.index) for value, hows in self._trials.fits.items() if hows},
             unjoined=tuple(value for value, hows in self._trials.fits.items() if not hows),
             denominator=min(denominators & known, default=None),
+            coupled_inputs=coupled_before,
         )
 
     def _compare(

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.coupled_inputs import Fed
 from lightning_3d.pipeline.denominators import TAIL, GhostTail, WatchedTail
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
@@ -37,6 +38,8 @@ class TailRun:
     """By what data of the batch the loss may have been divided."""
     is_traced: bool
     """Whether no shape depended on data."""
+    fed: Fed
+    """Tensors that blocks got."""
     loss: Tensor | None
     of_received: Sequence[Tensor | None]
     """Gradients of what it got from blocks."""
@@ -45,7 +48,7 @@ class TailRun:
 
     def without_tensors(self) -> TailRun:
         """The same, but for the loss, without what takes memory."""
-        return replace(self, output=None, of_received=(), of_parameters=())
+        return replace(self, output=None, fed=(), of_received=(), of_parameters=())
 
 
 class TailRuns:
@@ -125,6 +128,7 @@ class TailRuns:
         return TailRun(
             output=output,
             denominators=run.denominators,
+            fed=run.fed,
             is_traced=flow.trace.stopped_by is None,
             loss=None if loss is None else loss.detach(),
             of_received=[next(of_trained) if trains and tensor.requires_grad else None for tensor in received],
