@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -122,15 +123,33 @@ def test_a_loss_that_picks_samples_by_outputs_couples_them() -> None:
 
 
 class DropsPooled(LossNet):
+    """Drops out what the blocks gave."""
+
+    def __init__(self, loss: Callable[[Tensor], Tensor], *, inplace: bool = False) -> None:
+        super().__init__("mean")
+        self.of_pooled, self.inplace = loss, inplace
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return F.dropout(self(batch[0])["pooled"], 0.5).square().mean()
+        return self.of_pooled(F.dropout(self(batch[0])["pooled"] * 2, 0.5, inplace=self.inplace).square())
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_losses_behind_dropout(inplace: bool) -> None:
+    expected = {Tensor.mean: LossKind.MEAN, Tensor.sum: LossKind.SUM, Tensor.std: LossKind.WHOLE}
+    for loss, kind in expected.items():
+        found = _found(DropsPooled(loss, inplace=inplace), _batch(8))
+        assert (found.kind, found.failure) == (kind, None)
+
+
+def _of_sampled(probabilities: Tensor) -> Tensor:
+    return probabilities.gather(1, torch.multinomial(probabilities, 1)).mean()
 
 
 def test_randomness_after_the_blocks_is_told() -> None:
-    found = _found(DropsPooled("mean"), _batch(8))
+    found = _found(DropsPooled(_of_sampled), _batch(8))
     assert found.kind == LossKind.MEAN
     assert found.failure is not None
-    assert "dropout" in found.failure
+    assert "multinomial" in found.failure
     assert "draws random numbers after the blocks" in found.failure
 
 

@@ -13,6 +13,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Router
-from lightning_3d.trace.trace import TracedCall
+from lightning_3d.trace.trace import Trace, TracedCall
 
 TAIL = 1
 """The stage of the code after the blocks, where all blocks are on one before it."""
@@ -47,8 +48,10 @@ _MEAN_LOSSES = frozenset(
 
 
 class WatchedTail(StageRun):
-    """Runs the code after the blocks, and notes by what it divides; terms with a factor of zero, which may be a weight
-    that is still to rise, count in full.
+    """Runs the code after the blocks, and notes by what it divides.
+
+    Terms with a factor of zero, which may be a weight that is still to rise, count in full. In place of numbers that it
+    draws for what blocks gave (dropout), it gets its own input, which is alike for microbatches and the whole batch.
 
     Args:
         received: The tensors of blocks that it gets.
@@ -70,6 +73,19 @@ class WatchedTail(StageRun):
         if is_past_trace or (self._position > position and self._flow.call_stages[position] == TAIL):
             self._note(func, args, kwargs, is_past_trace=is_past_trace)
         return answer
+
+    @override
+    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        if not call.is_random or not is_like_input(call, self._flow.trace):
+            return super()._execute(call, leaves, run)
+        return super()._execute(call, leaves, partial(self._input_of, call))
+
+    def _input_of(self, call: TracedCall, values: list[Any]) -> Tensor:
+        """The argument that has the shape and dtype of a call's result."""
+        (output,) = call.outputs
+        meta = self._flow.trace.tensors[output]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return next(tensor for tensor in tensors if (tensor.shape, tensor.dtype) == (meta.shape, meta.dtype))
 
     @override
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,6 +123,12 @@ class GhostTail(WatchedTail):
         answer = _answer(func, args, kwargs)
         self._note(func, args, kwargs, is_past_trace=True)
         return answer
+
+
+def is_like_input(call: TracedCall, trace: Trace) -> bool:
+    """Whether a call returns one tensor, of the shape and dtype of one that it consumes."""
+    metas = [(trace.tensors[i].shape, trace.tensors[i].dtype) for i in (*call.outputs, *call.inputs)]
+    return len(call.results) == len(call.outputs) == 1 and metas[0] in metas[1:]
 
 
 def _answer(func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.coupled_inputs import Fed
-from lightning_3d.pipeline.denominators import TAIL, GhostTail, WatchedTail
+from lightning_3d.pipeline.denominators import TAIL, GhostTail, WatchedTail, is_like_input
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
@@ -87,11 +87,11 @@ class TailRuns:
         """Trace a call that is to be studied.
 
         Raises:
-            StepError: the code after the blocks draws random numbers.
+            StepError: the code after the blocks draws random numbers that nothing can stand in for.
         """
         flow = self.flow(call)
-        stages = zip(flow.trace.calls, flow.call_stages, strict=True)
-        if random := next((call for call, stage in stages if stage == TAIL and call.is_random), None):
+        calls = [call for call, stage in zip(flow.trace.calls, flow.call_stages, strict=True) if stage == TAIL]
+        if random := next((call for call in calls if call.is_random and not is_like_input(call, flow.trace)), None):
             raise StepError(f"{random.name} (called at {random.where}) draws random numbers after the blocks")
 
     def run(
