@@ -141,6 +141,15 @@ def test_losses_behind_dropout(inplace: bool) -> None:
         assert (found.kind, found.failure) == (kind, None)
 
 
+class Flooded(LossNet):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return (super().training_step(batch, batch_idx) - 0.1).abs() + 0.1
+
+
+def test_a_loss_that_is_bent_at_some_value_is_that_of_the_whole_batch() -> None:
+    assert _found(Flooded("mean"), _batch(8)).kind == LossKind.WHOLE
+
+
 def _of_sampled(probabilities: Tensor) -> Tensor:
     return probabilities.gather(1, torch.multinomial(probabilities, 1)).mean()
 

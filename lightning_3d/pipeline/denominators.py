@@ -34,6 +34,10 @@ TAIL = 1
 
 _TIMES = frozenset({"mul", "multiply"})
 _DIVIDED = frozenset({"div", "truediv", "true_divide", "divide"})
+_KINKED = frozenset(
+    {"abs", "clamp", "clamp_max", "clamp_min", "clip", "hardtanh", "leaky_relu", "max", "maximum", "min", "minimum"}
+    | {"relu", "threshold", "where"}
+)
 _MEANS = frozenset({torch.mean, Tensor.mean})
 _MEAN_LOSSES = frozenset(
     {
@@ -63,12 +67,19 @@ class WatchedTail(StageRun):
         self.denominators: list[float] = []
         self.fed: list[tuple[str, Tensor]] = []
         """See ``coupled_inputs.py``."""
+        self.has_kink = False
+        """Whether a number that comes of blocks is bent at some value, as by ``loss.clamp(max=1)``: random outputs need
+        not show it.
+        """
 
     @override
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position, is_past_trace = self._position, self._is_past_trace
         if _is_named(func, _TIMES) and any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in args):
             args = tuple(1.0 if type(leaf) in (int, float) and leaf == 0 else leaf for leaf in args)
+        if getattr(func, "__name__", "").strip("_") in _KINKED:
+            numbers = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf in self._ids]
+            self.has_kink |= any(number.requires_grad for number in numbers)
         answer = super().on_function(func, args, kwargs)
         if is_past_trace or (self._position > position and self._flow.call_stages[position] == TAIL):
             self._note(func, args, kwargs, is_past_trace=is_past_trace)

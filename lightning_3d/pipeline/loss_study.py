@@ -307,6 +307,8 @@ def _kind(compared: Sequence[_Comparison], denominators: set[int]) -> LossKind:
     of_batch = [comparison.weights for comparison in compared if not comparison.is_mixed and comparison.weights]
     if any(not _are_close(weights, of_batch[0], rtol) for weights in of_batch):
         return LossKind.WHOLE  # they depend on what the blocks give
+    if any(comparison.whole.has_kink for comparison in compared):
+        return LossKind.WHOLE
     if len(kinds) > 1:
         return max(*kinds, LossKind.WEIGHTED)
     (kind,) = kinds

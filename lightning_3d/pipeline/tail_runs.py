@@ -38,6 +38,8 @@ class TailRun:
     """By what data of the batch the loss may have been divided."""
     is_traced: bool
     """Whether no shape depended on data."""
+    has_kink: bool
+    """Whether a number that comes of blocks is bent at some value."""
     fed: Fed
     """Tensors that blocks got."""
     loss: Tensor | None
@@ -128,6 +130,7 @@ class TailRuns:
         return TailRun(
             output=output,
             denominators=run.denominators,
+            has_kink=run.has_kink,
             fed=run.fed,
             is_traced=flow.trace.stopped_by is None,
             loss=None if loss is None else loss.detach(),
