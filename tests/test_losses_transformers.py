@@ -123,7 +123,7 @@ JOBS = {
         {"output_router_logits": True},
         num_key_value_heads=2,
         num_local_experts=3,
-        num_experts_per_tok=1,
+        num_experts_per_tok=2,
         **_TEXT,
     ),
     "bart": _model("BartConfig", S2S, partial(_texts, num_labels=7), **seq2seq_settings(width=16, num_heads=2)),

@@ -114,6 +114,8 @@ def _ways_to_the_loss() -> None:
         lambda x: F.cross_entropy((torch.tanh(x / 3) * 3).flatten(0, 1), flat),
         lambda x: F.cross_entropy((x * torch.ones(2, 4, 1)).flatten(0, 1), flat),
         lambda x: torch.nn.CrossEntropyLoss()(x.view(8, 10).clone(), flat),
+        lambda x: F.cross_entropy(x.flatten(0, 1), flat).mul_(2.0),
+        lambda x: F.cross_entropy(x.flatten(0, 1), flat, reduction="none").mul_(flat > 2),
         lambda x: F.cross_entropy(x.flatten(0, 1), flat) + F.cross_entropy(x[0], targets[0]),
     ]
     for way in ways:

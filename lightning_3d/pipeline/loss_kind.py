@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2  # relative, in fp32 and in 16 bits
+_LEAST_SCALE = 1e-3  # of a tensor, relative to the greatest: what is smaller may be rounding
 _CHUNK = 2**18  # elements that are compared at a time, so that copies in float64 stay small
 
 
@@ -41,37 +42,47 @@ def is_close(found: Tensor, expected: Tensor, rtol: float) -> bool:
 
 
 def factor_of(of_whole: Sequence[Tensor | None], of_part: Sequence[Tensor | None], rtol: float) -> float | None:
-    """The number that, times the gradients of a part's loss, gives those of the whole's; None if there is none."""
+    """The number that, times the gradients of a part's loss, gives those of the whole's; None if there is none.
+
+    Each tensor counts by its own greatest value: an auxiliary loss may be a thousandth of another.
+    """
     pairs = list(zip(of_whole, of_part, strict=True))
     if any((whole is None) != (part is None) for whole, part in pairs):
         return None
-    largest = largest_given = product = square = 0.0
-    for expected, given in _chunks(pairs):
-        largest = _maximum(largest, expected.abs().max().item())
-        largest_given = _maximum(largest_given, given.abs().max().item())
-        product, square = product + (expected @ given).item(), square + (given @ given).item()
-    if not math.isfinite(largest):
+    products = squares = 0.0
+    scales: list[float] = []  # of each tensor of the whole
+    scale_of_part = 0.0
+    for pair in pairs:
+        scale = 0.0
+        for expected, given in _chunks(pair):
+            scale = _maximum(scale, expected.abs().max().item())
+            scale_of_part = _maximum(scale_of_part, given.abs().max().item())
+            products, squares = products + (expected @ given).item(), squares + (given @ given).item()
+        scales.append(scale)
+    if not all(map(math.isfinite, scales)):
         return None
-    if not largest:
+    if not any(scales):
         return 0.0  # whatever the part gives: none of its labels is valid
-    if not math.isfinite(largest_given) or not square:
+    if not math.isfinite(scale_of_part) or not squares:
         return None
-    factor = product / square
-    differences = ((factor * given - expected).abs().max().item() for expected, given in _chunks(pairs))
-    return factor if max(differences) <= rtol * largest else None
+    factor, least = products / squares, _LEAST_SCALE * max(scales)
+    for pair, scale in zip(pairs, scales, strict=True):
+        limit = rtol * max(scale, least)
+        if any((factor * given - expected).abs().max() > limit for expected, given in _chunks(pair)):
+            return None
+    return factor
 
 
 def _maximum(first: float, second: float) -> float:
     return math.nan if math.isnan(first) or math.isnan(second) else max(first, second)
 
 
-def _chunks(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of pairs of tensors in float64, flat."""
-    for tensors in pairs:
-        pieces = [tensor.detach().flatten().split(_CHUNK) for tensor in tensors if tensor is not None]
-        for expected, given in zip(*pieces, strict=True):
-            if expected.numel():
-                yield expected.double(), given.double()
+def _chunks(pair: tuple[Tensor | None, Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pieces of two tensors in float64, flat."""
+    pieces = [tensor.detach().flatten().split(_CHUNK) for tensor in pair if tensor is not None]
+    for expected, given in zip(*pieces, strict=True):
+        if expected.numel():
+            yield expected.double(), given.double()
 
 
 def kind_of(weights: Sequence[float] | None, shares: Sequence[float], rtol: float) -> LossKind:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining._utils import TensorMeta, _derive_grad_metas, extract_tensor_metas
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 
@@ -98,7 +99,14 @@ class ShapedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Run a backward of a microbatch, in one piece where it can't be split, which leaves no weights for later."""
+        """Run a backward of a microbatch, in one piece where it can't be split, which leaves no weights for later.
+
+        Torch goes through the graph for one group of weights after the other, and groups may share what is no path from
+        a received tensor (a decoder's embedding and first layers); it is freed with the last of them.
+        """
+        if backward_type == "weight":
+            weights = self.submod.parameters()
+            return stage_backward_weight(weights, bwd_kwargs["param_groups"], retain_graph=True), None
         if backward_type != "input" or self._is_splittable(bwd_kwargs["stage_output"], bwd_kwargs["input_values"]):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if self.is_last:  # of the loss, torch takes no tuple

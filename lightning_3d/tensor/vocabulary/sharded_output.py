@@ -225,7 +225,8 @@ class _CrossEntropy(torch.autograd.Function):
         loss, saved = vocabulary_loss.forward(call, moved.reshape(-1, moved.shape[-1]), ctx.num_classes, ctx.mesh)
         ctx.save_for_backward(*(getattr(saved, field.name) for field in fields(saved)))
         is_autocast = torch.is_autocast_enabled(logits.device.type)
-        return loss.reshape(call.target.shape if loss.dim() else ()).to(loss.dtype if is_autocast else logits.dtype)
+        loss = loss.to(loss.dtype if is_autocast else logits.dtype)
+        return loss.reshape(call.target.shape if loss.dim() else ()).clone()  # no view: it may be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
