@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_3d.model.block_runner import BlockRunner, Call
@@ -101,7 +101,9 @@ class WatchedTail(StageRun):
     @override
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf not in self._ids]
-        self.fed += [(runner.fqn, tensor.detach()) for tensor in tensors if tensor.is_floating_point() and tensor.ndim]
+        of_batch = [t for t in tensors if t.is_floating_point() and t.ndim and not t.requires_grad]
+        # Copies: of frozen parameters at ZeRO stage 3 the data is freed after the run.
+        self.fed += [(runner.fqn, tensor.clone()) for tensor in of_batch if not isinstance(tensor, nn.Parameter)]
         return super().on_block(runner, call, args, kwargs)
 
     @property
