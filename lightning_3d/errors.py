@@ -20,7 +20,15 @@ class PlanError(ThreeDError, ValueError):
 
 
 class TraceError(ThreeDError, RuntimeError):
-    """The user's step can't be followed through pipeline stages; names the call and the place."""
+    """The user's step can't be followed through pipeline stages; names the call and the place.
+
+    Args:
+        lacks_data: Whether it might be followed where all tensors have data.
+    """
+
+    def __init__(self, message: str, *, lacks_data: bool = False) -> None:
+        super().__init__(message)
+        self.lacks_data = lacks_data
 
 
 class BatchError(ThreeDError, ValueError):
@@ -37,3 +45,7 @@ class CheckpointError(ThreeDError, RuntimeError):
 
 class OffloadError(ThreeDError, RuntimeError):
     """A directory to offload to that can't be written, or is full; names it, and the bytes needed and free."""
+
+
+class RankError(ThreeDError, RuntimeError):
+    """Another rank failed, for which this one was waiting; names that rank, its step and its error."""

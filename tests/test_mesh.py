@@ -20,7 +20,9 @@ from lightning_3d.distributed.mesh import (
     MeshCoordinate,
     MeshShape,
     build_mesh,
+    forget_meshes,
     resolve_mesh_shape,
+    shared_mesh,
     warn_of_slow_groups,
 )
 from lightning_3d.errors import ConfigError
@@ -164,3 +166,17 @@ def test_tensor_parallel_groups_across_nodes_warn() -> None:
         warnings.simplefilter("error")
         warn_of_slow_groups(MeshShape(pp=1, dp=4, cp=1, tp=4), 8)
         warn_of_slow_groups(MeshShape(pp=1, dp=1, cp=1, tp=4), 4)
+
+
+def _shared_twice() -> list[bool]:
+    shape, cpu = MeshShape(pp=2, dp=1, cp=1, tp=1), torch.device("cpu")
+    first, again = (shared_mesh(shape, cpu, zero_stage=1, shard_size="auto") for _ in range(2))
+    other = shared_mesh(shape, cpu, zero_stage=0, shard_size="auto")
+    if dist.get_rank() == 1:
+        forget_meshes()  # its run alone has failed
+    anew = shared_mesh(shape, cpu, zero_stage=1, shard_size="auto")
+    return [again is first, other is first, anew is first]
+
+
+def test_runs_share_process_groups_until_one_rank_has_failed(workers: WorkerPools) -> None:
+    assert workers(2).run(_shared_twice) == [[True, False, False]] * 2

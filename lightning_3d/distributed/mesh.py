@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import ConfigError
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
@@ -224,6 +226,30 @@ def build_mesh(
         dp_group=dp_group,
         replica_group=replica_group,
     )
+
+
+_meshes: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Mesh]] = {}
+"""Meshes of earlier runs of this process, with the default process group of the time."""
+
+
+def shared_mesh(shape: MeshShape, device: torch.device, *, zero_stage: int, shard_size: int | Literal["auto"]) -> Mesh:
+    """The mesh of an earlier run, if no rank has forgotten it, or else a new one. Every rank calls it.
+
+    Process groups are kept until the process ends: each takes threads of gloo, or memory of NCCL.
+    """
+    key = (shape, device.type, zero_stage, shard_size)
+    default, made = _meshes.get(key, (None, None))
+    is_there = made is not None and default is dist.group.WORLD
+    is_everywhere = all(gather_numbers(int(is_there), device))
+    if made is None or not is_everywhere:
+        made = build_mesh(shape, zero_stage=zero_stage, device_type=device.type, shard_size=shard_size)
+        _meshes[key] = (dist.group.WORLD, made)
+    return made
+
+
+def forget_meshes() -> None:
+    """Let later runs make groups of their own, as those of a run that failed may still hold its messages."""
+    _meshes.clear()
 
 
 def is_shard(tensor: Tensor) -> bool:

@@ -1,0 +1,92 @@
+"""The end of a run that has failed: all ranks learn of the first failure, and whether they failed alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from lightning_3d.ranks.failure import Failure, error_text, is_lost_connection, source_line
+from lightning_3d.ranks.watchdog import PERIOD, Post, Watchdog
+
+Answer = TypeVar("Answer")
+
+_UNTIL_TOLD = 4 * PERIOD  # seconds in which the failure of another rank is on the board, or its beats have ended
+_UNTIL_ALIKE = 1.0  # seconds in which ranks that raise alike have all raised
+_UNTIL_SEEN = 3.0  # seconds that a failed rank stays for the others
+_POLLS = 0.02  # seconds between looks at the board
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ends."""
+
+    first: Failure
+    """The first failure of any rank."""
+
+    is_alike: bool
+    """Whether all ranks raised the same in the same step, so that they can still do something together."""
+
+
+def settle(post: Post, watchdog: Watchdog, error: BaseException) -> Ending:
+    """Tell the other ranks of an exception, and stay until they know.
+
+    Every rank that raises calls it; it waits for others a few seconds at most.
+
+    Args:
+        error: The exception that ends this rank's run.
+    """
+    watchdog.is_ending = True
+    try:
+        is_alike = not is_lost_connection(error) and _is_alike(post, error)
+        first = _first(post, watchdog, error)
+        post.board.put(f"seen/{post.rank}", "")
+        if not is_alike:
+            _wait(lambda: post.board.get_all(f"seen/{rank}" for rank in post.others if rank != first.rank), _UNTIL_SEEN)
+        return Ending(first=first, is_alike=is_alike)
+    except dist.DistError:
+        mine = None if is_lost_connection(error) else post.failed(error_text(error))
+        return Ending(first=watchdog.failure or mine or post.board_lost(), is_alike=False)
+
+
+def _first(post: Post, watchdog: Watchdog, error: BaseException) -> Failure:
+    mine = post.failed(error_text(error))
+    if is_lost_connection(error):
+        before = post.beats_of(post.others)
+        told = _wait(lambda: watchdog.failure or _read(post), _UNTIL_TOLD)
+        mine = told or _silent(post, before) or mine
+    return Failure.from_text(post.board.put_first("failure", mine.to_text()))
+
+
+def _read(post: Post) -> Failure | None:
+    text = post.board.get("failure")
+    return None if text is None else Failure.from_text(text)
+
+
+def _silent(post: Post, before: dict[int, str]) -> Failure | None:
+    """A rank that has not beaten since."""
+    now = post.beats_of(post.others)
+    for rank, beat in before.items():
+        if now.get(rank) == beat:
+            return post.silent(rank, "its process ended without an exception (killed, out of memory, os._exit)")
+    return None
+
+
+def _is_alike(post: Post, error: BaseException) -> bool:
+    """Whether all ranks raise this, as the first that knows decides for all."""
+    board = post.board
+    board.put(f"raised/{post.rank}", f"{post.step()} {type(error).__name__} {source_line(error)}")
+    all_raised = _wait(lambda: board.get_all(f"raised/{rank}" for rank in range(len(post.names))), _UNTIL_ALIKE)
+    is_alike = all_raised is not None and len(set(all_raised)) == 1
+    return board.put_first("alike", "yes" if is_alike else "no") == "yes"
+
+
+def _wait(look: Callable[[], Answer | None], seconds: float) -> Answer | None:
+    """The first answer, if one comes in time."""
+    end = time.monotonic() + seconds
+    while (answer := look()) is None and time.monotonic() < end:
+        time.sleep(_POLLS)
+    return answer

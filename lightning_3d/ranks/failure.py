@@ -1,0 +1,55 @@
+"""How a rank failed, in words that every rank can show."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first failure of a run, or one rank's own."""
+
+    rank: int
+
+    place: str
+    """The rank, its coordinate in the mesh, and its step."""
+
+    error: str
+    """Type, message and source line of the exception; or how the rank ended without one."""
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.error}"
+
+    def to_text(self) -> str:
+        """For the board."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Failure:
+        """From the board."""
+        return cls(**json.loads(text))
+
+
+def error_text(error: BaseException) -> str:
+    """An exception in one line, with the line of code that raised it."""
+    message = " ".join(str(error).split())
+    name = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return f"{name} ({source_line(error)})"
+
+
+def source_line(error: BaseException) -> str:
+    """The line of code that raised an exception."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "nowhere"
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone, which says nothing of the cause."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "/gloo/" in str(error)

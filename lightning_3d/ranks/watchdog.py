@@ -1,0 +1,182 @@
+"""Threads on every rank that show that its process lives, and learn of the first failure of any rank.
+
+A rank that waits in a collective learns nothing of a rank that failed until the process of that one has ended, and then
+only that a connection is lost. If that process is stopped, it learns nothing before the timeout of collectives.
+
+    a rank raises             it leaves its failure on the board (see ending.py), and each thread reads it
+    a process is stopped      rank 0 misses its beats, or another rank those of rank 0, and leaves that as the failure
+    a main thread waits on    its own thread ends the process, with the failure as its last words
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event, Thread
+
+import torch.distributed as dist
+
+from lightning_3d.ranks.board import Board
+from lightning_3d.ranks.failure import Failure
+
+_log = logging.getLogger(__name__)
+
+PERIOD = 0.5
+"""Seconds between beats."""
+
+_UNTIL_ENDED = 30.0  # seconds that a main thread has to end after a failure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Post:
+    """A rank as others call it, and its board."""
+
+    board: Board
+    """The board of this run alone."""
+
+    rank: int
+
+    names: Sequence[str]
+    """All ranks as errors call them."""
+
+    step: Callable[[], str]
+    """Tells in which step this rank is."""
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this."""
+        return [rank for rank in range(len(self.names)) if rank != self.rank]
+
+    def failed(self, error: str) -> Failure:
+        """A failure of this rank, here and now."""
+        return Failure(rank=self.rank, place=f"{self.names[self.rank]}, {self.step()}", error=error)
+
+    def silent(self, rank: int, error: str) -> Failure:
+        """The failure of another rank that could not tell of it."""
+        beat = self.board.get(f"beat/{rank}") or ""
+        return Failure(rank=rank, place=f"{self.names[rank]}, last seen in {beat.partition(' ')[2]}", error=error)
+
+    def board_silent(self, seconds: float) -> Failure:
+        """The failure of the process that keeps the board, where it is stopped."""
+        error = f"its process, or that of the launcher, has given no sign of life for {seconds:g} s"
+        return Failure(rank=0, place=self.names[0], error=error)
+
+    def board_lost(self) -> Failure:
+        """The failure of the process that keeps the board."""
+        error = "its process, or that of the launcher, ended without an exception (killed, out of memory, os._exit)"
+        return Failure(rank=0, place=self.names[0], error=error)
+
+    def beats_of(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The last beat of each rank that has not left."""
+        beats = {rank: self.board.get(f"beat/{rank}") for rank in ranks if self.board.get(f"left/{rank}") is None}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
+
+
+class Watchdog:
+    """Beats for this rank and watches the others, from ``start`` to ``close``.
+
+    Args:
+        timeout: Seconds without a beat after which a process counts as stopped.
+        looks: Are called in the thread with every beat.
+        before_exit: Is called before the thread ends the process.
+    """
+
+    def __init__(
+        self, post: Post, *, timeout: float, looks: Sequence[Callable[[], None]], before_exit: Callable[[], None]
+    ) -> None:
+        self._post, self._timeout, self._looks, self._before_exit = post, timeout, looks, before_exit
+        self._num_beats = 0
+        self._last_beats: dict[int, tuple[str, float]] = {}  # and when each was new
+        self._closing = Event()
+        self._age = 0.0  # seconds, without those in which this process was stopped itself
+        self._looked_at: float | None = None  # None where nothing is left to look at
+        self._failed_at: float | None = None
+        names = {"lightning_3d.watchdog": self._run, "lightning_3d.watchdog_clock": self._run_clock}
+        self._threads = [Thread(target=run, name=name, daemon=True) for name, run in names.items()]
+        self.failure: Failure | None = None
+        """The first failure, once it is known here."""
+        self.is_ending = False
+        """Whether the main thread has begun to end the run, so that nothing waits."""
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._beat()
+        self._looked_at = self._age
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Leave the others, who then miss no beat."""
+        if not self._closing.is_set():
+            self._closing.set()
+            for thread in self._threads:
+                thread.join()
+            with suppress(dist.DistError):  # the process that keeps the board has ended
+                self._post.board.put(f"left/{self._post.rank}", "")
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(PERIOD):
+                self._look()
+                self._looked_at = self._age
+        except dist.DistError:
+            if not self._has_left(0):
+                self.failure = self.failure or self._post.board_lost()
+        self._looked_at = None
+
+    def _run_clock(self) -> None:
+        """End the process in time, also where the other thread waits for a board that is stopped with its process."""
+        last = time.monotonic()
+        while not self._closing.wait(PERIOD):
+            now = time.monotonic()
+            self._age, last = self._age + min(now - last, 2 * PERIOD), now
+            if self._looked_at is not None and self._age > self._looked_at + self._timeout:
+                self.failure = self._post.board_silent(self._timeout)
+                self._end()
+            if self.failure is not None and not self.is_ending:
+                self._failed_at = self._failed_at or self._age
+                if self._age > self._failed_at + min(_UNTIL_ENDED, self._timeout):
+                    self._end()
+
+    def _look(self) -> None:
+        self._beat()
+        for look in self._looks:
+            look()
+        board, me = self._post.board, self._post.rank
+        if self.failure is None and (stopped := self._stopped()) is not None:
+            board.put_first("failure", stopped.to_text())
+        if self.failure is None and (text := board.get("failure")) is not None:
+            self.failure = Failure.from_text(text)
+            board.put(f"seen/{me}", "")
+
+    def _beat(self) -> None:
+        self._num_beats += 1
+        self._post.board.put(f"beat/{self._post.rank}", f"{self._num_beats} {self._post.step()}")
+
+    def _stopped(self) -> Failure | None:
+        """A rank that has not beaten for too long: rank 0 watches all, and all watch rank 0."""
+        watched = self._post.others if self._post.rank == 0 else [0]
+        beats = self._post.beats_of(watched)
+        self._last_beats = {
+            rank: last if (last := self._last_beats.get(rank)) and last[0] == beat else (beat, self._age)
+            for rank, beat in beats.items()
+        }
+        for rank, (_, since) in self._last_beats.items():
+            if self._age > since + self._timeout:
+                return self._post.silent(rank, f"its process has given no sign of life for {self._timeout:g} s")
+        return None
+
+    def _has_left(self, rank: int) -> bool:
+        """Whether a rank had left when it was last looked at."""
+        return self._post.rank != rank and rank not in self._last_beats
+
+    def _end(self) -> None:
+        """End the process, whose main thread waits for a rank that will not come."""
+        _log.error("%s ends: it waits for others, and %s", self._post.names[self._post.rank], self.failure)
+        self._before_exit()
+        logging.shutdown()
+        os._exit(1)

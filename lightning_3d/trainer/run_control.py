@@ -1,0 +1,169 @@
+"""The control of a run on several ranks: who lives, who failed, and which signals all of them heed together."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.errors import RankError
+from lightning_3d.ranks.board import Board
+from lightning_3d.ranks.ending import settle
+from lightning_3d.ranks.failure import Failure, is_lost_connection
+from lightning_3d.ranks.process_exit import stay_until
+from lightning_3d.ranks.stops import Stops
+from lightning_3d.ranks.watchdog import Post, Watchdog
+from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.trainer.launcher import Launcher
+
+_log = logging.getLogger(__name__)
+
+
+class RunControl:
+    """The control of one run of the Trainer, such as a fit, on several ranks; every rank opens and closes it.
+
+    Args:
+        timeout: Seconds without a sign of life after which a process counts as stopped.
+        launcher: Its processes are ended with this one where the main thread of this one can't end.
+    """
+
+    def __init__(self, trainer: Trainer, shape: MeshShape, launcher: Launcher, *, timeout: float) -> None:
+        self._trainer, self._launcher = trainer, launcher
+        self._post = Post(
+            board=Board.open(),
+            rank=dist.get_rank(),
+            names=[_name(shape, rank) for rank in range(shape.world_size)],
+            step=self._step,
+        )
+        self._stops = Stops(self._post, may_wait=lambda: self._watchdog.failure is None)
+        looks = [self._look_at_children, self._stops.look, self._stop_evaluation]
+        self._watchdog = Watchdog(self._post, timeout=timeout, looks=looks, before_exit=self._kill_children)
+        self._open = ExitStack()
+        self.has_failed = False
+        """Whether ranks failed apart from each other, after which no collective would end."""
+
+    # ---- a run that goes well
+
+    def open(self) -> None:
+        """Watch from here on."""
+        self._watchdog.start()
+        atexit.register(self.close)
+        self._open.callback(atexit.unregister, self.close)
+        self._open.enter_context(lightning_helpers.signals_noted(self._trainer, self._note, self._note))
+        self._open.enter_context(lightning_helpers.called_before_batches(self._trainer, self.heed_signals))
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._open.close()
+        self._watchdog.close()
+        if self._post.rank == 0:
+            board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]
+            stay_until(lambda: board.get_all(names) is not None)
+
+    def note_interrupts(self) -> None:
+        """Let the first Ctrl+C of a fit end it after the batch, on all ranks, and the second one at once.
+
+        After the Trainer has registered its handlers, as it puts back those that were there before.
+        """
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_default and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._stops.ask(signum)
+
+    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        rank_zero_info("Ctrl+C: the fit ends after this batch, on all ranks; once more ends it at once.")
+        self._stops.ask(signum)
+
+    def heed_signals(self) -> None:
+        """Do what a signal asks for where all ranks have agreed to. Every rank calls it before each batch.
+
+        Raises:
+            SIGTERMException: the run is to end.
+            KeyboardInterrupt: the user has interrupted it.
+        """
+        self._heed(self._stops.before_batch())
+
+    def heed_last_signals(self) -> None:
+        """The same after the last batch, with signals that came just now."""
+        self._stops.look_together()
+        self._heed(self._stops.before_batch())
+
+    def _heed(self, signum: int | None) -> None:
+        if signum == signal.SIGTERM:
+            lightning_helpers.stop_in_time(self._trainer)
+            raise SIGTERMException
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if signum is not None:
+            lightning_helpers.requeue(self._trainer, signum)
+
+    def _stop_evaluation(self) -> None:
+        """Outside of a fit, batches need no agreement: each rank ends after its own."""
+        if self._stops.pending == signal.SIGTERM and self._trainer.state.fn != TrainerFn.FITTING:
+            lightning_helpers.stop_in_time(self._trainer)
+
+    # ---- a run that fails
+
+    def fail(self, error: BaseException, patches: ExitStack) -> RankError | None:
+        """Tell the other ranks of an exception, and what to raise in its place, if it says only that others are gone.
+
+        Args:
+            patches: Undone when the run has ended.
+        """
+        ending = settle(self._post, self._watchdog, error)
+        if ending.is_alike:
+            return None
+        self.has_failed = True
+        patches.enter_context(_saving_refused(self._trainer, ending.first))
+        mine = self._post.failed("")
+        if ending.first.rank == self._post.rank or not is_lost_connection(error):
+            _log.error("%s", ending.first)
+            return None
+        message = f"{mine.place} ends, because it waited for {ending.first}"
+        _log.error("%s", message)
+        return RankError(message)
+
+    def _look_at_children(self) -> None:
+        for local_rank, code in self._launcher.failed_children():
+            signal_name = f" by {signal.Signals(-code).name}" if code < 0 else ""
+            error = f"its process ended with exit code {code}{signal_name}"
+            failure = self._post.silent(self._post.rank + local_rank, error)
+            self._post.board.put_first("failure", failure.to_text())
+
+    def _kill_children(self) -> None:
+        self._launcher.kill(signal.SIGKILL)
+
+    def _step(self) -> str:
+        stage = self._trainer.state.stage
+        return f"{'setup' if stage is None else stage.value} step {self._trainer.global_step}"
+
+
+@contextmanager
+def _saving_refused(trainer: Trainer, failure: Failure) -> Iterator[None]:
+    """Let callbacks that save on exceptions save nothing, as not all ranks are there to do it."""
+
+    def refuse(filepath: object, *args: object, **kwargs: object) -> None:
+        rank_zero_warn(f"{filepath} is not saved, which needs all ranks: {failure}")
+
+    with attributes_replaced(trainer, {"save_checkpoint": refuse}):
+        yield
+
+
+def _name(shape: MeshShape, rank: int) -> str:
+    place = shape.coordinate(rank)
+    return f"rank {rank} (pipeline stage {place.pp}, data {place.dp}, tensor {place.tp})"
