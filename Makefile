@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: env demo test test-matrix lint clean
+.PHONY: env demo test test-matrix test-signals lint clean
 
 env: $(INSTALLED)
 
@@ -24,6 +24,10 @@ test: lint
 # Tables of layouts that are too slow for every change.
 test-matrix: env
 	$(BIN)/python -m pytest -m matrix
+
+# Signals and failures at random moments, and hundreds of ends of processes.
+test-signals: env
+	$(BIN)/python -m pytest -m signals
 
 lint: env
 	$(BIN)/ruff check

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from lightning_3d.ranks.process_exit import destroy_groups
+
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
     """Run ``function(*args)`` on every rank of a gloo group, each on one thread; returns what rank 0 returned."""
@@ -41,4 +43,4 @@ def _rank(rank: int, world_size: int, port: int, answer: Path, function: Callabl
     result = function(*args)
     if rank == 0:
         torch.save(result, answer)
-    dist.destroy_process_group()
+    destroy_groups()

@@ -1,10 +1,11 @@
 """Trains any LightningModule in 3D parallel: ``import lightning_3d`` and ``Trainer(strategy="3d")``.
 
-Importing registers the strategy; Lightning has no entry point for it.
+Importing registers the strategy, for which Lightning has no entry point; ``load_from_checkpoint`` then reads folders.
 """
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_3d.checkpoint import read_folder
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
@@ -21,6 +22,7 @@ from lightning_3d.errors import (
 )
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
+from lightning_3d.torch_internals.lightning_helpers import load_folders
 
 __all__ = [
     "BatchConfig",
@@ -40,4 +42,5 @@ __all__ = [
     "ZeroConfig",
 ]
 
+load_folders(read_folder)
 StrategyRegistry.register("3d", ThreeDStrategy, description="Data (ZeRO) x pipeline x tensor parallel")

@@ -24,45 +24,66 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint import (
     Folder,
+    SavedState,
     full_model_state,
     full_optimizer_state,
+    hooks_see_saving,
     is_sharded_checkpoint,
     load_full,
     load_sharded,
-    model_state,
     optimizer_state,
     read_full,
+    read_sharded,
     remove_sharded,
     save_sharded,
+    shown_parts,
+    shown_whole,
     states_apart,
     states_read,
     states_whole,
 )
 from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.further_states import has_further
+from lightning_3d.checkpoint.own_state import state_of, unwrapped
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.distributed.mesh import Mesh, build_mesh, resolve_mesh_shape, warn_of_slow_groups
+from lightning_3d.distributed.mesh import (
+    Mesh,
+    MeshShape,
+    forget_meshes,
+    resolve_mesh_shape,
+    shared_mesh,
+    warn_of_slow_groups,
+)
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
 from lightning_3d.model.deferred import defer_init
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.ranks.process_exit import end_in_order
+from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.early_copies import lay_out_copies
+from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
+from lightning_3d.trainer.launcher import Launcher
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import check_optimizers, refuse_callbacks, refuse_unsupported
+from lightning_3d.trainer.run_control import RunControl
+from lightning_3d.trainer.same_settings import check_same_settings, check_same_training
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged, schedulers_skipping
 from lightning_3d.trainer.synced_norms import check_synced, sync_norms
 from lightning_3d.trainer.user_clipping import clipping_joined
+from lightning_3d.trainer.user_collectives import UserCollectives
+from lightning_3d.trainer.whole_modules import modules_whole
 from lightning_3d.waits import Waits
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.plain_parameters import PlainParameters
@@ -81,9 +102,11 @@ class ThreeDStrategy(ParallelStrategy):
         tensor: A ``TensorConfig`` or a dict of its keys.
         batch: A ``BatchConfig`` or a dict of its keys.
         precision: A ``PrecisionConfig`` or a dict of its keys; ``Trainer(precision=...)`` picks the precision itself.
-        save_distributed_checkpoint: ``True`` writes a folder with every rank's part, ``False`` one ``.ckpt`` file.
+        save_distributed_checkpoint: ``True`` writes a folder with every rank's part, ``False`` one ``.ckpt`` file;
+            ``"auto"`` a folder, or a file where the Trainer has a ``CheckpointIO`` of yours, which writes it.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default the one for the device.
         timeout: The timeout of collectives.
+        heartbeat_timeout: All ranks end when the process of one has given no sign of life for so long.
 
     Raises:
         ConfigError: a key or value that is not allowed.
@@ -100,9 +123,10 @@ class ThreeDStrategy(ParallelStrategy):
         tensor: TensorConfig | dict[str, Any] | None = None,
         batch: BatchConfig | dict[str, Any] | None = None,
         precision: PrecisionConfig | dict[str, Any] | None = None,
-        save_distributed_checkpoint: bool = True,
+        save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        heartbeat_timeout: timedelta = timedelta(minutes=2),
     ) -> None:
         super().__init__()
         self.config = ThreeDConfig.from_mapping(
@@ -121,8 +145,10 @@ class ThreeDStrategy(ParallelStrategy):
         )
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
-        self._timeout = timeout
+        self._timeout, self._heartbeat_timeout = timeout, heartbeat_timeout
         self._mesh: Mesh | None = None
+        self._control: RunControl | None = None  # while a Trainer runs on several ranks
+        self._rendezvous: Rendezvous | None = None
         self._parallel: ParallelModel | None = None
         self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
         self._accumulating = False
@@ -131,7 +157,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._optimizer_hooks = ExitStack()  # undone for other optimizers, and in teardown
         self._trained_with: list[Optimizer] = []  # that have them now
         self._saved_state: dict[str, Any] = {}  # of the model, as the Trainer got it last for a checkpoint
-        self._loads_file = False  # whether the checkpoint that is being restored is one
+        self._restores: Folder | None = None  # the folder that is being restored
         self._is_stepping = False  # inside of a step method of the user's
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
@@ -181,6 +207,11 @@ class ThreeDStrategy(ParallelStrategy):
         return self._mesh
 
     @property
+    def _met(self) -> Rendezvous:
+        assert self._rendezvous is not None, "the rendezvous is opened in setup_environment"
+        return self._rendezvous
+
+    @property
     def plan(self) -> Plan:
         """The plan of what lies where; there once the Trainer has set the strategy up. Printable by rich."""
         return self._parts.plan
@@ -189,6 +220,11 @@ class ThreeDStrategy(ParallelStrategy):
     def _parts(self) -> ParallelModel:
         assert self._parallel is not None, "the model is made parallel in setup"
         return self._parallel
+
+    @property
+    def _is_in_parts(self) -> bool:
+        """Whether ranks hold parts of the model."""
+        return self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1
 
     @property
     def _module(self) -> LightningModule:
@@ -200,7 +236,7 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
         # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
-        self._launcher = lightning_helpers.ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self._fail)
 
     @override
     def setup_environment(self) -> None:
@@ -215,9 +251,32 @@ class ThreeDStrategy(ParallelStrategy):
         lightning_helpers.connect(
             self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
         )
+        end_in_order()
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous.open(self._timeout.total_seconds())
+        if shape.world_size > 1:
+            self._control = self._open_control(shape)
+            check_same_settings(self._module.trainer, self.config, self.root_device)
         warn_of_slow_groups(shape, self.num_processes)
-        zero, device_type = self.config.zero, self.root_device.type
-        self._mesh = build_mesh(shape, zero_stage=zero.stage, device_type=device_type, shard_size=zero.shard_size)
+        zero = self.config.zero
+        self._mesh = shared_mesh(shape, self.root_device, zero_stage=zero.stage, shard_size=zero.shard_size)
+
+    def _open_control(self, shape: MeshShape) -> RunControl:
+        assert isinstance(self._launcher, Launcher)
+        seconds = self._heartbeat_timeout.total_seconds()
+        control = RunControl(self._module.trainer, shape, self._launcher, timeout=seconds)
+        control.open()
+        return control
+
+    def _fail(self, error: BaseException) -> Exception | None:
+        """Another exception to raise in place of one that ends a run, if any."""
+        forget_meshes()
+        return None if self._control is None else self._control.fail(error, self._patches)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank would take part in a collective."""
+        return not dist.is_initialized() or (self._control is not None and self._control.has_failed)
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment and the rank-zero helpers who we are; the accelerator connector calls it."""
@@ -256,13 +315,18 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._patches.enter_context(dataclasses_registered(self._dataclasses))
-        self._patches.enter_context(metrics_joined(self._module, self.mesh.group("dp")))
+        self._patches.enter_context(metrics_joined(self.mesh.group("dp")))
         self._patches.enter_context(parts_averaged())
         if self.mesh.shape.dp == 1:
             self._patches.enter_context(lightning_helpers.logging_as_alone())
         refuse_callbacks(trainer, self.mesh)
+        if self._saves_folders and lightning_helpers.has_own_io(self):
+            raise ConfigError(
+                f"save_distributed_checkpoint=True writes folders by torch.distributed.checkpoint, not through"
+                f" {type(self.checkpoint_io).__name__}: set it to False, or leave it out, for a file through that."
+            )
+        check_same_training(self._module, self.root_device)
         self.config.precision.check_for(self._precision.precision)
-        is_in_parts = self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1
         syncing = lightning_helpers.layer_sync_of(self)
         if trainer.state.fn == TrainerFn.FITTING:
             check_synced(self._module, syncing, self.mesh.shape, self.root_device.type)
@@ -280,14 +344,17 @@ class ThreeDStrategy(ParallelStrategy):
                     precision=self._precision,
                     device=self.root_device,
                     wait=wait,
+                    rendezvous=self._met,
                 )
-            answer_for_parts(self._module)
-            if is_in_parts:
-                lay_out_copies(self._module, lightning_helpers.callbacks_of(trainer), self.root_device)
+            answer_for_parts(self._module, self._met)
+            if self._is_in_parts:
+                callbacks = lightning_helpers.callbacks_of(trainer)
+                lay_out_copies(self._module, callbacks, self.root_device, self._met)
         self._patches.enter_context(self._parallel.router.installed())
-        if is_in_parts:
+        if self._is_in_parts:
             norm = self._parallel.gradients.norm
             self._patches.enter_context(clipping_joined(self._module, self._parallel.zero, norm))
+            self._patches.enter_context(finetuning_joined(self.mesh.group("pp")))
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)
@@ -341,6 +408,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._met.pass_point()
         self._local_steps.end_failed()
         self._num_steps += 1
         self._parts.zero.begin_forward()
@@ -365,6 +433,7 @@ class ThreeDStrategy(ParallelStrategy):
             return self._evaluate("predict_step", *args, *kwargs.values())
 
     def _evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
+        self._met.pass_point()
         self._num_steps += 1
         self._parts.zero.begin_forward()
         # DTensors do not survive inference mode.
@@ -376,7 +445,8 @@ class ThreeDStrategy(ParallelStrategy):
     def _stepping(self) -> Iterator[None]:
         self._is_stepping = True
         try:
-            yield
+            with self._met.agreed():
+                yield
         finally:
             self._is_stepping = False
 
@@ -459,7 +529,10 @@ class ThreeDStrategy(ParallelStrategy):
                     " in it, nor a copy of it."
                 )
             root = copied
-        if type(parts.zero) is PlainParameters and self.mesh.shape.pp * self.mesh.shape.tp == 1 and writeback:
+        is_whole = type(parts.zero) is PlainParameters and self.mesh.shape.pp * self.mesh.shape.tp == 1
+        if not is_whole:
+            self._met.meet(range(self.mesh.shape.world_size), "summon_full_params")
+        if is_whole and writeback:
             summoned = tensors_kept(root, module)
         else:
             summoned = full_params(root, module, parts.plan, self.mesh, self.root_device, writeback=writeback)
@@ -480,8 +553,16 @@ class ThreeDStrategy(ParallelStrategy):
         self._parts.zero.settle()
 
     @override
+    def on_train_start(self) -> None:
+        if self._control is not None:
+            self._control.note_interrupts()
+
+    @override
     def on_train_end(self) -> None:
+        self._met.pass_point()
         self._parts.zero.average()
+        if self._control is not None:
+            self._control.heed_last_signals()
 
     # ---- precision
 
@@ -505,34 +586,49 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
+        if self._is_alone:
             return
+        self._collectives.refuse_in_stages("barrier")
+        self._met.pass_point()
         device_ids = [self.root_device.index] if dist.get_backend() == "nccl" else None
         dist.barrier(device_ids=device_ids)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
+        if self._is_alone:
             return obj
+        self._collectives.refuse_in_stages("broadcast")
+        self._met.pass_point()
         objects = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the dp axis unless a group is given: the other axes hold copies."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
+        if not isinstance(tensor, Tensor) or self._is_alone:
             return tensor
-        return lightning_helpers.reduce_tensor(tensor, group or self.mesh.group("dp"), reduce_op=reduce_op)
+        self._pass_collective(group)
+        return self._collectives.reduce(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the dp axis unless a group is given: the other axes hold copies."""
-        return lightning_helpers.gather_tensor(tensor, group=group or self.mesh.group("dp"), sync_grads=sync_grads)
+        self._pass_collective(group)
+        return self._collectives.all_gather(tensor, group, sync_grads=sync_grads)
+
+    def _pass_collective(self, group: Any) -> None:
+        if group is None:  # else not all ranks need come here
+            self._met.pass_point()
+
+    @property
+    def _collectives(self) -> UserCollectives:
+        return UserCollectives(self.mesh)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks."""
+        if self._is_alone:
+            return decision
+        self._met.pass_point()
         flag = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(flag)
@@ -549,69 +645,106 @@ class ThreeDStrategy(ParallelStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return False
 
+    @property
+    def _saves_folders(self) -> bool:
+        """Whether checkpoints become folders, which torch.distributed.checkpoint writes."""
+        setting = self.config.save_distributed_checkpoint
+        return not lightning_helpers.has_own_io(self) if setting == "auto" else setting
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """This rank's part, or on rank 0 the whole for a single file."""
+        """All names that one process saves: with this rank's parts for a folder; for a file with the whole on rank 0,
+        or on all ranks where hooks of the user's may look at it.
+        """
+        self._met.pass_point()
         self._parts.zero.average()
         self._parts.zero.settle()
-        if self.config.save_distributed_checkpoint:
-            self._saved_state = model_state(self._module)
-            return self._saved_state
-        return full_model_state(self._module, self.mesh.axis("pp"))
+        if self._saves_folders:
+            self._saved_state = shown_parts(self._module)
+        else:
+            whole = full_model_state(self._module, self.mesh.axis("pp"))
+            if hooks_see_saving(self._module.trainer, self._module):
+                whole = {fqn: self.broadcast(whole.get(fqn)) for fqn in self.broadcast(list(whole))}
+            self._saved_state = shown_whole(self._module, whole)
+        return self._saved_state
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part, or on rank 0 the whole for a single file."""
-        if self.config.save_distributed_checkpoint:
-            return optimizer_state(self._module, optimizer, self._parts.zero.shards)
         shards = self._parts.zero.shards
-        return full_optimizer_state(
+        if self._saves_folders:
+            return optimizer_state(self._module, optimizer, shards)
+        whole = full_optimizer_state(
             self._module, optimizer, self.mesh.axis("pp"), shards, self.mesh.device_mesh["dp_shard"]
         )
+        return whole or {"state": {}, "param_groups": unwrapped(optimizer).state_dict()["param_groups"]}
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        if storage_options is not None:
-            raise CheckpointError("storage_options: strategy='3d' writes to file systems, not through a CheckpointIO")
-        path = Path(self.broadcast(filepath))
-        if self.config.save_distributed_checkpoint:
-            left, further = states_apart(checkpoint, self._module, self._saved_state)
-            save_sharded(path, left, self.mesh.axis("pp"), further)
+        filepath = self.broadcast(filepath)
+        if self._is_in_parts:
+            summoned = self.summon_full_params(writeback=False)
+            checkpoint = modules_whole(checkpoint, self._module, summoned, is_saved_here=self.is_global_zero)
+        own, self._saved_state = self._saved_state, {}
+        if self._saves_folders:
+            if storage_options is not None:
+                raise CheckpointError(
+                    "storage_options are for a CheckpointIO, but a checkpoint folder is written without one: give the"
+                    " Trainer one (plugins=[...]), which writes files."
+                )
+            left, further = states_apart(checkpoint, self._module, own)
+            save_sharded(Path(filepath), left, self.mesh.axis("pp"), further)
             return
-        checkpoint = states_whole(checkpoint, self._module, self.mesh.axis("pp"))
-        with failing_alike(f"write the checkpoint {path}"):
+        checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"))
+        with failing_alike(f"write the checkpoint {filepath}"):
             if self.is_global_zero:
-                if is_sharded_checkpoint(path):
-                    remove_sharded(path)
-                super().save_checkpoint(checkpoint, path)
+                if is_sharded_checkpoint(Path(filepath)):
+                    remove_sharded(Path(filepath))
+                super().save_checkpoint(checkpoint, str(filepath), storage_options)
 
     @override
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint of any layout. A folder fills the model and its optimizers here, a file when Lightning has
-        given the user's ``on_load_checkpoint`` its turn.
+        """Read a checkpoint of any layout; the model and its optimizers are filled when Lightning has given the user's
+        ``on_load_checkpoint`` its turn.
         """
-        path = Path(self.broadcast(checkpoint_path))
+        checkpoint_path = self.broadcast(checkpoint_path)
+        path = Path(checkpoint_path)
+        weights_only = self._asked_weights_only if weights_only is None else weights_only
+        self._restores = None
         if path.is_dir():
-            strict = self._module.strict_loading
-            shards = self._parts.zero.shards
-            rest = load_sharded(
-                path, self._module, self._restored, strict=strict, weights_only=weights_only, shards=shards
-            )
-            checkpoint = states_read(rest, Folder.open(path), self._module)
+            self._restores, rest = read_sharded(path, weights_only=weights_only)
+            checkpoint = states_read(rest, self._restores, self._module)
+            checkpoint["state_dict"] = SavedState(self._restores, ("state_dict",))
+        elif lightning_helpers.has_own_io(self):
+            checkpoint = super().load_checkpoint(str(checkpoint_path), weights_only=weights_only)
         else:
             checkpoint = read_full(path, weights_only=weights_only)
         lightning_helpers.leave_schedulers_to_averaging(self._module.trainer, checkpoint)
-        self._loads_file = path.is_file()
         return checkpoint
+
+    @property
+    def _asked_weights_only(self) -> bool | None:
+        """The argument of ``fit(..., weights_only=...)``, which Lightning does not hand on to this strategy."""
+        launcher = self.launcher
+        assert isinstance(launcher, lightning_helpers.ScriptLauncher)
+        return launcher.weights_only
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._loads_file:
-            load_full(checkpoint, self._module, self._restored, strict=strict, shards=self._parts.zero.shards)
+        shards, folder = self._parts.zero.shards, self._restores
+        if folder is None:
+            load_full(checkpoint, self._module, self._restored, strict=strict, shards=shards)
+            return
+        state = checkpoint["state_dict"]
+        unread, changed = state.split() if isinstance(state, SavedState) else ((), state)
+        load_sharded(folder, self._module, self._restored, strict=strict, unread=unread, changed=changed, shards=shards)
+        if has_further(folder):  # callbacks that average weights go on from what was loaded
+            assert isinstance(checkpoint, dict)
+            checkpoint["state_dict"] = state_of(self._module)
 
     @property
     def _restored(self) -> list[Optimizer]:
@@ -634,6 +767,10 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.accelerator is not None
         self._optimizer_hooks.close()
         self._patches.close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -19,6 +19,7 @@ from tests.hugging_face import (
     recomputed,
     seq2seq_settings,
     small_job,
+    t5_settings,
     text_settings,
 )
 from tests.parity import Job, Layout, LayoutRun, ReferenceRun, assert_parity, run_layout, run_reference
@@ -120,17 +121,7 @@ HUGGING_FACE = {
         )
     ),
     "t5": Row(
-        job=hf_job(
-            "T5Config",
-            "AutoModelForSeq2SeqLM",
-            vocab_size=a.VOCABULARY,
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            decoder_start_token_id=0,
-        ),
+        job=hf_job("T5Config", "AutoModelForSeq2SeqLM", **t5_settings()),
         layouts=(PP2, PP4),
     ),
     "bart": Row(job=hf_job("BartConfig", "AutoModelForSeq2SeqLM", **_SEQ2SEQ, forced_eos_token_id=2)),

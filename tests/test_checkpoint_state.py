@@ -35,6 +35,7 @@ from lightning_3d.checkpoint import (
     model_state,
     optimizer_state,
     read_full,
+    read_sharded,
     remove_sharded,
     save_sharded,
 )
@@ -256,7 +257,8 @@ def load(layouts: list[Layout], folder: Path) -> list[int]:
             if layout.shard * layout.replicate * layout.tp > 1:
                 assert placements
             if is_sharded:
-                rest = load_sharded(folder / "sharded", model, optimizers, strict=True)
+                opened, rest = read_sharded(folder / "sharded")
+                load_sharded(opened, model, optimizers, strict=True)
                 assert rest == {"epoch": 3}
             else:
                 checkpoint = read_full(folder / "full.ckpt", weights_only=True)
@@ -438,7 +440,7 @@ def save_and_load_untrained(layout: Layout, folder: Path) -> None:
     full_states = [[full_optimizer_state(model, optimizer, pp) for optimizer in optimizers]]
     dist.broadcast_object_list(full_states)
     trained, trained_optimizers, _ = prepare(layout)
-    load_sharded(folder, trained, trained_optimizers, strict=True)
+    load_sharded(read_sharded(folder)[0], trained, trained_optimizers, strict=True)
     for expected, value in zip(model.parameters(), trained.parameters(), strict=True):
         if not value.is_meta:
             assert torch.equal(full_value(expected), full_value(value))
@@ -478,10 +480,10 @@ def overwrite(folder: Path) -> None:
 
 def load_overwritten(folder: Path) -> None:
     model, _ = build(Layout())
-    load_sharded(folder / "sharded", model, [], strict=True)
+    load_sharded(read_sharded(folder / "sharded")[0], model, [], strict=True)
     optimizers = build_optimizers(model)
     with pytest.raises(CheckpointError, match="save_weights_only"):
-        load_sharded(folder / "sharded", model, optimizers, strict=True)
+        load_sharded(read_sharded(folder / "sharded")[0], model, optimizers, strict=True)
 
 
 def test_replaces_a_checkpoint_and_nothing_else(workers: WorkerPools, tmp_path: Path) -> None:
@@ -502,7 +504,7 @@ def restore_in_pieces(folder: Path) -> None:
     source, target, other = fused(full), fused(-full), fused(-full)
     assert source.weight.to_local()[:, 0].tolist() == [x + 4 * dist.get_rank() for x in (0, 2, 8, 10, 16, 18)]
     save_sharded(folder, {"state_dict": model_state(source)}, None)
-    load_sharded(folder, target, [], strict=True)
+    load_sharded(read_sharded(folder)[0], target, [], strict=True)
     fill(other.weight, full)
     for module in (target, other):
         assert torch.equal(module.weight.to_local(), source.weight.to_local())
@@ -516,7 +518,7 @@ def test_weight_sharded_in_pieces(workers: WorkerPools, tmp_path: Path) -> None:
 
 
 def load_plain(folder: Path, module: nn.Linear) -> None:
-    load_sharded(folder, module, [], strict=True)
+    load_sharded(read_sharded(folder)[0], module, [], strict=True)
     assert torch.equal(module.weight, torch.arange(24.0).reshape(12, 2))
 
 
@@ -557,7 +559,7 @@ def load_what_does_not_fit(layout: Layout, folder: Path) -> None:
     def raises(model: nn.Module, optimizers: list[Optimizer], match: str, strict: bool = True) -> None:
         before = {fqn: full_value(value).clone() for fqn, value in tensors(model).items()}
         with pytest.raises(CheckpointError, match=match):
-            load_sharded(folder / "sharded", model, optimizers, strict=strict)
+            load_sharded(read_sharded(folder / "sharded")[0], model, optimizers, strict=strict)
         with pytest.raises(CheckpointError, match=match):
             load_full(full, model, optimizers, strict=strict)
         assert unchanged(model, before)
@@ -584,7 +586,7 @@ def load_what_matches(layout: Layout, folder: Path) -> None:
     for is_sharded in (True, False):
         model, _ = build(layout, num_blocks=8)
         if is_sharded:
-            load_sharded(folder / "sharded", model, [], strict=False)
+            load_sharded(read_sharded(folder / "sharded")[0], model, [], strict=False)
         else:
             load_full(read_full(folder / "full.ckpt", weights_only=True), model, [], strict=False)
         loaded = [fqn for fqn, value in tensors(model).items() if torch.equal(full_value(value), expected(fqn, value))]
@@ -607,7 +609,7 @@ def test_checkpoint_that_does_not_fit(name: str, workers: WorkerPools, tmp_path:
 def read_what_is_not_there(folder: Path) -> None:
     model, pp = build(Layout(pp=2))
     with pytest.raises(CheckpointError, match="not a complete checkpoint folder"):
-        load_sharded(folder, model, [], strict=True)
+        load_sharded(read_sharded(folder)[0], model, [], strict=True)
     with pytest.raises(CheckpointError, match=r"Could not read the checkpoint .*nothing.ckpt .*FileNotFoundError"):
         read_full(folder / "nothing.ckpt", weights_only=True)
     (folder / f"file{dist.get_rank()}").write_text("")
@@ -619,7 +621,7 @@ def read_what_is_not_there(folder: Path) -> None:
         next(iter((folder / "good").glob("__1_*.distcp"))).unlink()
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"Could not read the checkpoint .*FileNotFoundError"):
-        load_sharded(folder / "good", model, [], strict=True)
+        load_sharded(read_sharded(folder / "good")[0], model, [], strict=True)
     assert is_sharded_checkpoint(folder / "good")
     with pytest.raises(CheckpointError, match=r"meta.pt .*pickle"):
         save_sharded(folder / "bad", {"state_dict": model_state(model), "callback": lambda: None}, pp)

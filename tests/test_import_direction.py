@@ -18,6 +18,7 @@ ROOMS = (
     "torch_internals",
     "config",
     "distributed",
+    "ranks",
     "zero",
     "precision",
     "model",

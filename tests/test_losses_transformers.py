@@ -12,7 +12,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from tests.architectures import VOCABULARY, Samples
-from tests.hugging_face import CLM, MLM, S2S, HuggingFace, hugging_face, image_settings, seq2seq_settings, text_settings
+from tests.hugging_face import (
+    CLM,
+    MLM,
+    S2S,
+    HuggingFace,
+    hugging_face,
+    image_settings,
+    seq2seq_settings,
+    t5_settings,
+    text_settings,
+)
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
@@ -127,19 +137,7 @@ JOBS = {
         **_TEXT,
     ),
     "bart": _model("BartConfig", S2S, partial(_texts, num_labels=7), **seq2seq_settings(width=16, num_heads=2)),
-    "t5": _model(
-        "T5Config",
-        S2S,
-        partial(_texts, num_labels=7),
-        vocab_size=VOCABULARY,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    ),
+    "t5": _model("T5Config", S2S, partial(_texts, num_labels=7), **t5_settings()),
 }
 ALWAYS = ("clip", "siglip", "ctc-sum", "causal")
 

@@ -51,8 +51,8 @@ def _alike(error: str) -> dict[int, str]:
     return {0: error, 1: error}
 
 
-LOST = "RuntimeError: [/"
-"""How gloo reports that another rank is gone: a place in its sources comes first."""
+LOST = "RankError: rank "
+"""How a rank reports that another one is gone; `tests/test_run_ends.py` tells what it says of it."""
 
 PROGRAMS = [
     # Found before the other processes are started.

@@ -27,6 +27,7 @@ from lightning_3d.checkpoint import (
     load_sharded,
     model_state,
     optimizer_state,
+    read_sharded,
     save_sharded,
 )
 from lightning_3d.checkpoint.box import full_value
@@ -385,7 +386,7 @@ def _saved_and_loaded(writer: int, reader: int) -> list[float]:
         other, other_optimizer = _fused_net(reader)
         nn.init.zeros_(other.blocks[0].get_parameter("qkv.weight"))
         if way == "folder":
-            load_sharded(Path("folder").absolute(), other, [other_optimizer], strict=True)
+            load_sharded(read_sharded(Path("folder").absolute())[0], other, [other_optimizer], strict=True)
         else:
             assert files[0] is not None
             load_full(files[0], other, [other_optimizer], strict=True)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.checkpoint import load_sharded, model_state, optimizer_state, save_sharded
+from lightning_3d.checkpoint import load_sharded, model_state, optimizer_state, read_sharded, save_sharded
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block
 from lightning_3d.tensor.placement import marked
@@ -686,7 +686,7 @@ def _saved_and_loaded(writer: int, reader: int) -> float:
     )
     other, other_optimizer = _net(reader)
     nn.init.zeros_(other.blocks[1].get_buffer("layers.1.running_mean"))
-    load_sharded(Path("folder").absolute(), other, [other_optimizer], strict=True)
+    load_sharded(read_sharded(Path("folder").absolute())[0], other, [other_optimizer], strict=True)
     for trained in ((dense, dense_optimizer), (dense, dense_optimizer), (other, other_optimizer)):
         _train(*trained)
     values = model_state(other)

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import logging
 import random
+import signal
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.core import saving
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
@@ -46,6 +48,7 @@ from lightning_3d.torch_internals import (
     capture,
     clipping,
     dispatch,
+    distributions,
     dtensor,
     fake_tensors,
     fsdp,
@@ -54,6 +57,7 @@ from lightning_3d.torch_internals import (
     modules,
     optimizers,
     pipelining,
+    process_groups,
     pytree,
     tensors,
 )
@@ -121,6 +125,17 @@ def test_versions() -> None:
 @canary(tensors, "contiguous_stride")
 def test_strides() -> None:
     assert tensors.contiguous_stride(torch.Size((2, 3, 4))) == (12, 4, 1)
+
+
+@canary(tensors, "apart")
+def test_complex_views_of_real_numbers() -> None:
+    real = torch.ones(3, 4)
+    view = torch.view_as_complex(real.view(3, 2, 2))
+    with fake_tensors.failures_unlogged(), pytest.raises(RuntimeError, match="last dimension"):
+        fake_tensors.FakeTensorMode().from_tensor(view)
+    assert torch.equal(tensors.apart(view), view)
+    assert fake_tensors.FakeTensorMode().from_tensor(tensors.apart(view)).is_complex()
+    assert tensors.apart(real[0])._base is real
 
 
 @canary(tensors, "base_of", "is_view")
@@ -477,9 +492,11 @@ class _Counting(TorchFunctionMode):
 
 
 @canary(dispatch, "pop_function_mode", "push_function_mode", "DisableTorchFunction", "DisableTorchFunctionSubclass")
+@canary(dispatch, "function_modes")
 def test_the_stack_of_function_modes() -> None:
     tensor, mode = torch.zeros(2), _Counting()
     with mode:
+        assert dispatch.function_modes() == [mode]
         assert dispatch.pop_function_mode() is mode
         tensor.neg()
         dispatch.push_function_mode(mode)
@@ -956,7 +973,7 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-@canary(lightning_helpers, "ScriptLauncher", "connect", "default_backend", "reduce_tensor", "gather_tensor")
+@canary(lightning_helpers, "ScriptLauncher", "connect", "default_backend", "reduce_tensor")
 def test_helpers_of_strategies() -> None:
     assert list(inspect.signature(lightning_helpers.ScriptLauncher).parameters) == [
         "cluster_environment",
@@ -966,7 +983,28 @@ def test_helpers_of_strategies() -> None:
     assert {"cluster_environment", "torch_distributed_backend", "kwargs"} <= _parameters(lightning_helpers.connect)
     assert lightning_helpers.default_backend(torch.device("cpu")) == "gloo"
     assert {"group", "reduce_op"} <= _parameters(lightning_helpers.reduce_tensor)
-    assert {"group", "sync_grads"} <= _parameters(lightning_helpers.gather_tensor)
+    for method in (L.Trainer._fit_impl, L.Trainer._validate_impl, L.Trainer._test_impl, L.Trainer._predict_impl):
+        assert "weights_only" in _parameters(method)  # which ScriptLauncher notes
+
+
+@canary(lightning_helpers, "load_folders")
+def test_what_load_from_checkpoint_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = {
+        "state_dict": {"weight": torch.ones(1, 1), "bias": torch.ones(1)},
+        "hyper_parameters": {"num": 3},
+        "pytorch-lightning_version": "2.6.6",
+    }
+    monkeypatch.setattr(saving, "pl_load", saving.pl_load)  # undone afterwards
+    lightning_helpers.load_folders(lambda path, map_location, weights_only: given if path == "known" else None)
+    assert _Linear.load_from_checkpoint("known").num == 3
+    torch.save({**given, "hyper_parameters": {"num": 4}}, tmp_path / "file")
+    assert _Linear.load_from_checkpoint(tmp_path / "file").num == 4
+
+
+class _Linear(L.LightningModule):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.weight, self.bias, self.num = nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1)), num
 
 
 class _Strategy(ParallelStrategy):
@@ -974,7 +1012,7 @@ class _Strategy(ParallelStrategy):
     optimizer_state = barrier = broadcast = reduce = all_gather = model_to_device = None  # type: ignore[assignment]
 
 
-@canary(lightning_helpers, "reset_optimizers", "layer_sync_of")
+@canary(lightning_helpers, "reset_optimizers", "layer_sync_of", "has_own_io")
 def test_what_strategies_hold() -> None:
     strategy = _Strategy()
     strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
@@ -983,6 +1021,10 @@ def test_what_strategies_hold() -> None:
     assert lightning_helpers.layer_sync_of(strategy) is None
     strategy._layer_sync = plugin = TorchSyncBatchNorm()
     assert lightning_helpers.layer_sync_of(strategy) is plugin
+    assert strategy.checkpoint_io is strategy._checkpoint_io  # made when it is asked for
+    assert not lightning_helpers.has_own_io(strategy)
+    strategy.checkpoint_io = AsyncCheckpointIO()
+    assert lightning_helpers.has_own_io(strategy)
     for name in ("_configure_launcher", "_launcher", "_precision_plugin"):  # ThreeDStrategy overrides or sets them
         assert hasattr(strategy, name), f"ParallelStrategy.{name}"
     assert _parameters(Precision._wrap_closure) == {"self", "model", "optimizer", "closure"}
@@ -999,6 +1041,53 @@ def test_schedulers_of_averaging() -> None:
         trainer.strategy.lr_scheduler_configs = [object()]  # type: ignore[list-item]
         lightning_helpers.leave_schedulers_to_averaging(trainer, {"callbacks": {averaging.state_key: state}})
         assert len(trainer.strategy.lr_scheduler_configs) == kept
+
+
+@canary(lightning_helpers, "signals_noted", "called_before_batches", "stop_in_time", "requeue", "TunerExit", "Handler")
+def test_signals_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    noted: list[int] = []
+    before = signal.getsignal(signal.SIGTERM)
+
+    def note(signum: int, frame: object) -> None:
+        noted.append(signum)
+
+    with lightning_helpers.signals_noted(trainer, note, note):
+        trainer._signal_connector.register_signal_handlers()
+        signal.raise_signal(signal.SIGTERM)
+        trainer._signal_connector.teardown()
+    assert noted == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+    lightning_helpers.stop_in_time(trainer)
+    assert trainer.received_sigterm
+
+    batches: list[None] = []
+    with lightning_helpers.called_before_batches(trainer, lambda: batches.append(None)):
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    assert batches == [None]
+    assert "_broadcast_sigterm_tensor" in type(trainer.fit_loop.epoch_loop).advance.__code__.co_names
+
+    requeued: list[int] = []
+    connector = type(trainer._signal_connector)
+    assert _parameters(connector._slurm_sigusr_handler_fn) == {"self", "signum", "_"}
+    monkeypatch.setattr(connector, "_slurm_sigusr_handler_fn", lambda self, signum, _: requeued.append(signum))
+    lightning_helpers.requeue(trainer, signal.SIGUSR1)
+    assert requeued == [signal.SIGUSR1]
+    assert issubclass(lightning_helpers.TunerExit, Exception)
+
+
+def _two_stores(path: Path) -> str:
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    process_groups.further_store("one").set("name", "text")
+    answer: bytes = process_groups.further_store("one").get("name")
+    assert not process_groups.further_store("other").check(["name"])
+    dist.destroy_process_group()
+    return answer.decode()
+
+
+@canary(process_groups, "further_store")
+def test_a_further_store_shares_the_names_of_the_first(tmp_path: Path) -> None:
+    assert _two_stores(tmp_path / "store") == "text"
 
 
 @canary(lightning_helpers, "logging_as_alone")
@@ -1048,6 +1137,66 @@ def test_dataloaders_of_a_loop(tmp_path: Path) -> None:
     assert module.seen == [(2, False, {"a": 1, "b": 2})]
     assert lightning_helpers.before_transfer(module, 1) == (1, 0)
     assert lightning_helpers.Loaders(flat=[], is_sequential=True, _spec=None).is_sequential
+
+
+@canary(distributions, "arguments_unchecked")
+def test_arguments_of_distributions() -> None:
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile leaves it off
+    with distributions.arguments_unchecked():
+        torch.distributions.Normal(0.0, -1.0)
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(0.0, -1.0)
+
+
+class _Steps:
+    def one(self, batch: Any) -> None: ...
+
+    def two(self, batch: Any, index: int) -> None: ...
+
+    def all(self, *args: Any) -> None: ...
+
+    def fetching(self, dataloader_iter: Any) -> None: ...
+
+
+class _Rehearsed(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.seen: list[Any] = []
+
+    def val_dataloader(self) -> DataLoader[int]:
+        return DataLoader(range(3))  # type: ignore[arg-type]
+
+    def train_dataloader(self) -> DataLoader[int]:
+        return DataLoader(range(2))  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def on_fit_start(self) -> None:
+        optimizers, schedulers = lightning_helpers.make_optimizers(self)
+        lightning_helpers.set_up_validation(self.trainer)
+        steps = _Steps()
+        arguments = [lightning_helpers.further_arguments(self.trainer, s) for s in (steps.one, steps.two, steps.all)]
+        fetching = [lightning_helpers.fetches_itself(s) for s in (steps.all, steps.fetching)]
+        rates = optimizers[0].param_groups[0]["lr"], schedulers[0].scheduler.get_last_lr()
+        self.seen = [rates, self.trainer.num_val_batches, arguments, fetching]
+
+    def training_step(self, batch: Tensor) -> None: ...  # type: ignore[override]
+
+    def validation_step(self, batch: Tensor) -> None: ...  # type: ignore[override]
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned")
+@canary(lightning_helpers, "make_optimizers", "set_up_validation", "further_arguments", "fetches_itself")
+def test_what_comes_before_a_step(tmp_path: Path) -> None:
+    trainer = L.Trainer(
+        default_root_dir=tmp_path, max_steps=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0
+    )
+    module = _Rehearsed()
+    trainer.fit(module)
+    assert module.seen == [(0.5, [0.5]), [3], [(), (0,), (0,)], [False, True]]
 
 
 @canary(lightning_helpers, "start_anew", "FIXED_NAMES")

@@ -2,28 +2,45 @@
 
 Both formats name everything by FQN, so the numbers of stages, data-parallel and tensor-parallel ranks that wrote a
 checkpoint do not matter to those that read it. `own_state` is what one rank holds; `folder` writes and reads folders of
-torch.distributed.checkpoint; `file` gathers on rank 0 and takes parts out of full tensors.
+torch.distributed.checkpoint; `file` gathers on rank 0 and takes parts out of full tensors; `shown_state` and
+`saved_state` are what the user's hooks see of both.
 """
 
 from __future__ import annotations
 
 from lightning_3d.checkpoint.file import full_model_state, full_optimizer_state, load_full, read_full
-from lightning_3d.checkpoint.folder import Folder, is_sharded_checkpoint, load_sharded, remove_sharded, save_sharded
+from lightning_3d.checkpoint.folder import (
+    Folder,
+    is_sharded_checkpoint,
+    load_sharded,
+    read_sharded,
+    remove_sharded,
+    save_sharded,
+)
 from lightning_3d.checkpoint.further_states import states_apart, states_read, states_whole
 from lightning_3d.checkpoint.own_state import model_state, optimizer_state
+from lightning_3d.checkpoint.saved_state import SavedState
+from lightning_3d.checkpoint.shown_state import hooks_see_saving, shown_parts, shown_whole
+from lightning_3d.checkpoint.whole_folder import read_folder
 
 __all__ = [
     "Folder",
+    "SavedState",
     "full_model_state",
     "full_optimizer_state",
+    "hooks_see_saving",
     "is_sharded_checkpoint",
     "load_full",
     "load_sharded",
     "model_state",
     "optimizer_state",
+    "read_folder",
     "read_full",
+    "read_sharded",
     "remove_sharded",
     "save_sharded",
+    "shown_parts",
+    "shown_whole",
     "states_apart",
     "states_read",
     "states_whole",

@@ -27,6 +27,7 @@ from lightning_3d.checkpoint.match import by_fqn, check_groups, check_model, che
 from lightning_3d.checkpoint.own_state import (
     Key,
     exchange,
+    filled_from,
     model_state,
     optimizer_state,
     owners,
@@ -218,13 +219,7 @@ def load_full(
         for i, optimizer in enumerate(optimizers):
             full = checkpoint["optimizer_states"][i]
             states.append(_own_part(full, module, optimizer, shards, index=i, strict=strict))
-    matching = {fqn: value for fqn, value in own.items() if fqn in saved}
-    for fqn, value in matching.items():
-        if isinstance(value, Tensor):
-            fill(value, saved[fqn])
-        else:
-            matching[fqn] = saved[fqn]
-    restore_model(module, matching)
+    restore_model(module, filled_from(saved, own, module))
     for optimizer, state in zip(optimizers, states, strict=True):
         restore_optimizer(module, optimizer, state, shards)
 

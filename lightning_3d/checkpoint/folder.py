@@ -13,7 +13,7 @@ were saved: ("state_dict", fqn), ("optimizer_0", "state", fqn, name), ("optimize
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -36,6 +36,7 @@ from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.match import check_groups, check_model, check_num_optimizers
 from lightning_3d.checkpoint.own_state import (
     exchange,
+    filled_from,
     model_state,
     optimizer_state,
     owners,
@@ -156,30 +157,18 @@ def _boxed(value: object) -> object:
 # --------------------------------------------------------------------------------------------------------------- load
 
 
-def load_sharded(
-    path: Path,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer | LightningOptimizer],
-    *,
-    strict: bool,
-    weights_only: bool | None = None,
-    shards: Shards = NO_SHARDS,
-) -> dict[str, Any]:
-    """Read a checkpoint folder that any layout wrote into `module` and `optimizers`; a collective of all ranks.
+def read_sharded(path: Path, *, weights_only: bool | None = None) -> tuple[Folder, dict[str, Any]]:
+    """Open a checkpoint folder that any layout wrote; a collective of all ranks.
 
     Args:
         path: The same on all ranks.
-        module: The whole module; blocks of other stages are on the meta device and stay so.
-        optimizers: The optimizers to restore; none for evaluation.
-        strict: Whether all FQNs must match; shapes must in any case.
         weights_only: As in `torch.load`, for the rest of the Trainer's checkpoint.
-        shards: As in `optimizer_state`.
 
     Returns:
-        The rest of the Trainer's checkpoint.
+        The folder, and the Trainer's checkpoint without the states in it.
 
     Raises:
-        CheckpointError: The folder can't be read or does not fit; on all ranks. If it does not fit, nothing is changed.
+        CheckpointError: The folder can't be read; on all ranks.
 
     """
     rest: dict[str, Any] = {}
@@ -188,6 +177,34 @@ def load_sharded(
             raise CheckpointError(f"{path} is not a complete checkpoint folder: it has no {META}")
         folder = Folder.open(path)
         rest = torch.load(path / META, map_location="cpu", weights_only=weights_only)
+    return folder, rest
+
+
+def load_sharded(
+    folder: Folder,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer | LightningOptimizer],
+    *,
+    strict: bool,
+    unread: Collection[str] | None = None,
+    changed: Mapping[str, Any] = MappingProxyType({}),
+    shards: Shards = NO_SHARDS,
+) -> None:
+    """Read a checkpoint folder into `module` and `optimizers`; a collective of all ranks.
+
+    Args:
+        module: The whole module; blocks of other stages are on the meta device and stay so.
+        optimizers: The optimizers to restore; none for evaluation.
+        strict: Whether all FQNs must match; shapes must in any case.
+        unread: Names in the model's state that are read from the folder; all by default.
+        changed: Whole values of others, by FQN.
+        shards: As in `optimizer_state`.
+
+    Raises:
+        CheckpointError: The folder can't be read or does not fit; on all ranks. If it does not fit, nothing is changed.
+
+    """
+    path = folder.location
     sections = folder.optimizer_sections() if optimizers else []
     groups = folder.read_groups(sections)
     own = model_state(module)
@@ -195,19 +212,19 @@ def load_sharded(
     with failing_alike(f"load the checkpoint {path}"):
         check_placements(own)
         wanted = {fqn: TensorInfo.of(value) for fqn, value in state_of(module).items()}
-        check_model(folder.model_tensors(), wanted, strict=strict)
+        found = {fqn: info for fqn, info in folder.model_tensors().items() if unread is None or fqn in unread}
+        check_model(found | {fqn: TensorInfo.of(value) for fqn, value in changed.items()}, wanted, strict=strict)
         if optimizers:
             check_num_optimizers(len(sections), len(optimizers))
         for i, (section, optimizer) in enumerate(zip(sections, optimizers, strict=True)):
             check_groups(groups[i], optimizer_state(module, optimizer)["param_groups"], optimizer=i, strict=strict)
             room.update(folder.room_for_state(section, module, optimizer, shards))
-        room.update(folder.room_for_model(own))
+        room.update(folder.room_for_model({fqn: value for fqn, value in own.items() if fqn in found}))
     loaded = folder.read(room)
-    restore_model(module, loaded.get(MODEL, {}))
+    restore_model(module, {**loaded.get(MODEL, {}), **filled_from(changed, own, module)})
     for section, group, optimizer in zip(sections, groups, optimizers, strict=True):
         state = loaded.get(section, {}).get("state", {})
         restore_optimizer(module, optimizer, {"state": state, "param_groups": group}, shards)
-    return rest
 
 
 # ---------------------------------------------------------------------------------------------------------------- index
@@ -325,6 +342,13 @@ class Folder:
                 value = target
             leaves.append((path, value))
         return _nested(leaves) if leaves else {}
+
+    def read_alone(self, paths: Collection[TreePath]) -> list[Any]:
+        """Whole values, read by this rank alone."""
+        values = {self.entries[path].key: self._plain_room(path) for path in paths}
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(values, checkpoint_id=self.location, planner=planner, no_dist=True)
+        return [values[self.entries[path].key] for path in paths]
 
     def _plain_room(self, path: TreePath) -> Tensor | None:
         info = self.entries[path].tensor

@@ -38,15 +38,14 @@ def states_apart(
     """A checkpoint for a folder, and the further state dicts in it by section; a collective of all ranks.
 
     Args:
-        own: The state of the model as `model_state` gave it to the Trainer, wherever it is in the checkpoint now.
+        own: The state of the model as it was shown to the Trainer, wherever it is in the checkpoint now.
 
     Raises:
         CheckpointError: There are parts of tensors under names that are not the model's; on all ranks.
     """
     left, sections = dict(checkpoint), dict[str, dict[str, Any]]()
-    for place in _places(checkpoint, own):
-        state = _at(checkpoint, place)
-        present = state if state is own else _present(state, module, place)
+    for place in _places(checkpoint, own, is_apart=True):
+        present = _present(_at(checkpoint, place), own, module, place)
         if place == (MODEL,):
             left[MODEL] = present
         else:
@@ -56,26 +55,27 @@ def states_apart(
     return left, sections
 
 
-def states_whole(checkpoint: Mapping[str, Any], module: nn.Module, pp: DeviceMesh | None) -> dict[str, Any]:
+def states_whole(
+    checkpoint: Mapping[str, Any], module: nn.Module, own: Mapping[str, Any], pp: DeviceMesh | None
+) -> dict[str, Any]:
     """A checkpoint for a file: on rank 0 all state dicts in it are whole; a collective of all ranks.
+
+    Args:
+        own: As in `states_apart`; whole on rank 0.
 
     Raises:
         CheckpointError: As `states_apart`.
     """
     whole = dict(checkpoint)
-    for place in _places(checkpoint, None):
+    for place in _places(checkpoint, own, is_apart=False):
         state = _at(checkpoint, place)
-        full = gather(_present(state, module, place), pp)
+        full = gather(_present(state, own, module, place), pp)
         whole = _replaced(whole, place, {key: full[key] for key in state if key in full})
     return whole
 
 
 def states_read(rest: dict[str, Any], folder: Folder, module: nn.Module) -> dict[str, Any]:
-    """A checkpoint that `states_apart` left, with this rank's parts of its sections; a collective of all ranks.
-
-    Args:
-        module: Filled with its own state, which is there, too, where there are sections.
-    """
+    """A checkpoint that `states_apart` left, with this rank's parts of its sections; a collective of all ranks."""
     model, parts = state_of(module), marked(module)
     notes = [place for place, node in _walk(rest) if _NOTE in node]
     for place in notes:
@@ -94,25 +94,35 @@ def states_read(rest: dict[str, Any], folder: Folder, module: nn.Module) -> dict
                 room[section, key] = torch.empty_like(like, dtype=info.dtype, requires_grad=False)
         state |= folder.read(room).get(section, {}) if room else {}
         rest = _replaced(rest, place, in_grouped_order(state, _by_key(names, parts)))
-    return {**rest, MODEL: model} if notes else rest
+    return rest
 
 
-def _places(checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None) -> list[Place]:
-    """Where state dicts have parts of tensors on any rank, and the model's own if it is not in its place."""
+def has_further(folder: Folder) -> bool:
+    """Whether there are sections of further state dicts."""
+    return any(str(path[0]).startswith(_SECTION) for path in folder.entries)
+
+
+def _places(checkpoint: Mapping[str, Any], own: Mapping[str, Any], *, is_apart: bool) -> list[Place]:
+    """Where state dicts have parts of tensors on any rank, and the model's own, apart, if it is not in its place."""
     found = [
         place
         for place, node in _walk({key: value for key, value in checkpoint.items() if key != "optimizer_states"})
-        if any(map(is_part, node.values())) or (node is own and place != (MODEL,))
+        if any(map(is_part, node.values())) or (is_apart and node is own and place != (MODEL,))
     ]
     everyone: list[list[Place]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, found)
     return sorted({place for places in everyone for place in places}, key=repr)
 
 
-def _present(state: Mapping[str, Any], module: nn.Module, place: Place) -> dict[str, Any]:
-    """The part of a state dict that this rank has, fused weights in their original order."""
+def _present(state: Mapping[str, Any], own: Mapping[str, Any], module: nn.Module, place: Place) -> dict[str, Any]:
+    """The part of a state dict that this rank has, fused weights in their original order.
+
+    Args:
+        own: Values that are the model's under any name.
+    """
     infos = {key: TensorInfo.of(value) for key, value in state.items()}
-    names = _names_in(state_of(module), infos)
+    fqns = {id(value): fqn for fqn, value in own.items() if isinstance(value, Tensor)}
+    names = _names_in(state_of(module), infos) | {k: fqns[id(v)] for k, v in state.items() if id(v) in fqns}
     with failing_alike("save the checkpoint"):
         if strangers := [key for key, value in state.items() if is_part(value) and key not in names]:
             raise CheckpointError(
@@ -122,7 +132,8 @@ def _present(state: Mapping[str, Any], module: nn.Module, place: Place) -> dict[
             )
         check_placements(state)
     present = {key: value for key, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
-    return in_original_order(present, _by_key(names, marked(module)))
+    parts = {key: of_key for key, of_key in _by_key(names, marked(module)).items() if is_part(state[key])}
+    return in_original_order(present, parts)
 
 
 def _names_in(model: Mapping[str, Any], infos: Mapping[str, TensorInfo | None]) -> dict[str, str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -25,14 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.box import is_part
+from lightning_3d.checkpoint.box import fill, full_value, is_part
 from lightning_3d.checkpoint.feature_order import (
     in_grouped_order,
     in_original_order,
     state_in_grouped_order,
     state_in_original_order,
 )
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, StepError
 from lightning_3d.tensor.placement import marked
 from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards, plain
 
@@ -53,18 +52,42 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def warn_of_parts(module: nn.Module) -> None:
     """Warn in a ``state_dict()`` of this module, for code that does not know it; not in those of its copies."""
-    module.register_state_dict_post_hook(partial(_warn, weakref.ref(module)))
+    module.register_state_dict_post_hook(_PartsWarning(weakref.ref(module)))
 
 
-def _warn(original: weakref.ref[nn.Module], module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
-    num_parts = sum(is_part(value) for value in state.values())
-    if num_parts and original() is module and not _is_reading.get():
-        rank_zero_warn(
-            f"{num_parts} of the {len(state)} entries of this state_dict of {type(module).__name__} are shards, or lie"
-            " on other pipeline stages (on the meta device): a file of it would not hold the model. Use"
-            " trainer.save_checkpoint(path), or call state_dict() on every rank inside of `with"
-            " trainer.strategy.summon_full_params():`."
-        )
+class _PartsWarning:
+    """A hook after ``state_dict``.
+
+    Args:
+        original: The module that it warns of.
+    """
+
+    def __init__(self, original: weakref.ref[nn.Module] | None = None) -> None:
+        self._original = original
+
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
+        num_parts = sum(is_part(value) for value in state.values())
+        if num_parts and self._original is not None and self._original() is module and not _is_reading.get():
+            rank_zero_warn(
+                f"{num_parts} of the {len(state)} entries of this state_dict of {type(module).__name__} are shards, or"
+                " lie on other pipeline stages (on the meta device): a file of it would not hold the model. Use"
+                " trainer.save_checkpoint(path), or call state_dict() on every rank inside of `with"
+                " trainer.strategy.summon_full_params():`."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PartsWarning:
+        return self
+
+    def __reduce__(self) -> Any:
+        """In a pickle of the module, which must hold all of it."""
+        module = None if self._original is None else self._original()
+        if module is not None and any(map(is_part, chain(module.parameters(), module.buffers()))):
+            raise StepError(
+                f"{type(module).__name__} can't be pickled, as this rank holds a part of it. Use"
+                " trainer.save_checkpoint(path), or torch.save on every rank inside of `with"
+                " trainer.strategy.summon_full_params():`."
+            )
+        return _PartsWarning, ()
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
@@ -74,13 +97,19 @@ def model_state(module: nn.Module) -> dict[str, Any]:
     of the ranks that hold them.
     """
     state = state_of(module)
+    held = held_names(state)
+    return in_original_order({fqn: value for fqn, value in state.items() if fqn in held}, marked(module))
+
+
+def held_names(state: Mapping[str, Any]) -> set[str]:
+    """Names of what this rank holds of a model's state."""
     present = {fqn: not value.is_meta for fqn, value in state.items() if isinstance(value, Tensor)}
     for fqn in state.keys() - present.keys():
         # Extra state belongs to the pipeline ranks that hold some of the tensors in its module, if there are any.
         owner = fqn.removesuffix(fqn.rpartition(".")[2])
         tensors = [is_present for other, is_present in present.items() if other.startswith(owner)]
         present[fqn] = any(tensors) or not tensors
-    return in_original_order({fqn: value for fqn, value in state.items() if present[fqn]}, marked(module))
+    return {fqn for fqn, is_present in present.items() if is_present}
 
 
 def optimizer_state(
@@ -134,6 +163,23 @@ def _placed(values: Mapping[str, Any], shard: RankShard, apart: Collection[str])
         name: shard.like_parameter(value) if isinstance(value, Tensor) and name not in apart else value
         for name, value in values.items()
     }
+
+
+def filled_from(given: Mapping[str, Any], own: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """The tensors of `own`, made by `model_state`, filled from others of the same names; and other values.
+
+    Args:
+        given: Whole tensors, or shards as the module itself has them, of which the ranks that hold them have theirs.
+    """
+    matching = {fqn: value for fqn, value in own.items() if fqn in given}
+    parts = marked(module)
+    for fqn, value in matching.items():
+        if not isinstance(value, Tensor):
+            matching[fqn] = given[fqn]
+            continue
+        whole = full_value(given[fqn])
+        fill(value, parts[fqn].ungrouped(whole) if fqn in parts and is_part(given[fqn]) else whole)
+    return matching
 
 
 def restore_model(module: nn.Module, state: dict[str, Any]) -> None:

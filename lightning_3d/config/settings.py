@@ -80,8 +80,9 @@ class ThreeDConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """How 16-bit numbers train a model; which numbers those are is ``Trainer(precision=...)``."""
 
-    save_distributed_checkpoint: bool = True
-    """``True``: a folder that every rank writes its part of. ``False``: one plain Lightning ``.ckpt`` file."""
+    save_distributed_checkpoint: bool | Literal["auto"] = "auto"
+    """``True``: a folder that every rank writes its part of. ``False``: one plain Lightning ``.ckpt`` file. ``"auto"``:
+    a folder, or a file where the Trainer was given a ``CheckpointIO``, which writes it."""
 
     def __post_init__(self) -> None:
         check_values(self)

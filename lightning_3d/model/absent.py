@@ -19,17 +19,25 @@ from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import named_state
-from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.torch_internals.tensors import storage_id
+from lightning_3d.zero.attributes import OWN_PREFIX, users_attributes
 from lightning_3d.zero.shard import plain
 
 _READERS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 """Functions that make Python's or numpy's values of a tensor's."""
 
+_DRAWING = {
+    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+    *("bernoulli", "normal", "rand_like", "randint_like", "randn_like"),
+}
+"""Functions that draw random numbers."""
+
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor
-_FQN, _MODEL = "_absent_fqn", "_absent_model"
+_FQN, _MODEL, _PLACE = (f"{OWN_PREFIX}{name}" for name in ("fqn", "model", "place"))
+_ON_STAGE = "lies on another pipeline stage"
 
 
 class AbsentTensor(Tensor):
@@ -48,22 +56,30 @@ class AbsentTensor(Tensor):
                 _check(name, leaves, writes=writes)
         try:
             with DisableTorchFunctionSubclass():
+                if name in _DRAWING or getattr(func, "__module__", "") == nn.init.__name__:
+                    _draw(func, args, kwargs)
                 result = func(*args, **kwargs)
         except NotImplementedError as error:  # as of ``cpu()`` or ``torch.equal``
             raise _needs_values(name, _first_absent(args, kwargs)) from error
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise _needs_values(name, _first_absent(args, kwargs)) from error  # with tensors that lie here
         if isinstance(result, Tensor | list | tuple):
             origin = _first_absent(args, kwargs)
             for leaf in tree_leaves(result):
                 if type(leaf) is Tensor and leaf.is_meta:
-                    _become_absent(leaf, vars(origin)[_FQN], vars(origin)[_MODEL])
+                    _become_absent_as(leaf, origin)
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = self._plain()
-        _become_absent(copied, vars(self)[_FQN], vars(self)[_MODEL])
+        _become_absent_as(copied, self)
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if vars(self)[_PLACE] != _ON_STAGE:
+            raise _needs_values("pickling", self)  # a file of a checkpoint's entries would lack them
         return self._plain().__reduce_ex__(protocol)
 
     def _plain(self) -> Tensor:
@@ -72,7 +88,7 @@ class AbsentTensor(Tensor):
             same = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
             if isinstance(self, nn.Parameter):
                 same = nn.Parameter(same, requires_grad=self.requires_grad)
-        vars(same).update((name, value) for name, value in vars(self).items() if name not in (_FQN, _MODEL))
+        vars(same).update(users_attributes(self))
         return same
 
 
@@ -88,20 +104,48 @@ def mark_absent(module: nn.Module) -> None:
             _become_absent(tensor, fqn, model)
 
 
-def _become_absent(tensor: Tensor, fqn: str, model: weakref.ref[nn.Module]) -> None:
+def stand_in(value: Tensor, name: str, module: nn.Module, place: str) -> Tensor:
+    """A tensor of the same shape, without values.
+
+    Args:
+        place: Where the values are, for the message: "is saved by rank 0".
+    """
+    tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    _become_absent(tensor, name, weakref.ref(module), place)
+    return tensor
+
+
+def _become_absent(tensor: Tensor, fqn: str, model: weakref.ref[nn.Module], place: str = _ON_STAGE) -> None:
     if not isinstance(tensor, AbsentTensor):
         tensor.__class__ = AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentTensor
-        vars(tensor).update({_FQN: fqn, _MODEL: model})
+        vars(tensor).update({_FQN: fqn, _MODEL: model, _PLACE: place})
+
+
+def _become_absent_as(tensor: Tensor, origin: AbsentTensor) -> None:
+    _become_absent(tensor, vars(origin)[_FQN], vars(origin)[_MODEL], vars(origin)[_PLACE])
 
 
 def _first_absent(*arguments: Any) -> AbsentTensor:
     return next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, AbsentTensor))
 
 
+def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Draw the random numbers that the stage with the values draws, so that those that follow are the same."""
+    model = vars(_first_absent(args, kwargs))[_MODEL]()
+    present = (tensor.device for _, tensor, _ in named_state(model) if not tensor.is_meta) if model is not None else ()
+    device = next(iter(present), torch.device("cpu"))
+
+    def stand_in(tensor: AbsentTensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+    args, kwargs = tree_map_only(AbsentTensor, stand_in, (args, kwargs))
+    func(*args, **kwargs)
+
+
 def _needs_values(name: str, absent: AbsentTensor) -> StepError:
     return StepError(
-        f"{name} needs the values of {vars(absent)[_FQN]}, or of what was computed from it, but it lies on another"
-        f" pipeline stage, and this rank has its shape alone. Do it on every rank {SUMMON}."
+        f"{name} needs the values of {vars(absent)[_FQN]}, or of what was computed from it, but it"
+        f" {vars(absent)[_PLACE]}, and this rank has its shape alone. Do it on every rank {SUMMON}."
     )
 
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -86,6 +87,8 @@ class BlockRunner:
         self.sharded: Call | None = None
         """Its forward on shards, which ends in ``innermost``."""
         self.compiled: Compiled | None = None
+        self.meet: Callable[[str], None] | None = None
+        """Called before its forward where that takes other ranks; raises if they run something else."""
         self.returned: Callable[[Any], Any] | None = None
         """Applied to the output of the forward on shards."""
         self.own_forward: Call = block.forward
@@ -138,8 +141,10 @@ class BlockRunner:
         """In place of ``block(...)``."""
         if self.route is not None and (step := self.route.step) is not None:
             return step.on_block(self, self._call_hooked, args, kwargs)
-        containers = argument_containers(args, kwargs) if isinstance(self.block, FSDPModule) else []
-        if not containers:
+        if not isinstance(self.block, FSDPModule):
+            return self._call_hooked(*args, **kwargs)
+        self._meet_others()  # before the hooks gather
+        if not (containers := argument_containers(args, kwargs)):
             return self._call_hooked(*args, **kwargs)
         changed: dict[int, Container] = {}
         with self.forward_through(functools.partial(_noting_containers, changed)):
@@ -160,6 +165,17 @@ class BlockRunner:
                 f"{self.fqn} was called outside of a step, but this rank has shards of its weights (zero.stage=3): call"
                 f" it on every rank {SUMMON}."
             )
+        if self.sharded is not None and _is_exporting():
+            raise StepError(
+                f"{self.fqn} was exported, but this rank has shards of its weights: export the module on every rank"
+                f" {SUMMON}."
+            )
+        if not isinstance(self.block, FSDPModule):
+            self._meet_others()
+
+    def _meet_others(self) -> None:
+        if self.meet is not None:
+            self.meet(f"a call of {self.fqn}")
 
     def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
         call = self._hidden[CALL] if CALL in self._hidden else call_of(self.block)
@@ -231,6 +247,11 @@ def _noting_containers(
     output = forward(*args, **kwargs)
     changed.update({i: containers[i] for i in changed_containers(containers, before)})
     return output
+
+
+def _is_exporting() -> bool:
+    """Whether ``torch.export`` or TorchScript's trace runs the present code."""
+    return torch.compiler.is_exporting() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
 
 
 def is_own(module: object) -> bool:

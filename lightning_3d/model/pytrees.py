@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.errors import TraceError
 from lightning_3d.torch_internals.pytree import register_dataclass, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Container = list[Any] | dict[Any, Any]
@@ -21,28 +20,14 @@ _LISTS: Any = (list, deque)
 
 
 def register_dataclasses(tree: Any) -> None:
-    """Make dataclasses that hold tensors known to torch's pytrees, through which FSDP2 finds the tensors as well.
-
-    Raises:
-        TraceError: a dataclass can't be rebuilt from its fields.
-    """
+    """Make dataclasses that hold tensors known to torch's pytrees, through which FSDP2 finds the tensors as well."""
     for leaf in tree_leaves(tree):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             values = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
             register_dataclasses(values)
             if holds_tensors(values):
-                _register(type(leaf))
+                register_dataclass(type(leaf))
                 register_dataclasses(leaf)
-
-
-def _register(cls: type[Any]) -> None:
-    if any(not field.init for field in dataclasses.fields(cls)):
-        raise TraceError(
-            f"The dataclass {cls.__name__} holds tensors and has fields with init=False, so it can't be rebuilt on"
-            " another pipeline stage. Pass a tensor, tuple, list or dict, or register the class with"
-            " torch.utils._pytree.register_pytree_node."
-        )
-    register_dataclass(cls)
 
 
 def flatten_call(

@@ -32,13 +32,13 @@ class Snapshot:
     """The state of modules as it is now.
 
     Args:
-        modules: What is inside of them is not covered.
+        modules: Or other objects with attributes; modules inside of them are not covered.
         ignored: Names of attributes to leave alone.
         with_data: Whether to keep the data of tensors too.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], *, ignored: frozenset[str] = frozenset(), with_data: bool = True
+        self, modules: Iterable[object], *, ignored: frozenset[str] = frozenset(), with_data: bool = True
     ) -> None:
         self._ignored, self._with_data = ignored, with_data
         self._saved: dict[int, _Container | _Data | None] = {}  # None while what is inside of it is looked at

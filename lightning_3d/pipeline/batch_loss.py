@@ -94,7 +94,7 @@ class BatchLoss:
         mean = Decision(kind=LossKind.MEAN, weights=shares, found=LossFound(kind=LossKind.MEAN), joins_values=True)
         if self._setting == "mean":
             return mean
-        if self._setting == "whole":
+        if self._setting == "whole" or (len(parts) > 1 and self._study.is_joint(parts[0])):
             return replace(mean, kind=LossKind.WHOLE, joins_values=False)
         found = self._know(whole, parts, trains=trains)
         if found is None or len(parts) == 1:

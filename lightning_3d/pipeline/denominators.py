@@ -51,20 +51,50 @@ _MEAN_LOSSES = frozenset(
 )
 
 
-class WatchedTail(StageRun):
+class _NotedTail(StageRun):
     """Runs the code after the blocks, and notes by what it divides.
-
-    Terms with a factor of zero, which may be a weight that is still to rise, count in full. In place of numbers that it
-    draws for what blocks gave (dropout), it gets its own input, which is alike for microbatches and the whole batch.
 
     Args:
         received: The tensors of blocks that it gets.
         draw: Makes the calls that get none.
     """
 
-    def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw = plain_call) -> None:
+    has_replicas = False
+
+    def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw) -> None:
         super().__init__(router, flow, TAIL, received, lambda call: nullcontext(), draw)
         self.denominators: list[float] = []
+
+    @override
+    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position, is_past_trace = self._position, self._is_past_trace
+        answer = super().on_function(func, args, kwargs)
+        if is_past_trace or (self._position > position and self._flow.call_stages[position] == TAIL):
+            self._note(func, args, kwargs, is_past_trace=is_past_trace)
+        return answer
+
+    @property
+    def _is_past_trace(self) -> bool:
+        """Whether a shape has depended on data, which no trace can follow."""
+        return self._expected is None and self._flow.trace.stopped_by is not None
+
+    @torch.no_grad()
+    def _note(self, func: Call, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_past_trace: bool) -> None:
+        tensors = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf not in self._ids]
+        self.denominators += _scalars(func, tensors) + _weights_of_labels(func, args, kwargs)
+        if is_past_trace:
+            self.denominators += _sizes_of_means(func, args, kwargs)
+
+
+class WatchedTail(_NotedTail):
+    """Computes all, to be compared for microbatches and the whole batch.
+
+    Terms with a factor of zero, which may be a weight that is still to rise, count in full. In place of numbers that it
+    draws for what blocks gave (dropout), it gets its own input, which is alike for microbatches and the whole batch.
+    """
+
+    def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw) -> None:
+        super().__init__(router, flow, received, draw)
         self.fed: list[tuple[str, Tensor]] = []
         """See ``coupled_inputs.py``."""
         self.has_kink = False
@@ -74,16 +104,12 @@ class WatchedTail(StageRun):
 
     @override
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position, is_past_trace = self._position, self._is_past_trace
         if _is_named(func, _TIMES) and any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in args):
             args = tuple(1.0 if type(leaf) in (int, float) and leaf == 0 else leaf for leaf in args)
         if getattr(func, "__name__", "").strip("_") in _KINKED:
             numbers = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf in self._ids]
             self.has_kink |= any(number.requires_grad for number in numbers)
-        answer = super().on_function(func, args, kwargs)
-        if is_past_trace or (self._position > position and self._flow.call_stages[position] == TAIL):
-            self._note(func, args, kwargs, is_past_trace=is_past_trace)
-        return answer
+        return super().on_function(func, args, kwargs)
 
     @override
     def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
@@ -106,24 +132,12 @@ class WatchedTail(StageRun):
         self.fed += [(runner.fqn, tensor.clone()) for tensor in of_batch if not isinstance(tensor, nn.Parameter)]
         return super().on_block(runner, call, args, kwargs)
 
-    @property
-    def _is_past_trace(self) -> bool:
-        """Whether a shape has depended on data, which no trace can follow."""
-        return self._expected is None and self._flow.trace.stopped_by is not None
 
-    @torch.no_grad()
-    def _note(self, func: Call, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_past_trace: bool) -> None:
-        tensors = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf not in self._ids]
-        self.denominators += _scalars(func, tensors) + _weights_of_labels(func, args, kwargs)
-        if is_past_trace:
-            self.denominators += _sizes_of_means(func, args, kwargs)
-
-
-class GhostTail(WatchedTail):
+class GhostTail(_NotedTail):
     """Computes nothing of what blocks gave: what comes of it has a shape, and no data."""
 
     def __init__(self, router: Router, flow: StageFlow) -> None:
-        super().__init__(router, flow, [Ghost(meta) for meta in flow.metas(flow.received(TAIL))])
+        super().__init__(router, flow, [Ghost(meta) for meta in flow.metas(flow.received(TAIL))], plain_call)
 
     @override
     def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:

@@ -46,7 +46,7 @@ class Joint:
         if self.dim is not None:
             views = [part.unflatten(self.dim, (self._views, -1)) for part in parts]
             return torch.cat(views, self.dim + 1).flatten(self.dim, self.dim + 1)
-        if not parts[0].is_floating_point():
+        if not (parts[0].is_floating_point() or parts[0].is_complex()):
             return parts[0].clone()
         return torch.stack([part * share for part, share in zip(parts, self._shares, strict=True)]).sum(0)
 

@@ -15,6 +15,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from lightning_3d.model.reals import as_reals
+
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2  # relative, in fp32 and in 16 bits
 _LEAST_SCALE = 1e-3  # of a tensor, relative to the greatest: what is smaller may be rounding
 _CHUNK = 2**18  # elements that are compared at a time, so that copies in float64 stay small
@@ -79,7 +81,7 @@ def _maximum(first: float, second: float) -> float:
 
 def _chunks(pair: tuple[Tensor | None, Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
     """Pieces of two tensors in float64, flat."""
-    pieces = [tensor.detach().flatten().split(_CHUNK) for tensor in pair if tensor is not None]
+    pieces = [as_reals(tensor.detach()).flatten().split(_CHUNK) for tensor in pair if tensor is not None]
     for expected, given in zip(*pieces, strict=True):
         if expected.numel():
             yield expected.double(), given.double()

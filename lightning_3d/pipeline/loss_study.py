@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.coupled_inputs import coupled_inputs
 from lightning_3d.pipeline.denominators import TAIL
 from lightning_3d.pipeline.draws import Draws
@@ -136,6 +137,10 @@ class LossStudy:
         self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
         self._distrusted: set[str] = set()
 
+    def is_joint(self, call: StepCall) -> bool:
+        """Whether a step calls collectives over the replicas, which are to get whole batches."""
+        return self._traces.trace(call).is_joint
+
     def find(self, call: StepCall, *, size: int, trains: bool) -> LossFound | None:
         """Study a step; None where its loss is not finite, which shows nothing.
 
@@ -145,7 +150,7 @@ class LossStudy:
         """
         try:
             self._trace(self._halves(call, samples_of(call.batch, 0, 2 * size)))
-            with isolated(self._module, self._effects):
+            with isolated(self._effects):
                 return self._find(call, 2 * size, trains=trains)
         except Exception as error:
             return LossFound(kind=LossKind.MEAN, failure=f"{type(error).__name__}: {error}")
@@ -161,7 +166,7 @@ class LossStudy:
         if shown is not None and (name in self._trusted or _are_close(shown, shares, _EXACT)):
             return shown
         self._trace((*parts, whole))
-        with isolated(self._module, self._effects):
+        with isolated(self._effects):
             compared = self._compare(whole, parts, seed=0, trains=True)
         if not compared.is_finite:
             return shares  # it is no number in one process, too
@@ -181,21 +186,24 @@ class LossStudy:
         Raises:
             StepError: they can't be told.
         """
-        for call in (*parts, whole):
-            self._runs.flow(call)  # traced apart
-        with isolated(self._module, self._effects):
-            return self._views_of(whole, parts)
 
-    def _views_of(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
-        kinds = (whole.kind, *(part.kind for part in parts))
-        return cached(self._views, kinds, lambda: self._row_order.views(whole, parts, _shares_of_samples(parts)))
+        def find() -> Sequence[int]:
+            for call in (*parts, whole):
+                self._runs.flow(call)  # traced apart
+            with isolated(self._effects):
+                return self._find_views(whole, parts)
+
+        return cached(self._views, _kinds(whole, parts), find)
+
+    def _find_views(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
+        return self._row_order.views(whole, parts, _shares_of_samples(parts))
 
     def _shown(self, parts: Sequence[StepCall], found: LossFound) -> list[float] | None:
         """The parts' shares in what their losses are divided by, if that tells their weights."""
         if found.denominator is None or parts[0].name in self._distrusted:
             return None
         self._trace(parts)
-        with isolated(self._module, self._effects):
+        with isolated(self._effects):
             of_parts = [self._runs.denominators(part) for part in parts]
         return _shares(of_parts, found.denominator)
 
@@ -226,7 +234,7 @@ class LossStudy:
                 continue  # the step does not take such data
             if comparison.is_finite:  # else no label may be valid in both parts
                 self._learn(call.name, comparison)
-                if not is_mixed:
+                if not compared and not is_mixed:
                     coupled_before = coupled_inputs(comparison.whole.fed, [part.fed for part in comparison.parts])
                 comparison = comparison.without_tensors()
                 compared.append(comparison)
@@ -251,7 +259,8 @@ class LossStudy:
     ) -> _Comparison:
         shares = _shares_of_samples(parts)
         *flows, flow = [self._runs.flow(call) for call in (*parts, whole)]
-        joints = received_joints(TAIL, flow, flows, shares, self._views_of(whole, parts))
+        views = cached(self._views, _kinds(whole, parts), partial(self._find_views, whole, parts))
+        joints = received_joints(TAIL, flow, flows, shares, views)
         given = [_random_outputs(of_part.metas(of_part.received(TAIL)), seed, i) for i, of_part in enumerate(flows)]
         joined = []
         for joint, of_parts in zip(joints, zip(*given, strict=True), strict=True):
@@ -282,6 +291,10 @@ class LossStudy:
             self._trials.join(outputs, compared.sizes, f"what {name} returned")
 
 
+def _kinds(whole: StepCall, parts: Sequence[StepCall]) -> tuple[Hashable, ...]:
+    return whole.kind, *(part.kind for part in parts)
+
+
 def _shares_of_samples(parts: Sequence[StepCall]) -> list[float]:
     sizes = [part.size for part in parts]
     return [size / sum(sizes) for size in sizes]
@@ -293,7 +306,7 @@ def _random_outputs(metas: Sequence[TensorMeta], seed: int, part: int) -> list[T
     for position, meta in enumerate(metas):
         seed_of_tensor = ((1 + part) * 2 * _NUM_DRAWS + seed) * len(metas) + position
         tensor = meta.random(torch.Generator(meta.device).manual_seed(seed_of_tensor))
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() or tensor.is_complex():
             tensor /= 1 + (part + seed) % 2
         tensors.append(tensor.requires_grad_(meta.requires_grad))
     return tensors
@@ -401,4 +414,5 @@ class _Trials(Joiner):
 
     def _is_close(self, found: Tensor, expected: Tensor) -> bool:
         rtol, atol = self.rtol / 50, self.rtol / 1000
-        return torch.allclose(found.double(), expected.double(), rtol=rtol, atol=atol, equal_nan=True)
+        found, expected = as_reals(found).double(), as_reals(expected).double()
+        return torch.allclose(found, expected, rtol=rtol, atol=atol, equal_nan=True)

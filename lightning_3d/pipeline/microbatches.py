@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -124,7 +125,10 @@ def _map_children(tree: Any, change: Any) -> Any:
     if isinstance(tree, Sequence) and not isinstance(tree, (str, bytes)):
         return type(tree)(change(value) for value in tree)  # type: ignore[call-arg]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return dataclasses.replace(tree, **{f.name: change(getattr(tree, f.name)) for f in dataclasses.fields(tree)})
+        changed_fields = copy(tree)  # not made anew: its __init__ may need more, and change what it gets
+        for field in dataclasses.fields(tree):
+            object.__setattr__(changed_fields, field.name, change(getattr(tree, field.name)))
+        return changed_fields
     return tree
 
 

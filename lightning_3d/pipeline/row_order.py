@@ -115,6 +115,8 @@ class _StandIns(StageRun):
         other: The trace of another number of samples, whose shapes show which dimension is theirs.
     """
 
+    has_replicas = False
+
     def __init__(self, router: Router, flow: StageFlow, other: StageFlow, draw: Draw) -> None:
         super().__init__(router, flow, 0, (), lambda _: nullcontext(), draw)
         self._other = other

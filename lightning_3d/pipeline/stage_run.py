@@ -66,6 +66,8 @@ class StageRun(StepMode):
         draw: Makes the calls that get no tensors of blocks.
     """
 
+    has_replicas = True
+
     def __init__(
         self,
         router: Router,

@@ -62,7 +62,7 @@ class Study:
         with suppress(Exception), self._joiner.averaging_by_samples():
             calls = self._traces.calls(name, parts, rest)
             drawn = [(call, self._traces.trace(call)) for call in calls] * _NUM_DRAWS
-            with isolated(self._module, self._effects), torch.no_grad():
+            with isolated(self._effects), torch.no_grad():
                 outputs = [self._run(*example, index) for index, example in enumerate(drawn)]
             sizes = [call.size for call, _ in drawn]
             self._effects.study(0, sizes)
@@ -87,6 +87,8 @@ class Study:
 
 class _BlocksAtRandom(StageRun):
     """A run of a whole step whose blocks return random numbers; ``from_data`` notes these."""
+
+    has_replicas = False
 
     def __init__(self, router: Router, trace: Trace, from_data: _FromData) -> None:
         flow = cut(trace, {call.name: (0,) for call in trace.block_calls}, 1)

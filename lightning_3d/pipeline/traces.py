@@ -13,6 +13,7 @@ from torch import nn
 from lightning_3d.pipeline.microbatches import batch_size, signature
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.tracer import StepTracing
+from lightning_3d.trace.world_collectives import world_collectives_refused
 
 T = TypeVar("T")
 
@@ -57,7 +58,11 @@ class Traces:
 
     def trace(self, call: StepCall) -> Trace:
         """The trace of such a call."""
-        return cached(self._known, call.kind, lambda: self._tracing(call.name, call.batch, call.rest))
+        return cached(self._known, call.kind, lambda: self._traced(call))
+
+    def _traced(self, call: StepCall) -> Trace:
+        with world_collectives_refused():
+            return self._tracing(call.name, call.batch, call.rest)
 
 
 def cached(cache: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:

@@ -5,8 +5,8 @@ The model is left as it was, and nothing here communicates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.errors import ThreeDError, TraceError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, split_blocks
@@ -38,6 +39,12 @@ class ExampleStep:
     microbatch: Any
     modes: Callable[[], AbstractContextManager[None]]
     """The autograd and autocast modes of its forward."""
+    rest: Sequence[Any] = (0,)
+    """Its further arguments."""
+    has_data: bool = False
+    """Whether code outside of blocks has the data of all tensors when it runs."""
+    rehearsed: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Inside, the module is as the first step finds it, as far as that can be had before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +87,33 @@ class Observer:
         return Observation(module=self._module, blocks=blocks, step=self._step, trace=self._trace(blocks))
 
     def _trace(self, blocks: Mapping[str, nn.Module]) -> Trace:
-        with self._step.modes(), routed(blocks) as router:
-            tracing = StepTracing(self._module, router, self._effects_of(self._module, router), self._device)
-            return tracing(self._step.name, self._step.microbatch, (0,))
+        """Trace the step; where it fails without what comes before it, after a rehearsal of that."""
+        try:
+            return self._traced(blocks, rehearses=False)
+        except ThreeDError:
+            raise
+        except Exception as error:
+            try:
+                return self._traced(blocks, rehearses=True)
+            except ThreeDError:
+                raise
+            except Exception as other:
+                error.add_note(
+                    f"{self._step.name} was called before training, to plan, and again with optimizers and after the"
+                    f" hooks that come before it: {type(other).__name__}: {other}"
+                )
+                raise error from other
+
+    def _traced(self, blocks: Mapping[str, nn.Module], *, rehearses: bool, with_data: bool = False) -> Trace:
+        step = self._step
+        try:
+            with step.modes(), routed(blocks) as router, step.rehearsed() if rehearses else nullcontext():
+                tracing = StepTracing(self._module, router, self._effects_of(self._module, router), self._device)
+                return tracing(step.name, step.microbatch, step.rest, with_data=with_data)
+        except TraceError as error:
+            if not (error.lacks_data and step.has_data):
+                raise
+        return self._traced(blocks, rehearses=rehearses, with_data=True)
 
 
 def decide(

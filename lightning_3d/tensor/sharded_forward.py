@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import own_shard
@@ -113,6 +114,12 @@ def _own_parameters(slots: Sequence[Slot], axis: MeshAxis) -> Iterator[None]:
     try:
         for owner, name, placement in slots:
             parameters: dict[str, Any] = parameters_of(owner)
+            if name not in parameters:
+                raise StepError(
+                    f"The parameter {name} of a {type(owner).__name__}, which tensor parallel shards, is gone: pruning,"
+                    " weight_norm and the like put another in its place. Apply them before fit, or use"
+                    " tensor_parallel_size=1."
+                )
             parameter = parameters[name]
             if id(parameter) not in own:
                 own[id(parameter)] = _own_parameter(parameter, axis, placement)

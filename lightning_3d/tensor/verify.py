@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import own_forward
 from lightning_3d.model.pytrees import as_called
+from lightning_3d.model.reals import as_reals
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.apply import apply_block
 from lightning_3d.tensor.compiled.compiler import BlockCompiler
@@ -151,7 +152,7 @@ def _random_inputs(example: Any, device: torch.device, num_ids: int) -> Any:
     """Concrete inputs like the example; tensors that appear twice stay one tensor."""
     generator = torch.Generator().manual_seed(_SEED)
     made: dict[int, Tensor] = {}
-    floats = [leaf for leaf in _tensors(example) if leaf.is_floating_point()]
+    floats = [leaf for leaf in _tensors(example) if _is_continuous(leaf)]
     is_known = any(leaf.requires_grad for leaf in floats)  # else all are differentiable: a mask need not be
 
     def make(leaf: Any) -> Any:
@@ -159,7 +160,7 @@ def _random_inputs(example: Any, device: torch.device, num_ids: int) -> Any:
             return leaf
         if id(leaf) not in made:
             made[id(leaf)] = _random_input(leaf, generator, device, num_ids)
-            if leaf.is_floating_point():
+            if _is_continuous(leaf):
                 made[id(leaf)].requires_grad_(leaf.requires_grad or not is_known)
         return made[id(leaf)]
 
@@ -207,7 +208,7 @@ def _run(block: nn.Module, inputs: Any) -> tuple[_Values, _Values, _Values]:
     differentiable = [leaf for leaf in _tensors(inputs) if leaf.requires_grad]
     trained = {fqn: parameter for fqn, parameter in block.named_parameters() if parameter.requires_grad}
     with torch.enable_grad():
-        outputs = [leaf for leaf in _tensors(block.forward(*args, **kwargs)) if leaf.is_floating_point()]
+        outputs = [as_reals(leaf) for leaf in _tensors(block.forward(*args, **kwargs)) if _is_continuous(leaf)]
         generator = torch.Generator().manual_seed(_SEED + 1)
         loss = sum(
             (output * torch.randn(output.shape, generator=generator).to(output)).sum()
@@ -228,6 +229,10 @@ def _run(block: nn.Module, inputs: Any) -> tuple[_Values, _Values, _Values]:
 def _tensors(tree: Any) -> list[Tensor]:
     distinct = {id(leaf): leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)}
     return list(distinct.values())
+
+
+def _is_continuous(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _full(gradient: Tensor | None) -> Tensor | None:
@@ -271,7 +276,7 @@ def _largest(tensor: Tensor | None) -> float:
 
 def _chunks(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.numel():
-        yield from (chunk.double() for chunk in tensor.detach().flatten().split(_CHUNK))
+        yield from (chunk.double() for chunk in as_reals(tensor.detach()).flatten().split(_CHUNK))
 
 
 def _largest_finite(chunk: Tensor) -> float:

@@ -15,6 +15,7 @@ from torch._C import (
     _push_on_torch_function_stack,
 )
 from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["DisableTorchFunction", "DisableTorchFunctionSubclass", "OpOverload", "TorchDispatchMode"]
@@ -27,6 +28,9 @@ pop_function_mode = _pop_torch_function_stack
 
 push_function_mode = _push_on_torch_function_stack
 """Put a function mode on top of the stack."""
+
+function_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
+"""The function modes that are active, the innermost last."""
 
 
 FUSED_RMS_NORM = torch.ops.aten._fused_rms_norm.default

@@ -22,9 +22,12 @@ _OWN = ("torch.distributed.fsdp.", "lightning_3d.")
 def without_units(module: nn.Module) -> Iterator[None]:
     """Let the units in a module be modules of their own class inside, whose calls gather nothing."""
     with ExitStack() as stack:
-        for unit in list(module.modules()):
-            if isinstance(unit, FSDPModule):
-                stack.enter_context(_without_unit(unit))
+        for inner in list(module.modules()):
+            before = (inner._state_dict_pre_hooks, inner._load_state_dict_pre_hooks)
+            for hooks in (*before, inner._load_state_dict_post_hooks):
+                stack.enter_context(_without_hooks(hooks))
+            if isinstance(inner, FSDPModule):
+                stack.enter_context(_without_unit(inner))
         yield
 
 

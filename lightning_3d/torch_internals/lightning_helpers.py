@@ -6,14 +6,15 @@ strategy does; ``ThreeDPrecision`` overrides ``_wrap_closure`` and calls ``_afte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
-    _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp,
@@ -21,21 +22,32 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.core import saving
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.plugins import LayerSync, TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
+from typing_extensions import override
 
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_unflatten
 
-ScriptLauncher = _SubprocessScriptLauncher
-"""Starts the other processes of a node by running the script again."""
-
 connect = _init_dist_connection
 """Make the default process group, and let it be destroyed at exit."""
+
+TunerExit = _TunerExitException
+"""Ends a fit of the Tuner, which is no failure."""
+
+Handler = Callable[[int, FrameType | None], None]
+"""Handles a signal."""
 
 default_backend = _get_default_process_group_backend_for_device
 """NCCL, gloo or another backend, for a device."""
@@ -43,11 +55,39 @@ default_backend = _get_default_process_group_backend_for_device
 reduce_tensor = _sync_ddp
 """Sum or average a tensor over a process group."""
 
-gather_tensor = _all_gather_ddp_if_available
-"""Stack the tensors of a process group, with or without gradients."""
-
 set_device = _update_properties
 """Tell a LightningModule, its children and its metrics the device and dtype that they report."""
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Starts the other processes of a node by running the script again.
+
+    It notes the argument ``weights_only`` of ``fit``, ``test`` and the like: Lightning 2.6 does not hand it on to
+    strategies that restore checkpoints after setup.
+    """
+
+    weights_only: bool | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        self.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def load_folders(read: Callable[[Any, Any, bool | None], dict[str, Any] | None]) -> None:
+    """Let ``load_from_checkpoint`` take what ``read(path, map_location, weights_only)`` gives, unless that is None."""
+    load = saving.pl_load  # type: ignore[attr-defined]  # not exported
+
+    def pl_load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        read_here = read(path, map_location, weights_only)
+        return load(path, map_location=map_location, weights_only=weights_only) if read_here is None else read_here
+
+    saving.pl_load = pl_load  # type: ignore[attr-defined, assignment]
+
+
+def has_own_io(strategy: ParallelStrategy) -> bool:
+    """Whether the Trainer was given a ``CheckpointIO``."""
+    return type(strategy._checkpoint_io) not in (type(None), TorchCheckpointIO)
 
 
 def reset_optimizers(strategy: ParallelStrategy) -> None:
@@ -75,6 +115,34 @@ def leave_schedulers_to_averaging(trainer: Trainer, checkpoint: Mapping[str, Any
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
     """The Trainer's plugin that converts norms, as ``sync_batchnorm=True`` gives it one."""
     return strategy._layer_sync
+
+
+@contextmanager
+def signals_noted(trainer: Trainer, on_stop: Handler, on_requeue: Handler) -> Iterator[None]:
+    """Let these be called for SIGTERM and, under SLURM, for the signal that asks to requeue, where Lightning would run
+    collectives in the handlers. Entered before the Trainer registers its handlers.
+    """
+    new = {"_sigterm_notifier_fn": on_stop, "_slurm_sigusr_handler_fn": on_requeue}
+    with attributes_replaced(trainer._signal_connector, new):
+        yield
+
+
+@contextmanager
+def called_before_batches(trainer: Trainer, before_batch: Callable[[], None]) -> Iterator[None]:
+    """Let this be called before every training batch, where Lightning would broadcast whether rank 0 got SIGTERM."""
+    with attributes_replaced(trainer.fit_loop.epoch_loop, {"_broadcast_sigterm_tensor": before_batch}):
+        yield
+
+
+def stop_in_time(trainer: Trainer) -> None:
+    """Let Lightning's loops raise ``SIGTERMException`` at the next place where they look for it."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def requeue(trainer: Trainer, signum: int) -> None:
+    """Save a checkpoint and have SLURM run the job again. Every rank calls it."""
+    connector: Any = trainer._signal_connector
+    type(connector)._slurm_sigusr_handler_fn(connector, signum, None)
 
 
 @contextmanager
@@ -107,6 +175,29 @@ def active_loaders(trainer: Trainer) -> Loaders | None:
     if combined is None or not combined.flattened:
         return None
     return Loaders(flat=combined.flattened, is_sequential=combined._mode == "sequential", _spec=combined._spec)
+
+
+def fetches_itself(step: Callable[..., Any]) -> bool:
+    """Whether a step takes the iterator over the dataloader in place of a batch."""
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+
+
+def further_arguments(trainer: Trainer, step: Callable[..., Any]) -> tuple[int, ...]:
+    """The arguments after the batch in the first call of a step that a loop makes."""
+    index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+    loaders = active_loaders(trainer)
+    tells_loader = trainer.state.fn != TrainerFn.FITTING and loaders is not None and len(loaders.flat) > 1
+    return (*index, 0) if tells_loader and loaders is not None and loaders.is_sequential else index
+
+
+def make_optimizers(module: LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:
+    """The optimizers and schedulers that the module configures, as a strategy holds them."""
+    return _init_optimizers_and_lr_schedulers(module)
+
+
+def set_up_validation(trainer: Trainer) -> None:
+    """Make the dataloaders of the validation in ``fit``, which it makes later else."""
+    trainer.fit_loop.epoch_loop.val_loop.setup_data()
 
 
 def before_transfer(module: LightningModule, batch: Any) -> Any:

@@ -1,5 +1,6 @@
 """Nested containers as flat lists of leaves; torch has no public module for it that works without optional packages."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,9 +30,38 @@ _OURS = "lightning_3d:"
 
 
 def register_dataclass(cls: type[Any]) -> None:
-    """Let a dataclass be a container whose fields are its children."""
+    """Let a dataclass be a container whose attributes are its children, but for those that are None.
+
+    It is put together again without a call of its ``__init__`` and ``__post_init__``, which may need more than its
+    fields, and change what they get.
+    """
     name = f"{_OURS}{cls.__module__}.{cls.__qualname__}:{id(cls):x}"  # one of its own, by which it can be taken back
-    _pytree.register_dataclass(cls, serialized_type_name=name)
+    if issubclass(cls, (dict, list, tuple)):  # which hold something, too
+        _pytree.register_dataclass(cls, serialized_type_name=name)
+        return
+    declared = [field.name for field in dataclasses.fields(cls)]
+
+    def flatten(value: Any) -> tuple[list[Any], tuple[list[str], list[str]]]:
+        own = {name: getattr(value, name) for name in declared if hasattr(value, name)}
+        own.update(getattr(value, "__dict__", {}))
+        children = {name: child for name, child in own.items() if child is not None}
+        return [*children.values()], ([*children], [name for name in own if name not in children])
+
+    def flatten_with_keys(value: Any) -> tuple[list[tuple[_pytree.KeyEntry, Any]], tuple[list[str], list[str]]]:
+        children, names = flatten(value)
+        return [(_pytree.GetAttrKey(name), child) for name, child in zip(names[0], children, strict=True)], names
+
+    def unflatten(children: Iterable[Any], names: tuple[list[str], list[str]]) -> Any:
+        value = object.__new__(cls)
+        for name in names[1]:
+            object.__setattr__(value, name, None)
+        for name, child in zip(names[0], children, strict=True):
+            object.__setattr__(value, name, child)  # frozen ones refuse their own
+        return value
+
+    _pytree.register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name=name, flatten_with_keys_fn=flatten_with_keys
+    )
 
 
 def registered_dataclasses() -> list[type[Any]]:

@@ -26,6 +26,15 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 """Whether autograd holds a tensor for a view of another."""
 
+
+def apart(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of a complex view of real numbers, of which torch makes no fake tensor."""
+    base = base_of(tensor)
+    if base is None or base.is_complex() or not tensor.is_complex():
+        return tensor
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 typed_storage = Tensor._typed_storage
 """A getter of the memory behind a tensor."""
 

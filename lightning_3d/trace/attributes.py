@@ -86,7 +86,11 @@ class AttributeReads:
 def _subclass(cls: type[nn.Module], members: Mapping[str, Any]) -> type[nn.Module]:
     """A class that looks like ``cls`` from outside."""
     looks = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    found: type[nn.Module] = type(cls)(cls.__name__, (cls,), {**looks, **members})  # type: ignore[misc]  # the metaclass
+    found = type(cls.__name__, (nn.Module,), {**looks, **members})
+    try:
+        found.__bases__ = (cls,)  # neither its metaclass nor __init_subclass__, which may register classes, is called
+    except TypeError:  # its instances have slots
+        found = type(cls)(cls.__name__, (cls,), {**looks, **members})  # type: ignore[misc]  # the metaclass
     return found
 
 

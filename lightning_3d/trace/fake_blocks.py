@@ -1,21 +1,26 @@
-"""Running the blocks of a model without data: what they return, and what their forwards change besides.
+"""Running the blocks of a model while a step is traced: what they return, and what their forwards change besides.
 
 Their forwards run on fake tensors. Some operators have no rule for these (``torch._grouped_mm`` in fp32), and some
 blocks look into their data (experts that index by a mask). Such a block runs for real, on random tensors of the shapes
 of its inputs and of its state: every rank can do that on its own, wherever the block lies, at the price of one block's
 memory. What the batch alone determines (masks, positions) keeps its data.
+
+Where glue has data when it runs, everything can run for real, on copies of the model's state: ``Copies`` takes the
+place of ``Fakes``.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import Call, own_forward
@@ -29,7 +34,7 @@ from lightning_3d.torch_internals.fake_tensors import (
 )
 from lightning_3d.torch_internals.modules import RunningNorm, named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
-from lightning_3d.torch_internals.tensors import version_of
+from lightning_3d.torch_internals.tensors import apart, version_of
 from lightning_3d.trace.attributes import AttributeReads, Read
 from lightning_3d.trace.side_outputs import (
     HookCall,
@@ -144,7 +149,8 @@ def running_statistics(block: nn.Module) -> frozenset[str]:
 def random_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Positive numbers, which scales and variances may have to be; zeros for integers, which indices may be."""
     if tensor.is_floating_point() or tensor.is_complex():
-        return torch.rand(tensor.shape, dtype=tensor.dtype, device=device).mul_(0.1)
+        drawn = torch.float32 if tensor.dtype.itemsize == 1 else tensor.dtype  # torch draws no float8
+        return torch.rand(tensor.shape, dtype=drawn, device=device).mul_(0.1).to(tensor.dtype)
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
@@ -170,42 +176,116 @@ def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return False
 
 
-class Fakes:
-    """Fake tensors in place of ghosts and real tensors, one for each.
+class StandIns(Protocol):
+    """Tensors to compute with, in place of ghosts and of the model's state, one for each."""
+
+    @property
+    @abstractmethod
+    def mode(self) -> AbstractContextManager[Any]:
+        """To compute in."""
+
+    @property
+    @abstractmethod
+    def fake_mode(self) -> FakeTensorMode | None:
+        """That of fake tensors; None if there are data."""
+
+    @abstractmethod
+    def of(self, tensor: Tensor) -> Tensor:
+        """The one in place of a tensor."""
+
+    @abstractmethod
+    def of_state(self, tensor: Tensor) -> Tensor:
+        """The one in place of a parameter or buffer."""
+
+    @abstractmethod
+    def put(self, tensor: Tensor, stand_in: Tensor) -> None:
+        """Let this be the one in place of a tensor."""
+
+
+class Copies(StandIns):
+    """Real tensors: the data of ghosts, and copies of the model's state, which must be at hand.
+
+    Args:
+        device: Where to compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    @property
+    @override
+    def mode(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    @property
+    @override
+    def fake_mode(self) -> None:
+        return None
+
+    @override
+    def of(self, tensor: Tensor) -> Tensor:
+        copy: Tensor = self._copies.get(tensor, tensor)
+        return copy
+
+    @override
+    def of_state(self, tensor: Tensor) -> Tensor:
+        if tensor not in self._copies:
+            copy = tensor.detach().to(self._device, copy=True)
+            self._copies[tensor] = copy.requires_grad_(tensor.requires_grad)
+        return self.of(tensor)
+
+    @override
+    def put(self, tensor: Tensor, stand_in: Tensor) -> None:
+        self._copies[tensor] = stand_in
+
+
+class Fakes(StandIns):
+    """Fake tensors, in place of real ones too.
 
     Args:
         device: Where parameters live when they are at hand.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device = device
         self._fakes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+    @property
+    @override
+    def mode(self) -> AbstractContextManager[Any]:
+        return self._mode
+
+    @property
+    @override
+    def fake_mode(self) -> FakeTensorMode:
+        return self._mode
+
+    @override
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor."""
         if isinstance(tensor, FakeTensor):
             return tensor
         if tensor not in self._fakes:
-            self._fakes[tensor] = self.mode.from_tensor(tensor)
+            self._fakes[tensor] = self._mode.from_tensor(apart(tensor))
         fake: Tensor = self._fakes[tensor]
         return fake
 
+    @override
     def of_state(self, tensor: Tensor) -> Tensor:
-        """The fake of a parameter or buffer, which may be sharded or absent."""
-        if tensor not in self._fakes:
-            with self.mode:
+        if tensor not in self._fakes:  # it may be sharded or absent
+            with self._mode:
                 fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             self._fakes[tensor] = fake.requires_grad_(tensor.requires_grad)
         return self.of(tensor)
 
-    def put(self, tensor: Tensor, fake: Tensor) -> None:
-        """Let this be the fake of a tensor."""
-        self._fakes[tensor] = fake
+    @override
+    def put(self, tensor: Tensor, stand_in: Tensor) -> None:
+        self._fakes[tensor] = stand_in
 
 
 class FakeBlocks:
-    """The blocks of a model, with fake parameters and buffers.
+    """The blocks of a model, with stand-ins for their parameters and buffers.
 
     Args:
         blocks: FQN -> block.
@@ -216,7 +296,7 @@ class FakeBlocks:
         self,
         module: nn.Module,
         blocks: Mapping[str, nn.Module],
-        fakes: Fakes,
+        fakes: StandIns,
         kept_hooks: Mapping[str, frozenset[HookCall]],
     ) -> None:
         self._fakes, self._kept_hooks = fakes, kept_hooks
@@ -259,9 +339,11 @@ class FakeBlocks:
         except TraceError:
             raise
         except Exception:  # the run on random tensors raises the same if the block is to blame
+            if (mode := self._fakes.fake_mode) is None:
+                raise
             for name, attribute in before.items():
                 set_attribute(block, name, attribute.value)
-            random = RandomRun(fakes, known, self._fakes.mode)
+            random = RandomRun(fakes, known, mode)
             with random, self._reads.noted(fqn, block, self.read_attributes[fqn]):
                 arguments = tree_unflatten([opaque.get(i, leaf) for i, leaf in enumerate(random.arguments)], spec)
                 random_state = random.tensors_like(self._state[fqn])

@@ -40,9 +40,10 @@ class TensorMeta:
 
     def random(self, generator: torch.Generator | None = None) -> Tensor:
         """Numbers between 0 and 1, which probabilities, variances and the like are too; zeros for integers."""
-        if not self.dtype.is_floating_point:
+        if not (self.dtype.is_floating_point or self.dtype.is_complex):
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return torch.rand(self.shape, dtype=self.dtype, device=self.device, generator=generator)
+        drawn = torch.float32 if self.dtype.itemsize == 1 else self.dtype  # torch draws no float8
+        return torch.rand(self.shape, dtype=drawn, device=self.device, generator=generator).to(self.dtype)
 
 
 class Ghost(Tensor):

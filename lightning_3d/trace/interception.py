@@ -5,15 +5,17 @@ A block's own code is not seen: while it runs, the mode is off torch's stack of 
 Function modes see neither custom autograd functions nor activation checkpoints. While a step runs, the generator behind
 non-reentrant checkpoints is replaced by one that only says that it is on. A checkpoint around glue can't recompute
 glue, whose tensors may be on another stage; instead each block called inside of it is checkpointed.
+
+``torch.distributions`` do not check the values of their arguments meanwhile: ghosts have none.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_3d.model.block_runner import BlockRunner, Call, Watch, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, custom_functions_seen, is_reentrant
-from lightning_3d.torch_internals.dispatch import pop_function_mode, push_function_mode
+from lightning_3d.torch_internals.dispatch import function_modes, pop_function_mode, push_function_mode
+from lightning_3d.torch_internals.distributions import arguments_unchecked
 from lightning_3d.trace.attributes import AttributeGuards
 
 _TENSOR_GETTERS = frozenset(
@@ -68,6 +71,9 @@ class StepMode(TorchFunctionMode):
     Inside a block it is off the stack, so blocks run at full speed.
     """
 
+    has_replicas: ClassVar[bool] = False
+    """Whether the other replicas run the same code now, and so take part in its collectives."""
+
     def __init__(self, router: Router) -> None:
         super().__init__()
         self._router = router
@@ -108,6 +114,18 @@ class StepMode(TorchFunctionMode):
         with self.paused():
             return self.on_function(named, args, kwargs)
 
+    def on_collective(
+        self, name: str, joint: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor], tensor: Tensor
+    ) -> Tensor:
+        """Answer a collective over the replicas called in glue.
+
+        Args:
+            joint: Calls it, with the ranks of the other replicas.
+            alone: Answers with a tensor of the same shape, without them.
+        """
+        answer: Tensor = self.on_hidden_function(name, joint if self.has_replicas else alone, (tensor,), {})
+        return answer
+
     @contextmanager
     def checkpointed(self) -> Iterator[None]:
         """Run glue that ``torch.utils.checkpoint`` was called with."""
@@ -121,6 +139,7 @@ class StepMode(TorchFunctionMode):
         assert self._router.step is None, "steps don't nest"
         self._router.step = self
         self._hidden.enter_context(_hidden_calls_seen(self))
+        self._hidden.enter_context(arguments_unchecked())
         super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
         return self
 
@@ -146,6 +165,12 @@ class StepMode(TorchFunctionMode):
             push_function_mode(self)
             for mode in reversed(above):
                 push_function_mode(mode)
+
+
+def present_step() -> StepMode | None:
+    """The mode that sees the present code, if that is glue."""
+    modes = (mode for mode in function_modes() if isinstance(mode, StepMode))
+    return next((mode for mode in modes if mode.is_in_glue()), None)
 
 
 @contextmanager

@@ -29,18 +29,21 @@ def explained(error: Exception, failed_call: str, missing: Sequence[str], *, in_
         return TraceError(
             f"Block {failed_call} failed on fake and on random tensors, which tell the shapes of its outputs {cause}."
             " If it fails in one process too, mend the model; else name finer or coarser blocks with"
-            " pipeline.partition='type:REGEX'."
+            " pipeline.partition='type:REGEX'.",
+            lacks_data=True,
         )
     before = f"before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
     if _needs_data(error, failed_call):
         return TraceError(
             f"The step can't be traced: {failed_call} needs the data of a tensor that comes from a block, {before}"
-            f" {cause}. Pipeline and tensor parallel plan without data, and with a pipeline the data may be on another"
-            " rank: move the call into a block, or after the last block."
+            f" {cause}. With a pipeline the data may be on another rank: move the call into a block, or after the last"
+            " block, or use pipeline_parallel_size=1.",
+            lacks_data=True,
         )
     return TraceError(
         f"The step can't be traced: {failed_call} failed on fake tensors, {before} {cause}. If it fails in one process"
-        " too, mend the model; else move the call into a block, or after the last block."
+        " too, mend the model; else move the call into a block, or after the last block.",
+        lacks_data=True,
     )
 
 

@@ -103,6 +103,8 @@ class Trace:
     """Gradients of tensors of blocks that glue asks for."""
     host_position: int = 0
     """How far it moved the generators of Python and NumPy, from where all traces begin."""
+    is_joint: bool = False
+    """Whether glue calls collectives over the replicas."""
 
     @property
     def block_calls(self) -> tuple[TracedCall, ...]:

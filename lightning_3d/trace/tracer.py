@@ -5,7 +5,10 @@ arguments is recorded, and run on fake tensors too. A glue call without one (mas
 runs for real, and will on every stage. A glue call on parameters alone also runs on every stage; here its result is a
 ghost without an id, since parameters may be sharded or absent.
 
-Nothing here communicates, and the model's weights are neither read nor changed.
+With data, as glue has them without a pipeline, blocks and recorded calls run for real in place of on fake tensors, on
+copies of the model's weights, and glue may read what they give.
+
+Nothing here communicates, and the model's weights are not changed; without data they are not even read.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from lightning_3d.distributed.rng import host_position, seed_host
 from lightning_3d.errors import TraceError
@@ -29,7 +33,7 @@ from lightning_3d.torch_internals.fake_tensors import (
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
-from lightning_3d.trace.fake_blocks import FakeBlocks, Fakes, RandomnessSeen
+from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, RandomnessSeen, StandIns
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.gradients import DIFFERENTIATING, TracedGradient
 from lightning_3d.trace.interception import Router, StepMode
@@ -45,7 +49,13 @@ from lightning_3d.trace.trace import Result, Trace, TracedCall
 
 
 def trace_step(
-    step: Callable[[], Any], module: nn.Module, router: Router, device: torch.device, *, calls_all: bool
+    step: Callable[[], Any],
+    module: nn.Module,
+    router: Router,
+    device: torch.device,
+    *,
+    calls_all: bool,
+    with_data: bool = False,
 ) -> Trace:
     """Trace ``step``, a call of one of the module's step methods on one microbatch.
 
@@ -55,14 +65,16 @@ def trace_step(
         router: The router of its blocks.
         device: Where parameters live when they are at hand.
         calls_all: Whether the step is expected to call all blocks, as in training.
+        with_data: Whether to run it for real, at the price of a copy of the model and of its activations.
 
     Raises:
-        TraceError: the step needs data of a block before all blocks were called, or a block can't run on fake tensors.
+        TraceError: the step does what can't be followed, or needs data of a block before all blocks were called.
     """
     kept_hooks: dict[str, frozenset[HookCall]] = {}
     while True:
         try:
-            return _Tracer(module, router, device, kept_hooks).trace(step, calls_all=calls_all)
+            fakes = Copies(device) if with_data else Fakes(device)
+            return _Tracer(module, router, fakes, kept_hooks).trace(step, calls_all=calls_all)
         except _HookChangesOutput as change:  # it is part of its block: trace again, with the hook left there
             kept_hooks[change.fqn] = kept_hooks.get(change.fqn, frozenset()) | {change.hook}
 
@@ -77,7 +89,7 @@ class _HookChangesOutput(BaseException):
 
 class _Tracer(StepMode):
     def __init__(
-        self, module: nn.Module, router: Router, device: torch.device, kept_hooks: Mapping[str, frozenset[HookCall]]
+        self, module: nn.Module, router: Router, fakes: StandIns, kept_hooks: Mapping[str, frozenset[HookCall]]
     ) -> None:
         super().__init__(router)
         self._calls: list[TracedCall] = []
@@ -86,8 +98,9 @@ class _Tracer(StepMode):
         self._block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._failed_call: str | None = None
         self._failed_in_block = False
+        self._is_joint = False
         self._kept_hooks = kept_hooks
-        self._fakes = Fakes(device)
+        self._fakes = fakes
         self._blocks = FakeBlocks(module, router.blocks, self._fakes, kept_hooks)
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
@@ -110,7 +123,7 @@ class _Tracer(StepMode):
         except TraceError:
             raise
         except Exception as error:
-            if self._failed_call is None:
+            if self._failed_call is None or self._fakes.fake_mode is None:
                 raise
             missing = [fqn for fqn in self._router.blocks if fqn not in self._block_inputs] if calls_all else []
             if self._failed_in_block or missing:
@@ -131,9 +144,17 @@ class _Tracer(StepMode):
             read_attributes=self._blocks.read_attributes,
             changed_buffers=frozenset(self._blocks.changed_buffers),
             gradients=tuple(self._gradients),
+            is_joint=self._is_joint,
         )
 
     # ---- answers
+
+    @override
+    def on_collective(
+        self, name: str, joint: Callable[[Tensor], Tensor], alone: Callable[[Tensor], Tensor], tensor: Tensor
+    ) -> Tensor:
+        self._is_joint = True
+        return super().on_collective(name, joint, alone, tensor)
 
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -358,13 +379,15 @@ class StepTracing:
     def __init__(self, module: nn.Module, router: Router, effects: TracedEffects, device: torch.device) -> None:
         self._module, self._router, self._effects, self._device = module, router, effects, device
 
-    def __call__(self, name: str, microbatch: Any, rest: Sequence[Any]) -> Trace:
-        """Trace ``module.<name>(microbatch, *rest)``."""
+    def __call__(self, name: str, microbatch: Any, rest: Sequence[Any], *, with_data: bool = False) -> Trace:
+        """Trace ``module.<name>(microbatch, *rest)``; ``with_data`` as for ``trace_step``."""
 
         def step() -> Any:
             return self._effects.returned(name, lambda: getattr(self._module, name)(microbatch, *rest))
 
         with self._effects.undone():
             seed_host(0)
-            trace = trace_step(step, self._module, self._router, self._device, calls_all=name == "training_step")
+            calls_all = name == "training_step"
+            module, router, device = self._module, self._router, self._device
+            trace = trace_step(step, module, router, device, calls_all=calls_all, with_data=with_data)
             return replace(trace, host_position=host_position())

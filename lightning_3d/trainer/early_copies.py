@@ -15,13 +15,16 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import StepError
 from lightning_3d.model.deferred import attributes
 from lightning_3d.model.initial_weights import of_rank
+from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.placement import mark, marked
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, own_part
 
 
-def lay_out_copies(model: nn.Module, callbacks: Iterable[Callback], device: torch.device) -> None:
+def lay_out_copies(
+    model: nn.Module, callbacks: Iterable[Callback], device: torch.device, rendezvous: Rendezvous
+) -> None:
     """Give the copies of a model that its callbacks hold the model's layout; every rank calls it."""
     copies = list(_copies(model, callbacks))
     if len(set(nums := gather_numbers(len(copies), device))) > 1:
@@ -31,7 +34,7 @@ def lay_out_copies(model: nn.Module, callbacks: Iterable[Callback], device: torc
         )
     for copy in copies:
         _lay_out(copy, model, device)
-        answer_for_parts(copy)
+        answer_for_parts(copy, rendezvous)
 
 
 def _copies(model: nn.Module, callbacks: Iterable[Callback]) -> Iterator[nn.Module]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,8 +16,9 @@ from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
 from lightning_3d.planning.planner import ExampleStep
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.torch_internals.lightning_helpers import before_transfer
+from lightning_3d.torch_internals.lightning_helpers import before_transfer, further_arguments
 from lightning_3d.trainer.batches import example_batch
+from lightning_3d.trainer.rehearsal import rehearsed
 
 _STEPS: Mapping[TrainerFn, str] = {
     TrainerFn.FITTING: "training_step",
@@ -30,8 +33,9 @@ def example_step(
 ) -> ExampleStep:
     """The step with its first microbatch; without a batch on a mesh whose plan does not depend on it."""
     assert trainer.state.fn is not None
-    name, microbatch = _STEPS[trainer.state.fn], None
+    name, microbatch, rest = _STEPS[trainer.state.fn], None, tuple[Any, ...]()
     if shape.pp * shape.tp > 1:
+        rest = further_arguments(trainer, getattr(module, name))
         batch = before_transfer(module, trainer.precision_plugin.convert_input(example_batch(trainer)))
         batch = detached_from_inference(trainer.strategy.batch_to_device(batch, dataloader_idx=0))
         microbatch = split_batch(batch, config.num_microbatches)[0].batch if shape.pp > 1 else batch
@@ -41,4 +45,11 @@ def example_step(
         with torch.set_grad_enabled(name == "training_step"), precision.forward_context():
             yield
 
-    return ExampleStep(name=name, microbatch=microbatch, modes=modes)
+    return ExampleStep(
+        name=name,
+        microbatch=microbatch,
+        modes=modes,
+        rest=rest,
+        has_data=shape.pp == 1,
+        rehearsed=partial(rehearsed, trainer, module, name, microbatch, rest),
+    )

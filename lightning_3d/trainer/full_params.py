@@ -15,6 +15,7 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.tensor.placement import Parts, marked
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.trainer.held_parts import as_built
+from lightning_3d.zero.attributes import users_attributes
 
 Slots = dict[Tensor, tuple[str, list[tuple[nn.Module, str]]]]
 """Parameters and buffers -> their first FQN in the model, and all places where it holds them."""
@@ -32,10 +33,10 @@ def full_params(
         writeback: Whether each rank takes its part of the changed values afterwards; all must change them alike.
     """
     parts, slots = marked(root), _slots(root, module)
+    holders = _holders(slots, plan, mesh)
     wholes: dict[Tensor, Tensor] = {}
     for tensor, (fqn, _) in slots.items():
-        stages = plan.state_ranks.get(fqn, tuple(range(mesh.shape.pp)))
-        wholes[tensor] = _like(tensor, _whole(tensor, parts.get(fqn), stages, mesh, device))
+        wholes[tensor] = _like(tensor, _whole(tensor, parts.get(fqn), holders[fqn], mesh, device))
     with ExitStack() as stack:
         for tensor, (fqn, owners) in slots.items():
             stack.callback(_put_back, tensor, wholes[tensor], parts.get(fqn), owners, writeback=writeback)
@@ -65,6 +66,16 @@ def _slots(root: nn.Module, module: nn.Module) -> Slots:
     return slots
 
 
+def _holders(slots: Slots, plan: Plan, mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """FQN -> indices on the pp axis of the ranks that hold it, also of what came after the plan; a collective there."""
+    present = [fqn for tensor, (fqn, _) in slots.items() if not tensor.is_meta]
+    everyone = [present] * mesh.shape.pp
+    if mesh.shape.pp > 1:
+        dist.all_gather_object(everyone, present, group=mesh.group("pp"))
+    found = {fqn: tuple(i for i, held in enumerate(everyone) if fqn in held) for _, (fqn, _) in slots.items()}
+    return {fqn: plan.state_ranks.get(fqn, ranks) for fqn, ranks in found.items()}
+
+
 def _whole(tensor: Tensor, parts: Parts | None, stages: tuple[int, ...], mesh: Mesh, device: torch.device) -> Tensor:
     if tensor.is_meta:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
@@ -79,7 +90,7 @@ def _whole(tensor: Tensor, parts: Parts | None, stages: tuple[int, ...], mesh: M
 def _like(tensor: Tensor, whole: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         whole = nn.Parameter(whole, requires_grad=tensor.requires_grad)
-    vars(whole).update(vars(tensor))
+    vars(whole).update(users_attributes(tensor))
     return whole
 
 

@@ -22,9 +22,11 @@ from lightning_3d.checkpoint.own_state import warn_of_parts
 from lightning_3d.errors import StepError
 from lightning_3d.model.absent import mark_absent
 from lightning_3d.model.block_runner import SUMMON, runner_of
+from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.placement import Parts, marks_hidden, marks_of
 from lightning_3d.torch_internals.fsdp_units import let_be_copied, without_units
 from lightning_3d.torch_internals.modules import APPLY, buffers_of, named_state, parameters_of
+from lightning_3d.trainer.part_tensors import watch_parts
 
 
 def holds_parts(module: nn.Module) -> bool:
@@ -32,11 +34,12 @@ def holds_parts(module: nn.Module) -> bool:
     return any(map(is_part, module.parameters())) or any(map(is_part, module.buffers()))
 
 
-def answer_for_parts(module: nn.Module) -> None:
+def answer_for_parts(module: nn.Module, rendezvous: Rendezvous) -> None:
     """Let a module that holds parts answer as described above."""
     if not holds_parts(module):
         return
     mark_absent(module)
+    watch_parts(module, rendezvous)
     for owner in module.modules():
         if isinstance(owner, FSDPModule):
             let_be_copied(owner)
@@ -107,6 +110,8 @@ def as_built(module: nn.Module) -> Iterator[None]:
         for inner in list(module.modules()):
             if (runner := runner_of(inner)) is not None:
                 stack.enter_context(runner.aside())
+            if APPLY in vars(inner):
+                stack.callback(vars(inner).update, {APPLY: vars(inner).pop(APPLY)})
         stack.enter_context(without_units(module))
         stack.enter_context(marks_hidden(module))
         yield

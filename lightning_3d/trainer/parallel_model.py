@@ -9,13 +9,15 @@ apply     tensor parallel, ZeRO, pipeline
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -23,6 +25,7 @@ from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness, join_replica
+from lightning_3d.model.block_runner import running
 from lightning_3d.model.initial_weights import check_same_model, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
@@ -30,12 +33,15 @@ from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observer, decide
 from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.example_step import example_step
+from lightning_3d.trainer.held_parts import holds_parts
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
@@ -81,6 +87,7 @@ def make_parallel(
     precision: ThreeDPrecision,
     device: torch.device,
     wait: Wait,
+    rendezvous: Rendezvous,
 ) -> ParallelModel:
     """Plan a model, and carry out what the plan says of this rank; every rank calls it.
 
@@ -92,7 +99,8 @@ def make_parallel(
     join_replica(mesh, device)
     step = example_step(trainer, module, config, mesh.shape, precision)
     observer = Observer(module, step, device, StepEffects)
-    with wait(f"Tracing {step.name}"):
+    refused = world_collectives_refused() if mesh.shape.pp > 1 else nullcontext()
+    with wait(f"Tracing {step.name}"), refused:
         observed = observer.observe(config, mesh.shape)
     with wait("Planning"):
         plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device, wait), device)
@@ -130,6 +138,7 @@ def make_parallel(
         stages = _pipeline_stages(plan, blocks) if mesh.shape.pp > 1 else {}
         pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
+    _let_meet(own.values(), mesh, rendezvous)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),
@@ -165,6 +174,15 @@ def make_parallel(
     precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
     guard = BatchGuard(config.batch, mesh, device)
     return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)
+
+
+def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -> None:
+    """Let the ranks that share weights of a block meet before calls of it between steps."""
+    for block in blocks:
+        axes = ("dp_shard", "tp") if isinstance(block, FSDPModule) else ("tp",)
+        ranks = mesh.device_mesh[axes].mesh.flatten().tolist()
+        if len(ranks) > 1 and holds_parts(block):
+            running(block).meet = partial(rendezvous.meet, ranks)
 
 
 def _pipeline_stages(plan: Plan, blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, int]:

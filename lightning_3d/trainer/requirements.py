@@ -16,7 +16,7 @@ from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
-from lightning_3d.torch_internals.lightning_helpers import callbacks_of
+from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches_itself
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind, steps_apart
@@ -41,6 +41,8 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) 
             " traced before there are optimizers, and pipeline stages run forward and backward together. Use automatic"
             " optimization, or size 1 for both."
         )
+    if mesh.shape.pp * mesh.shape.tp > 1:
+        _refuse_fetching(module, mesh)
     callbacks = callbacks_of(module.trainer)
     averaging = [c for c in callbacks if isinstance(c, (StochasticWeightAveraging, WeightAveraging))]
     if config.averaging_period is not None and mesh.shape.dp > 1 and averaging:
@@ -58,6 +60,18 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) 
             f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
             f" load a checkpoint into it; or copy this one {SUMMON}."
         )
+
+
+def _refuse_fetching(module: LightningModule, mesh: Mesh) -> None:
+    """Raise for steps that fetch their batches themselves."""
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if fetches_itself(getattr(module, name)):
+            raise StepError(
+                f"{type(module).__name__}.{name} takes dataloader_iter and fetches batches itself, but with"
+                f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} each batch is split,"
+                f" or compared between ranks, before the step. Let it take the batch: def {name}(self, batch,"
+                " batch_idx), or use size 1 for both."
+            )
 
 
 def _refuse_lost(module: LightningModule) -> None:

@@ -5,20 +5,18 @@ The strategy enters them in ``setup`` and leaves them in ``teardown``, which the
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
-import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
 
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.modules import attributes_replaced
@@ -42,29 +40,15 @@ def dataclasses_registered(classes: list[type[Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def metrics_joined(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
-    """Let torchmetrics join over the replicas alone; the other axes hold copies."""
-    metrics = [m for m in module.modules() if isinstance(m, torchmetrics.Metric) and m.process_group is None]
-    for metric in metrics:
-        metric.process_group = group
-        vars(metric)["__deepcopy__"] = MethodType(_copied_metric, metric)
-    try:
+def metrics_joined(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let torchmetrics join over the replicas alone, wherever metrics are kept; the other axes hold copies."""
+    join = Metric.sync
+
+    def sync(self: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any) -> None:
+        join(self, dist_sync_fn, process_group or self.process_group or group, *args, **kwargs)
+
+    with attributes_replaced(Metric, {"sync": sync}):
         yield
-    finally:
-        for metric in metrics:
-            metric.process_group = None
-            del vars(metric)["__deepcopy__"]
-
-
-def _copied_metric(metric: torchmetrics.Metric, memo: dict[int, Any]) -> Any:
-    """A copy of the metric as it was; a process group can't be copied."""
-    group, own_copy = metric.process_group, vars(metric).pop("__deepcopy__")
-    metric.process_group = None
-    try:
-        return copy.deepcopy(metric, memo)
-    finally:
-        metric.process_group = group
-        vars(metric)["__deepcopy__"] = own_copy
 
 
 @contextmanager

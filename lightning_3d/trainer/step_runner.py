@@ -77,6 +77,8 @@ class WholeModelRunner(StepRunner):
                 output = self._run("training_step", batch, rest, number=number)
         if self._module.automatic_optimization:
             check_loss(output)
+        else:
+            self._zero.leave_step()
         return output
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
@@ -93,15 +95,20 @@ class WholeModelRunner(StepRunner):
         self._zero.before_backward(loss)
         if self._watch is None or self._watched is None:
             yield
-            self._zero.after_backward()
+            self._after_backward()
             return
         self._watched.see_loss(loss)
         self._watched.see_backward([loss])
         with self._anomalies.watching(self._watch):
             yield
-        self._zero.after_backward()
+        self._after_backward()
         if (error := self._anomalies.error(self._watch)) is not None:
             raise error
+
+    def _after_backward(self) -> None:
+        self._zero.after_backward()
+        if self._module.automatic_optimization:
+            self._zero.leave_step()
 
     def after_optimizer_step(self) -> None:
         """Nothing."""

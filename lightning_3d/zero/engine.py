@@ -112,6 +112,10 @@ class Zero(ABC):
         """Without a pipeline: after Lightning has run the backward of a loss."""
 
     @abstractmethod
+    def leave_step(self) -> None:
+        """Without a pipeline: after the last backward of a step; those that follow are not Lightning's."""
+
+    @abstractmethod
     def show_gradients(self) -> None:
         """After a backward: make the gradients whole if they may be seen; every rank calls it."""
 

@@ -196,6 +196,11 @@ class FullySharded(Zero):
         if self._reducer is not None and loss.requires_grad:
             loss.register_hook(self._begin_backward)
 
+    @override
+    def leave_step(self) -> None:
+        if self._reducer is not None:
+            self._reducer.is_on = False
+
     def _begin_backward(self, _: Tensor) -> None:
         if self._reducer is not None:
             self._reducer.begin_backward()

@@ -11,7 +11,7 @@ its full value, gathered there and then, a leaf whose gradient is reduced once t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from lightning_3d.torch_internals.autograd import is_in_backward
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.zero.attributes import OWN_PREFIX, users_attributes
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard, plain
@@ -35,11 +36,13 @@ _ABOUT = {  # what a parameter says of itself without its values
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.stride, Tensor.__hash__, Tensor.__repr__),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.register_hook, Tensor.__deepcopy__),
     *(Tensor.nelement, Tensor.ndimension, Tensor.element_size, Tensor.is_contiguous, Tensor.get_device),
+    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage_offset, Tensor.register_post_accumulate_grad_hook),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 _VALUE_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-_ALIASES = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # a getset descriptor
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+ALIASES = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # a getset descriptor
+"""Functions that give the same values under another name."""
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))}
 
 
@@ -53,10 +56,12 @@ class ShardedParameter(DTensor):
         if len(types) > 1 and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return NotImplemented  # what lies on another pipeline stage answers for itself
         reads = next(_whole_of(leaf).reads for leaf in leaves if isinstance(leaf, ShardedParameter))
-        if func == _SET_DATA:
+        if not reads.is_on and reads.between_steps is not None:
+            return reads.between_steps(func, types, args, kwargs)
+        if func == SET_DATA:
             return _set_data(*args)
-        if reads.is_on and not _is_about(func):
-            if func in _ALIASES:
+        if reads.is_on and not is_about(func):
+            if func in ALIASES:
                 with DisableTorchFunctionSubclass():
                     return _watched(func(*args, **kwargs), _whole_of(args[0]))
             if _writes(func, args, kwargs):
@@ -70,7 +75,8 @@ class ShardedParameter(DTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with DisableTorchFunctionSubclass():
             copied = nn.Parameter(self.detach().clone(), self.requires_grad)
-        vars(copied).update((name, value) for name, value in vars(self).items() if name != _WHOLE)
+        vars(copied).update(users_attributes(self))
+        _whole_of(self).reads.copied(copied, self)
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -92,17 +98,23 @@ def _set_data(tensor: ShardedParameter, values: Tensor) -> None:
         target.copy_(own)
 
 
-def _is_about(func: Any) -> bool:
+def is_about(func: Any) -> bool:
+    """Whether a function asks for what a parameter says of itself without its values, or for its gradient."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        return func not in _VALUE_GETTERS and func not in _ALIASES
+        return func not in _VALUE_GETTERS and func not in ALIASES and func != SET_DATA
     return func in _ABOUT
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether a function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
 
 
 def _writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function changes a sharded parameter in place."""
-    name = getattr(func, "__name__", "")
-    if (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE:
+    if is_in_place(func):
         return any(isinstance(leaf, ShardedParameter) for leaf in tree_leaves(args[:1]))
     return any(isinstance(leaf, ShardedParameter) for leaf in tree_leaves(kwargs.get("out")))
 
@@ -123,7 +135,7 @@ class _Whole:
         return self
 
 
-_WHOLE = "_whole"
+_WHOLE = f"{OWN_PREFIX}whole"
 
 
 def _whole_of(tensor: ShardedParameter) -> _Whole:
@@ -158,6 +170,14 @@ def _placed(leaves: Sequence[Any], name: str) -> list[Any]:
     return placed
 
 
+def answered_by(
+    parameter: ShardedParameter, between_steps: Callable[..., Any], copied: Callable[[Tensor, Tensor], object]
+) -> None:
+    """Let these answer functions of the parameter, and of those with it, where no step runs, and see its copies."""
+    reads = _whole_of(parameter).reads
+    reads.between_steps, reads.copied = between_steps, copied
+
+
 class OutsideReads:
     """Gathers parameters where they are read, and reduces their gradients.
 
@@ -170,6 +190,10 @@ class OutsideReads:
         self._replicas, self._dtype, self._device = replicas, dtype, device
         self._num_steps = 0  # that run now
         self._cached: dict[ShardedParameter, nn.Parameter] = {}  # gathered in this run of the step
+        self.between_steps: Callable[..., Any] | None = None
+        """Answers functions of parameters where no step runs; called as ``__torch_function__``."""
+        self.copied: Callable[[Tensor, Tensor], object] = lambda copy, original: None
+        """Called with a copy of a parameter, a DTensor, and the parameter."""
         self.keeps = False
         """Whether to gather once for several runs, until `forget`."""
         self.gathered = nn.Module()

@@ -171,6 +171,11 @@ class PlainParameters(Zero):
         if loss.requires_grad and self._reducers:
             loss.register_hook(self._begin_backward)
 
+    @override
+    def leave_step(self) -> None:
+        for reducer in self._reducers.values():
+            reducer.is_on = False
+
     def _begin_backward(self, _: Tensor) -> None:
         for reducer in self._reducers.values():
             reducer.begin_backward()

@@ -34,8 +34,8 @@ class GradientReducer:
         self, buckets: Sequence[Bucket], give: Callable[[RankShard, Tensor], None], backward_ended: Callable[[], None]
     ) -> None:
         self._buckets, self._give, self._backward_ended = list(buckets), give, backward_ended
-        self.is_on = True
-        """Whether backwards reduce; else gradients accumulate in the parameters."""
+        self.is_on = False
+        """Whether backwards reduce, as those of steps; else gradients accumulate in the parameters."""
         self.ends_itself = True
         """Whether the end of a backward reduces what is left and waits for all; else `launch_rest` and `collect` do."""
         self._num_launched = 0

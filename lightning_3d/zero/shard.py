@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 
 from lightning_3d.torch_internals.dtensor import StridedShard, placed
 from lightning_3d.torch_internals.tensors import contiguous_stride
+from lightning_3d.zero.attributes import users_attributes
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class RankShard:
         if self.size == 1 and not isinstance(self.parameter, DTensor):
             return self.parameter
         part = nn.Parameter(self.own(self.parameter), requires_grad=self.parameter.requires_grad)
-        vars(part).update(vars(self.parameter))
+        vars(part).update(users_attributes(self.parameter))
         return part
 
     def empty_state(self, dtype: torch.dtype) -> Tensor:

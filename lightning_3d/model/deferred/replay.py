@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from lightning_3d.model.reals import as_reals
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction, OpOverload, no_dispatch_modes
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_leaves, tree_unflatten
 
@@ -187,10 +188,19 @@ def fingerprint(wanted: Iterable[Contents]) -> int:
     return checksum
 
 
+_HASHED = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    }
+)
+"""Dtypes that ``torch.hash_tensor`` takes."""
+
+
 def hash_of(tensor: Tensor) -> int:
     """A checksum of a tensor's data."""
-    values = tensor.detach()
-    values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    values = as_reals(tensor.detach())
+    values = values if values.dtype in _HASHED else values.contiguous().view(-1).view(torch.uint8)
     return int(torch.hash_tensor(values).view(torch.int64)) if tensor.numel() else 0
 
 

@@ -11,7 +11,13 @@ from torch import Tensor, UntypedStorage, nn
 
 from lightning_3d.model.deferred.replay import Contents, View, compute
 from lightning_3d.torch_internals.pytree import tree_map_only
-from lightning_3d.torch_internals.tensors import IS_PARAMETER, count_as_parameter, make_wrapper, no_torch_function
+from lightning_3d.torch_internals.tensors import (
+    IS_PARAMETER,
+    count_as_parameter,
+    make_wrapper,
+    no_torch_function,
+)
+from lightning_3d.zero.attributes import users_attributes
 
 
 class LazyStorage:
@@ -112,4 +118,5 @@ class DeferredTensor(Tensor):
 
 def attributes(tensor: Tensor) -> dict[str, Any]:
     """The attributes that a user set on a tensor."""
-    return {name: value for name, value in tensor.__dict__.items() if name not in ("_lazy", "_view", IS_PARAMETER)}
+    own = ("_lazy", "_view", IS_PARAMETER)
+    return {name: value for name, value in users_attributes(tensor).items() if name not in own}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
@@ -51,8 +52,19 @@ class LogCall(Call):
         """The call ``self.log(*args, **kwargs)``."""
         arguments = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
         del arguments["self"]
+        if arguments.get("sync_dist_group") is not None:
+            _check_group(arguments.pop("sync_dist_group"), arguments["name"])
         name, given, batch_size = arguments.pop("name"), arguments.pop("value"), arguments.pop("batch_size", None)
         return cls(name=name, given=given, arguments=arguments, batch_size=batch_size)
+
+
+def _check_group(group: Any, name: str) -> None:
+    """Raise for any group but that of all ranks, which stands for the replicas in every layout."""
+    if group is not dist.group.WORLD:
+        raise StepError(
+            f"self.log({name!r}, sync_dist_group=...): with a pipeline the stages log alike, each over its replicas,"
+            " and know no other group. Leave sync_dist_group out."
+        )
 
 
 class Logs(NotedCalls[LogCall]):

@@ -34,7 +34,8 @@ class OwnGenerators(Effect):
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
         values = [value for module in self._module.modules() for value in vars(module).values()]
-        states = [(value, _state(value)) for value in values if isinstance(value, _KINDS)]
+        kinds = {kind for kind in {type(value) for value in values} if issubclass(kind, _KINDS)}
+        states = [(value, _state(value)) for value in values if type(value) in kinds]
         self._starts = [(generator, _digest(state)) for generator, state in states]
         try:
             yield

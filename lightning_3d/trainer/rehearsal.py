@@ -1,0 +1,88 @@
+"""Rehearsing what comes before the first step, for steps that can't be traced without it.
+
+Planning traces a step before there are optimizers, and before the hooks that a loop calls first. Most steps read
+neither. For one that fails without, optimizers are made and those hooks are called, all to be undone and done again at
+their time. Hooks of Lightning's own callbacks leave nothing that a step reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import nn
+
+from lightning_3d.model.snapshot import Snapshot, preserved
+from lightning_3d.torch_internals.lightning_helpers import (
+    callbacks_of,
+    make_optimizers,
+    random_states_kept,
+    reset_optimizers,
+    set_up_validation,
+)
+from lightning_3d.torch_internals.modules import attributes_replaced
+
+_HOOKS: Mapping[str, Sequence[str]] = {
+    "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start"),
+    "validation_step": ("on_validation_start", "on_validation_epoch_start"),
+    "test_step": ("on_test_start", "on_test_epoch_start"),
+    "predict_step": ("on_predict_start", "on_predict_epoch_start"),
+}
+_BATCH_HOOKS: Mapping[str, str] = {
+    "training_step": "on_train_batch_start",
+    "validation_step": "on_validation_batch_start",
+    "test_step": "on_test_batch_start",
+    "predict_step": "on_predict_batch_start",
+}
+
+
+@contextmanager
+def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, rest: Sequence[Any]) -> Iterator[None]:
+    """Let the module and its Trainer be inside as the first call of a step finds them.
+
+    Args:
+        step: ``"training_step"``, ``"validation_step"``, ...
+        batch: Of that call.
+        rest: Its further arguments.
+    """
+    strategy = trainer.strategy
+    assert isinstance(strategy, ParallelStrategy)
+    callbacks = [c for c in callbacks_of(trainer) if not type(c).__module__.startswith("lightning.")]
+    with ExitStack() as stack:
+        stack.enter_context(random_states_kept())
+        stack.enter_context(preserved(module))
+        stack.enter_context(_parameters_kept(module))
+        stack.callback(Snapshot(callbacks, with_data=False).restore)
+        stack.enter_context(attributes_replaced(module, {"log": _ignored}))
+        if step == "training_step":
+            set_up_validation(trainer)
+            stack.callback(reset_optimizers, strategy)
+            strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(module)
+        arguments = {name: () for name in _HOOKS[step]} | {_BATCH_HOOKS[step]: (batch, rest[0] if rest else 0)}
+        with torch.set_grad_enabled(step == "training_step"):
+            for name, of_hook in arguments.items():
+                for callback in callbacks:
+                    getattr(callback, name)(trainer, module, *of_hook)
+                getattr(module, name)(*of_hook)
+        yield
+
+
+def _ignored(*args: Any, **kwargs: Any) -> None:
+    """In place of ``self.log``: nothing takes what a rehearsed hook logs."""
+
+
+@contextmanager
+def _parameters_kept(module: nn.Module) -> Iterator[None]:
+    """Put the parameters' data, and whether they are trained, back afterwards."""
+    before = [(parameter, parameter.detach().clone(), parameter.requires_grad) for parameter in module.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, data, requires_grad in before:
+            if not parameter.is_meta:
+                parameter.data.copy_(data)
+            parameter.requires_grad_(requires_grad)

@@ -1,0 +1,15 @@
+"""Attributes on tensors of users: their own, which go along when others take the place of the tensors, and ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+OWN_PREFIX = "_3d_"
+"""Begins the names of ours."""
+
+
+def users_attributes(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that users set on a tensor."""
+    return {name: value for name, value in vars(tensor).items() if not name.startswith(OWN_PREFIX)}

@@ -1,0 +1,353 @@
+"""User code between steps: parameters as wholes, calls, freezing, and what one rank does alone.
+
+Each habit of Lightning's users is compared with one process, on the same script.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
+from torch import Tensor, nn
+
+from lightning_3d import StepError, ThreeDStrategy
+from tests.models import ADAM_EPS, features
+from tests.parity import Layout, fitted
+from tests.workers import WorkerError, WorkerPools
+
+DP, PP, TP, ZERO = Layout(dp=2), Layout(pp=2), Layout(tp=2), Layout(dp=2, zero=3)
+
+INPUTS = torch.linspace(-1, 1, 32).view(4, 8)
+
+Seen = dict[str, Any]
+Habit = Callable[[L.LightningModule, Seen], None]
+
+
+class Coder(nn.Module):
+    """A block that tensor parallel shards, with a method of its own."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(inputs, 16), nn.Linear(16, outputs)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.encode(x)) * self.scale.exp()  # type: ignore[no-any-return]
+
+
+class Coders(L.LightningModule):
+    """An encoder and a decoder, and a habit of its author's at the end of batches."""
+
+    habit: Habit | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.decoder = Coder(8, 6), Coder(6, 4)
+        self.seen: Seen = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.backbone(x))  # type: ignore[no-any-return]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.habit is not None:
+            self.habit(self, self.seen)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
+
+
+def _with_habit(habit: Habit) -> Coders:
+    model = Coders()
+    vars(model)["habit"] = lambda module, seen: habit(module, seen)
+    return model
+
+
+def _run(layout: Layout | None, habit: Habit, callbacks: tuple[Callable[[], L.Callback], ...] = ()) -> Seen:
+    trainer, module = fitted(
+        layout, partial(_with_habit, habit), callbacks=[make() for make in callbacks], data=features, batches=3
+    )
+    state = {fqn: value for fqn, value in _whole(trainer).items()}
+    return {**state, **cast(Coders, module).seen}
+
+
+def _whole(trainer: L.Trainer) -> dict[str, Tensor]:
+    if not isinstance(trainer.strategy, ThreeDStrategy):
+        return {fqn: value.clone() for fqn, value in trainer.lightning_module.state_dict().items()}
+    with trainer.strategy.summon_full_params(writeback=False):
+        return {fqn: value.clone() for fqn, value in trainer.lightning_module.state_dict().items()}
+
+
+def _assert_same(runs: list[list[Seen]], expected: list[Seen], names: list[str]) -> None:
+    for run in runs:
+        for name, found, wanted in zip(names, run, expected, strict=True):
+            assert found.keys() == wanted.keys()
+            for key, value in wanted.items():
+                assert type(found[key]) in (type(value), nn.Parameter), f"{name}, {key}: {type(found[key])}"
+                torch.testing.assert_close(
+                    found[key], value, atol=1e-5, rtol=1e-4, msg=lambda m, at=f"{name}, {key}": f"{at}: {m}"
+                )
+
+
+# ---- parameters read
+
+
+@torch.no_grad()
+def _read(module: L.LightningModule, seen: Seen) -> None:
+    before = copy.deepcopy(module)
+    for name, parameter in module.named_parameters():
+        seen[f"{name} norm"] = float(parameter.norm())
+        seen[f"{name} mean"] = parameter.detach().mean().item()
+        seen[f"{name} array"] = torch.tensor(parameter.data.cpu().numpy())
+        seen[f"{name} histogram"] = torch.histc(parameter.detach(), 4, -1, 1)
+        seen[f"{name} list"] = torch.tensor(parameter.tolist())
+        seen[f"{name} finite"] = bool(torch.isfinite(parameter).all())
+        seen[f"{name} equal"] = torch.equal(parameter, before.get_parameter(name))
+    seen["sum"] = float(sum(parameter.pow(2).sum() for parameter in module.parameters()))
+    seen["vector"] = nn.utils.parameters_to_vector(module.parameters())
+    coder = cast(Coder, module.decoder)
+    seen["singular values"] = torch.linalg.svdvals(coder.up.weight)
+    seen["method"] = coder.encode(torch.ones(2, 6))
+    seen["children"] = coder.down(coder.up(torch.ones(2, 6)))
+    seen["call"] = module(INPUTS)
+
+
+# ---- parameters changed
+
+
+@torch.no_grad()
+def _change(module: L.LightningModule, seen: Seen) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in module.named_parameters():
+        mask = torch.arange(parameter.numel()).view(parameter.shape) % 3 > 0
+        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-2)
+        parameter.data.mul_(mask)
+        parameter.data = parameter.data.clamp(-0.5, 0.5)
+        if name.endswith("weight"):
+            parameter[parameter.abs() < 0.01] = 0.01
+            parameter.div_(parameter.norm(dim=1, keepdim=True))
+    coder = cast(Coder, module.decoder)
+    weight = coder.down.weight
+    weight[0].zero_()
+    weight.data[:, 1] *= 0.5
+    weight.view(-1)[3:7].add_(0.1)
+    nn.init.uniform_(weight[1:2], 0.0, 0.1, generator=generator)
+    torch.manual_seed(3)
+    coder.up.reset_parameters()
+    coder.up.bias.copy_(torch.linspace(0, 1, 16))
+    coder.up.weight.add_(torch.randn_like(coder.up.weight) * 1e-2)
+
+
+class ScaledGradients(L.Callback):
+    """Looks at gradients, and changes them."""
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        seen = cast(Coders, pl_module).seen
+        seen["norm"] = float(grad_norm(pl_module, 2)["grad_2.0_norm_total"])
+        for parameter in pl_module.parameters():
+            assert parameter.grad is not None
+            seen["greatest"] = parameter.grad.abs().max().item()
+            parameter.grad.mul_(0.5)
+            parameter.grad = parameter.grad + torch.full(parameter.shape, 1e-3)
+
+
+# ---- weights averaged, and backwards of the user's own
+
+
+class ByHand(L.Callback):
+    """Averages that a user writes, put into the model at the end of each epoch."""
+
+    def __init__(self) -> None:
+        self.assigned: dict[str, Tensor] = {}
+        self.average: nn.Module | None = None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.average = copy.deepcopy(pl_module)
+        self.assigned = {name: parameter.data.clone() for name, parameter in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        assert self.average is not None
+        for mean, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+            mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
+        for name, parameter in pl_module.named_parameters():
+            self.assigned[name] = (0.1 * parameter.data + 0.9 * self.assigned[name]).clone()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self.average is not None
+        for name, parameter in pl_module.named_parameters():
+            if name.startswith("decoder"):
+                parameter.data = self.assigned[name].clone()
+            else:
+                parameter.data.copy_(self.average.get_parameter(name).data)
+
+
+def _run_backward(module: L.LightningModule, seen: Seen) -> None:
+    with torch.enable_grad():
+        inputs = INPUTS.clone().requires_grad_()
+        module(inputs).sum().backward()
+    assert inputs.grad is not None
+    seen["gradient"] = inputs.grad
+    module.zero_grad()
+
+
+def _nothing(module: L.LightningModule, seen: Seen) -> None:
+    pass
+
+
+class Alternating(L.Callback):
+    """Freezes and unfreezes by hand."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.backbone.requires_grad_(batch_idx % 2 == 0)
+        pl_module.decoder.up.bias.requires_grad = trainer.current_epoch == 1
+
+
+_FINETUNING = partial(
+    BackboneFinetuning, unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.02, lambda_func=lambda _: 1.0
+)
+
+Case = tuple[Habit, tuple[Callable[[], L.Callback], ...]]
+ON_PARTS: dict[str, Case] = {
+    "change": (_change, ()),
+    "average": (_nothing, (ByHand,)),
+    "finetune": (_nothing, (_FINETUNING,)),
+    "freeze": (_nothing, (Alternating,)),
+}
+"""What each pipeline stage does with what it holds."""
+
+ON_WHOLES: dict[str, Case] = {
+    "read": (_read, ()),
+    "gradients": (_nothing, (ScaledGradients,)),
+    "backward": (_run_backward, ()),
+}
+"""What needs values of all parameters."""
+
+
+def _run_all(layout: Layout | None, names: list[str]) -> list[Seen]:
+    return [_run(layout, *(ON_PARTS | ON_WHOLES)[name]) for name in names]
+
+
+@pytest.fixture(scope="module")
+def one_process(workers: WorkerPools) -> dict[str, Seen]:
+    """What each habit gives in one process."""
+    names = [*ON_PARTS, *ON_WHOLES]
+    return dict(zip(names, workers(1).run(_run_all, None, names)[0], strict=True))
+
+
+@pytest.mark.parametrize("layout", [DP, PP, TP, ZERO], ids=str)
+def test_habits_are_those_of_one_process(workers: WorkerPools, one_process: dict[str, Seen], layout: Layout) -> None:
+    names = [*ON_PARTS, *(ON_WHOLES if layout.pp == 1 else ())]
+    found = workers(layout.world_size).run(_run_all, layout, names)
+    _assert_same(found, [one_process[name] for name in names], names)
+
+
+# ---- what a pipeline stage can't do alone
+
+
+def _refuse() -> None:
+    def check(module: L.LightningModule, seen: Seen) -> None:
+        absent = [parameter for parameter in module.parameters() if parameter.is_meta]
+        with pytest.raises(StepError, match="stack needs the values of"):
+            torch.stack([parameter.detach().norm() for parameter in module.parameters()])
+        with pytest.raises(StepError, match="__float__ needs the values of"):
+            float(absent[0].sum())
+        with pytest.raises(StepError, match="was called outside of a step"):
+            module(INPUTS)
+        seen["checked"] = True
+
+    assert _run(PP, check)["checked"]
+
+
+def test_a_stage_alone_is_told_what_it_lacks(workers: WorkerPools) -> None:
+    workers(2).run(_refuse)
+
+
+# ---- one rank alone
+
+
+class Sampling(L.Callback):
+    """As in Lightning's example of an autoencoder."""
+
+    def __init__(self, *, summons: bool = False) -> None:
+        self.summons = summons
+
+    @rank_zero_only
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        pl_module.eval()
+        with torch.no_grad():
+            if self.summons and isinstance(strategy, ThreeDStrategy):
+                with strategy.summon_full_params():
+                    pass
+            cast(Coders, pl_module).seen["sampled"] = cast(Coder, pl_module.decoder)(torch.ones(2, 6))
+        pl_module.train()
+
+
+def _sample(layout: Layout | None, summons: bool = False) -> Seen:
+    return _run(layout, _nothing, (partial(Sampling, summons=summons),))
+
+
+def test_rank_zero_samples_alone_where_it_has_the_model(workers: WorkerPools) -> None:
+    (expected,) = workers(1).run(_sample, None)
+    first, second = workers(2).run(_sample, DP)
+    _assert_same([[first]], [expected], ["sampling"])
+    del expected["sampled"]
+    _assert_same([[second]], [expected], ["sampling"])
+
+
+ALONE = {
+    "tensor": (TP, False, "came to a call of decoder"),
+    "fully sharded": (ZERO, False, "came to a call of decoder"),
+    "summons": (TP, True, "came to summon_full_params"),
+    "stage": (PP, False, "decoder was called outside of a step"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_that_goes_alone_raises(workers: WorkerPools, name: str) -> None:
+    layout, summons, message = ALONE[name]
+    with pytest.raises(WorkerError) as raised:
+        workers(2).run(_sample, layout, summons, timeout=60)
+    assert message in raised.value.failures[0]
+
+
+# ---- the module after fit
+
+
+def _pickle(layout: Layout) -> None:
+    trainer, module = fitted(layout, Coders, data=features)
+    module.eval()
+    with pytest.raises(StepError, match="can't be pickled, as this rank holds a part"):
+        pickle.dumps(module)
+    strategy = cast(ThreeDStrategy, trainer.strategy)
+    with strategy.summon_full_params():
+        expected, pickled = module(INPUTS), pickle.dumps(module)
+    loaded = pickle.loads(pickled)
+    loaded.load_state_dict(loaded.double().state_dict())
+    torch.testing.assert_close(loaded.float()(INPUTS), expected)
+    if layout.tp > 1:
+        with pytest.raises(StepError, match="was exported, but this rank has shards"):
+            module.to_torchscript(method="trace", example_inputs=INPUTS)
+
+
+@pytest.mark.parametrize("layout", [PP, TP, ZERO], ids=str)
+def test_a_module_of_parts_is_pickled_where_it_is_whole(workers: WorkerPools, layout: Layout) -> None:
+    workers(2).run(_pickle, layout)

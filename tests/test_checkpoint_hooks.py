@@ -1,0 +1,303 @@
+"""Checkpoints in the hands of the user's code: hooks that change them, modules as hyperparameters, a ``CheckpointIO``,
+``load_from_checkpoint``. Each script runs in one process and in {dp 2, pp 2, tp 2}, with the same outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from torch import Tensor, nn
+
+from lightning_3d import ConfigError
+from tests.models import TinyMLP, features
+from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.workers import WorkerPools
+
+Batch = tuple[Tensor, Tensor]
+
+LAYOUTS = [
+    Layout(dp=2, save_distributed_checkpoint=True),
+    Layout(pp=2, save_distributed_checkpoint=True),
+    Layout(dp=2, zero=3),
+    Layout(pp=2),
+    Layout(tp=2),
+]
+"""Two with folders, then files."""
+
+
+trained = partial(fitted, data=features)
+
+
+def same_everywhere(
+    workers: WorkerPools, script: Callable[[Layout | None], dict[str, Any]], expected: Mapping[str, Any]
+) -> None:
+    """Compare what a script gives on every rank of every layout with what it gave in one process."""
+    for of_rank in workers(2).run(_in_layouts, script):
+        for layout, found in of_rank.items():
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                if isinstance(value, dict):
+                    assert_same_state([found[name]], value)
+                else:
+                    assert found[name] == value, f"{layout}: {name}"
+
+
+def _in_layouts(script: Callable[[Layout | None], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    results = {}
+    for i, layout in enumerate(LAYOUTS):
+        Path(str(i)).mkdir(exist_ok=True)
+        dist.barrier()
+        with contextlib.chdir(str(i)):
+            results[f"{layout}, folders={layout.save_distributed_checkpoint}"] = script(layout)
+    return results
+
+
+def alone(workers: WorkerPools, script: Callable[[Layout | None], dict[str, Any]]) -> dict[str, Any]:
+    return workers(1).run(script, None)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------- hooks
+
+
+class Renames(TinyMLP):
+    """Saves its state under other names, in half the bytes, without a frozen part, and with a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.frozen(self.layers(x))
+        return y
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        self.seen.append({name: tuple(value.shape) for name, value in state.items()})
+        self.seen.append(checkpoint["optimizer_states"][0]["param_groups"][0]["lr"])
+        del state["frozen.weight"], state["frozen.bias"]
+        state["extra"] = torch.arange(3.0)
+        checkpoint["state_dict"] = {f"old.{name}": value.double() for name, value in state.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        self.seen.append({name: tuple(state[name].shape) for name in sorted(state)})
+        self.seen.append(state.pop("old.extra").tolist())
+        missing = {"frozen.weight": self.frozen.weight.detach(), "frozen.bias": self.frozen.bias.detach()}
+        checkpoint["state_dict"] = {name.removeprefix("old."): value for name, value in state.items()} | missing
+
+
+class Watches(L.Callback):
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.names.append(sorted(checkpoint["state_dict"]))
+        checkpoint["own"] = len(self.names)
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.names.append([str(checkpoint["own"])])
+
+
+def renames(layout: Layout | None) -> dict[str, Any]:
+    saves, loads = Watches(), Watches()
+    trainer, first = trained(layout, Renames, epochs=1, callbacks=[saves])
+    before = whole_state(trainer)
+    trainer.save_checkpoint("x.ckpt")
+    trainer, second = trained(layout, Renames, epochs=2, callbacks=[loads], ckpt_path="x.ckpt")
+    assert isinstance(first, Renames)
+    assert isinstance(second, Renames)
+    names = saves.names + loads.names
+    return {"before": before, "after": whole_state(trainer), "seen": first.seen + second.seen, "names": names}
+
+
+def test_hooks_change_what_is_saved_and_loaded(workers: WorkerPools) -> None:
+    expected = alone(workers, renames)
+    assert expected["seen"][3] == [0.0, 1.0, 2.0]
+    assert not torch.equal(expected["before"]["layers.0.weight"], expected["after"]["layers.0.weight"])
+    same_everywhere(workers, renames, expected)
+
+
+class ReadsValues(TinyMLP):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["norms"] = {name: float(value.norm()) for name, value in checkpoint["state_dict"].items()}
+        self.norms = checkpoint["norms"]
+
+
+def reads_values(layout: Layout | None) -> dict[str, Any]:
+    trainer, module = trained(layout, ReadsValues, epochs=1)
+    trainer.save_checkpoint("x.ckpt")
+    return {name: round(norm, 4) for name, norm in module.norms.items()}
+
+
+def reads_in_layouts() -> list[dict[str, Any]]:
+    """Files, and a folder of replicas."""
+    return [reads_values(layout) for layout in (LAYOUTS[0], *LAYOUTS[2:])]
+
+
+def reads_another_stage() -> str:
+    trainer, _ = trained(LAYOUTS[1], ReadsValues, epochs=1)
+    with pytest.raises(Exception, match="lies on another pipeline stage, which saves it") as error:
+        trainer.save_checkpoint("x.ckpt")
+    return str(error.value)
+
+
+def test_hooks_read_the_values_of_one_process(workers: WorkerPools) -> None:
+    expected = alone(workers, reads_values)
+    assert workers(2).run(reads_in_layouts) == [[expected] * 4] * 2
+    for message in workers(2).run(reads_another_stage):
+        assert "summon_full_params" in message
+
+
+# ----------------------------------------------------------------------------------------------- hyperparameters, files
+
+
+class Wraps(L.LightningModule):
+    """As lightning-hydra-template does: the network is a hyperparameter."""
+
+    def __init__(self, net: nn.Module, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+class Masked(nn.Module):
+    """Has a buffer that no state_dict has."""
+
+    mask: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("mask", torch.arange(width) % 3.0, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x * self.mask).relu()
+        return y
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 12), Masked(12), Masked(12), nn.Linear(12, 4))
+
+
+def wraps() -> Wraps:
+    return Wraps(net(), lr=0.05)
+
+
+READER = """
+import sys, torch, lightning_3d
+from tests.test_checkpoint_hooks import Wraps
+module = Wraps.load_from_checkpoint(sys.argv[1], weights_only=False, map_location="cpu")
+torch.save({**module.state_dict(), "output": module(torch.ones(2, 8)).detach()}, sys.argv[2])
+"""
+"""Run in a process without process groups."""
+
+
+def wrapped(layout: Layout | None) -> dict[str, Any]:
+    trainer, module = trained(layout, wraps, epochs=1)
+    trainer.save_checkpoint("x.ckpt")
+    state = whole_state(trainer)
+    trainer, module = trained(layout, wraps, epochs=2, ckpt_path="x.ckpt")
+    return {"state": state, "resumed": whole_state(trainer), "lr": module.hparams["lr"]}
+
+
+def wrapped_in(layout: Layout, folder: Path) -> dict[str, Any]:
+    with contextlib.chdir(folder):
+        return wrapped(layout)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[-1]], ids=["folder of stages", "file of shards"])
+def test_modules_are_hyperparameters(layout: Layout, workers: WorkerPools, tmp_path: Path) -> None:
+    expected = alone(workers, wrapped)
+    for found in workers(2).run(wrapped_in, layout, tmp_path):
+        assert_same_state([found["state"]], expected["state"])
+        assert_same_state([found["resumed"]], expected["resumed"])
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-c", READER, str(tmp_path / "x.ckpt"), str(tmp_path / "read.pt")]
+    subprocess.run(command, check=True, timeout=100, cwd=root, capture_output=True)
+    plain = net()
+    plain.load_state_dict({name.removeprefix("net."): value for name, value in expected["state"].items()})
+    expected["state"]["output"] = plain(torch.ones(2, 8)).detach()
+    assert_same_state([torch.load(tmp_path / "read.pt")], expected["state"])
+
+
+# --------------------------------------------------------------------------------------------------------- CheckpointIO
+
+
+class NotesCalls(TorchCheckpointIO):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.calls.append(f"save {Path(path).name} {storage_options}")
+        super().save_checkpoint({**checkpoint, "by": "me"}, path)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self.calls.append(f"load {Path(path).name}")
+        return super().load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.calls.append(f"remove {Path(path).name}")
+        super().remove_checkpoint(path)
+
+
+def saved_by(layout: Layout) -> tuple[list[str], list[str], str, dict[str, Tensor]]:
+    first, second = NotesCalls(), NotesCalls()
+    keeps = ModelCheckpoint(".", save_top_k=1, monitor="val_loss")
+    settings = {"enable_checkpointing": True, "save": "auto"}
+    trainer, _ = _fitted(layout, TinyMLP, epochs=2, plugins=[first], callbacks=[keeps], **settings)
+    trainer.save_checkpoint("x.ckpt", storage_options={"tier": "cold"})
+    by = torch.load("x.ckpt", weights_only=False)["by"]
+    resumed, _ = _fitted(layout, TinyMLP, epochs=3, plugins=[second], ckpt_path="x.ckpt", save="auto")
+    _fitted(layout, TinyMLP, epochs=1, plugins=[AsyncCheckpointIO()], callbacks=[ModelCheckpoint("later")], **settings)
+    dist.barrier()  # rank 0 has written when its fit returns
+    assert len(list(Path("later").iterdir())) == 1
+    with pytest.raises(ConfigError, match=re.escape("not through NotesCalls: set it to False")):
+        _fitted(layout, TinyMLP, epochs=1, plugins=[NotesCalls()], save=True)
+    return first.calls, second.calls, by, whole_state(resumed)
+
+
+def _fitted(layout: Layout, model: Callable[[], L.LightningModule], *, save: Any, **kwargs: Any) -> Any:
+    return trained(Layout(**{**vars(layout), "save_distributed_checkpoint": save}), model, **kwargs)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=str)
+def test_a_checkpoint_io_is_used(layout: Layout, workers: WorkerPools) -> None:
+    rank0, rank1 = workers(2).run(saved_by, layout)
+    assert rank0[0] == [
+        "save epoch=0-step=4.ckpt None",
+        "save epoch=1-step=8.ckpt None",
+        "remove epoch=0-step=4.ckpt",
+        "save x.ckpt {'tier': 'cold'}",
+    ]
+    assert rank1[0] == []  # as under DDP
+    assert rank0[1:3] == rank1[1:3] == (["load x.ckpt"], "me")
+    plain = workers(1).run(_state_after, 3)[0]
+    assert_same_state([rank0[3], rank1[3]], plain)
+
+
+def _state_after(epochs: int) -> dict[str, Tensor]:
+    return whole_state(trained(None, TinyMLP, epochs=epochs)[0])
