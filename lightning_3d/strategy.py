@@ -359,6 +359,8 @@ class ThreeDStrategy(ParallelStrategy):
             lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if self._control is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._control.heed_signals_together()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -553,16 +555,11 @@ class ThreeDStrategy(ParallelStrategy):
         self._parts.zero.settle()
 
     @override
-    def on_train_start(self) -> None:
-        if self._control is not None:
-            self._control.note_interrupts()
-
-    @override
     def on_train_end(self) -> None:
         self._met.pass_point()
         self._parts.zero.average()
         if self._control is not None:
-            self._control.heed_last_signals()
+            self._control.heed_signals_together()
 
     # ---- precision
 

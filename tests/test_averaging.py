@@ -273,7 +273,7 @@ class _Assigns(L.Callback):
 
 def _misuse(kind: str) -> None:
     kinds: dict[str, Callable[[], list[L.Callback]]] = {
-        "one rank": lambda: [WeightAveraging()] if torch.distributed.get_rank() == 0 else [],
+        "one rank": lambda: [ByHand(early=True, kind="copy")] if torch.distributed.get_rank() == 0 else [],
         "too early": lambda: [_BuiltWithAverage(TinyMLP())],
         "assign": lambda: [_Assigns()],
     }

@@ -73,6 +73,7 @@ CASES = {
     "one is interrupted": Case(
         layout="dp 2", deed="gets SIGINT", ranks=[1], callback="on exception", num_steps=200, pause=0.05
     ),
+    "interrupted in setup": Case(layout="pp 2", signal="SIGINT", ranks=[0, 1], num_steps=200, pause=0.05),
     "all are stopped for a while": Case(
         layout="dp 2", signal="SIGSTOP", ranks=[0, 1], stopped=9, heartbeat_timeout=6, num_steps=60, pause=0.05
     ),
@@ -138,10 +139,17 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_batch(ends: Mapping[str, E
     assert end.statuses == {0: 0, 1: 0}  # as Lightning's SIGTERMException ends a program
     assert all("fitted" not in output for output in end.outputs.values())
     (saved,) = end.files
-    assert re.fullmatch(r"epoch=0-step=\d+\.ckpt", saved)
+    assert re.fullmatch(r"epoch=\d+-step=\d+\.ckpt", saved)
     interrupted = ends["one is interrupted"]
     assert interrupted.statuses == {0: 1, 1: 1}  # as Lightning ends after Ctrl+C
     assert interrupted.files == ["on_exception.ckpt"]
+
+
+def test_an_interrupt_in_setup_ends_all_ranks(ends: Mapping[str, End]) -> None:
+    end = ends["interrupted in setup"]
+    assert end.statuses == {0: 1, 1: 1}, end.outputs
+    assert all("fitted" not in output for output in end.outputs.values())
+    assert all("terminate called" not in output for output in end.outputs.values())
 
 
 def test_a_signal_in_the_last_batch_ends_the_program(ends: Mapping[str, End]) -> None:

@@ -1044,6 +1044,7 @@ def test_schedulers_of_averaging() -> None:
 
 
 @canary(lightning_helpers, "signals_noted", "called_before_batches", "stop_in_time", "requeue", "TunerExit", "Handler")
+@canary(lightning_helpers, "put_back_at_end")
 def test_signals_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     noted: list[int] = []
@@ -1055,8 +1056,10 @@ def test_signals_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     with lightning_helpers.signals_noted(trainer, note, note):
         trainer._signal_connector.register_signal_handlers()
         signal.raise_signal(signal.SIGTERM)
+        lightning_helpers.put_back_at_end(trainer, signal.SIGUSR2, note)
         trainer._signal_connector.teardown()
     assert noted == [signal.SIGTERM]
+    assert signal.signal(signal.SIGUSR2, signal.SIG_DFL) is note
     assert signal.getsignal(signal.SIGTERM) is before
     lightning_helpers.stop_in_time(trainer)
     assert trainer.received_sigterm

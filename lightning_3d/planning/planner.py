@@ -24,6 +24,7 @@ from lightning_3d.planning.tensor_blocks import plan_blocks
 from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.tracer import StepTracing, TracedEffects
+from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.waits import Wait, not_told
 
 EffectsOf = Callable[[LightningModule, Router], TracedEffects]
@@ -106,8 +107,10 @@ class Observer:
 
     def _traced(self, blocks: Mapping[str, nn.Module], *, rehearses: bool, with_data: bool = False) -> Trace:
         step = self._step
+        before = step.rehearsed() if rehearses else nullcontext()
+        refused = nullcontext() if step.has_data else world_collectives_refused()
         try:
-            with step.modes(), routed(blocks) as router, step.rehearsed() if rehearses else nullcontext():
+            with step.modes(), routed(blocks) as router, before, refused:
                 tracing = StepTracing(self._module, router, self._effects_of(self._module, router), self._device)
                 return tracing(step.name, step.microbatch, step.rest, with_data=with_data)
         except TraceError as error:

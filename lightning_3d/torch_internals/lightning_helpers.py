@@ -127,6 +127,12 @@ def signals_noted(trainer: Trainer, on_stop: Handler, on_requeue: Handler) -> It
         yield
 
 
+def put_back_at_end(trainer: Trainer, signum: int, handler: Handler) -> None:
+    """Let the Trainer put back this handler of a signal, and not the one that it found."""
+    if trainer._signal_connector._original_handlers:  # it has registered its own
+        trainer._signal_connector._original_handlers[signum] = handler
+
+
 @contextmanager
 def called_before_batches(trainer: Trainer, before_batch: Callable[[], None]) -> Iterator[None]:
     """Let this be called before every training batch, where Lightning would broadcast whether rank 0 got SIGTERM."""

@@ -10,7 +10,6 @@ apply     tensor parallel, ZeRO, pipeline
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -37,7 +36,6 @@ from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
-from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.example_step import example_step
@@ -99,8 +97,7 @@ def make_parallel(
     join_replica(mesh, device)
     step = example_step(trainer, module, config, mesh.shape, precision)
     observer = Observer(module, step, device, StepEffects)
-    refused = world_collectives_refused() if mesh.shape.pp > 1 else nullcontext()
-    with wait(f"Tracing {step.name}"), refused:
+    with wait(f"Tracing {step.name}"):
         observed = observer.observe(config, mesh.shape)
     with wait("Planning"):
         plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device, wait), device)

@@ -6,6 +6,7 @@ and random numbers are the same on every shard. A `PartTensor` is one that user 
     about it              its shape, dtype, hooks, ...      answered by each rank
     element by element    a.mul_(0.9).add_(b), a.clone()    computed on the parts, which stay parts; of plain tensors
                                                             each rank takes its part
+    a backward            torch.autograd.grad(y, a)         gradients of parts, as parts
     everything else       a.norm(), F.linear(x, a), a[0]    gathered, and computed on the whole by all ranks, who meet
                                                             first; what is changed in it goes back to the parts
 """
@@ -36,6 +37,7 @@ from lightning_3d.zero.outside_reads import ALIASES, SET_DATA, ShardedParameter,
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]  # a getset descriptor
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _PART = f"{OWN_PREFIX}part"
+_DIFFERENTIATE = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,9 @@ class PartTensor(DTensor):
 
 
 def _answer(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    if func in _DIFFERENTIATE:
+        with DisableTorchFunctionSubclass():
+            return _differentiated(func, args, kwargs)
     if func in ALIASES or is_about(func):
         with DisableTorchFunctionSubclass():
             return _answered(func, args, kwargs)
@@ -256,6 +261,19 @@ def _are_alike(one: Any, other: Any) -> bool:
     if not (isinstance(one, _PARTS) and isinstance(other, _PARTS)):
         return _is_plain(one) and _is_plain(other)
     return (one.shape, one.placements, _part_of(one).parts) == (other.shape, other.placements, _part_of(other).parts)
+
+
+def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Differentiate by parts; gradients of parts are parts."""
+    results = func(*args, **kwargs)
+    if func is not torch.autograd.grad:
+        return results
+    inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+    return tuple(
+        _watched(result, _part_of(tensor)) if isinstance(tensor, _PARTS) and isinstance(result, DTensor) else result
+        for tensor, result in zip(inputs, results, strict=True)
+    )
 
 
 def _foreach_stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -63,6 +63,8 @@ class RunControl:
         self._open.callback(atexit.unregister, self.close)
         self._open.enter_context(lightning_helpers.signals_noted(self._trainer, self._note, self._note))
         self._open.enter_context(lightning_helpers.called_before_batches(self._trainer, self.heed_signals))
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._open.enter_context(self._interrupts_noted())
 
     def close(self) -> None:
         """Watch no more."""
@@ -72,21 +74,30 @@ class RunControl:
             board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]
             stay_until(lambda: board.get_all(names) is not None)
 
-    def note_interrupts(self) -> None:
-        """Let the first Ctrl+C of a fit end it after the batch, on all ranks, and the second one at once.
+    @contextmanager
+    def _interrupts_noted(self) -> Iterator[None]:
+        """Let the first Ctrl+C of a fit end it after its setup or the batch, on all ranks, and the second one at once.
 
-        After the Trainer has registered its handlers, as it puts back those that were there before.
+        Python's own handler could raise inside of torch, where an exception ends the process.
         """
-        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if is_default and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, self._on_interrupt)
+        default = signal.default_int_handler
+        if signal.getsignal(signal.SIGINT) is not default or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signal.signal(signal.SIGINT, self._on_interrupt)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGINT) == self._on_interrupt:
+                signal.signal(signal.SIGINT, default)
+            lightning_helpers.put_back_at_end(self._trainer, signal.SIGINT, default)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._stops.ask(signum)
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        rank_zero_info("Ctrl+C: the fit ends after this batch, on all ranks; once more ends it at once.")
+        rank_zero_info("Ctrl+C: the fit ends after this step, on all ranks; once more ends it at once.")
         self._stops.ask(signum)
 
     def heed_signals(self) -> None:
@@ -98,8 +109,8 @@ class RunControl:
         """
         self._heed(self._stops.before_batch())
 
-    def heed_last_signals(self) -> None:
-        """The same after the last batch, with signals that came just now."""
+    def heed_signals_together(self) -> None:
+        """The same after setup and after the last batch, with signals that came just now."""
         self._stops.look_together()
         self._heed(self._stops.before_batch())
 

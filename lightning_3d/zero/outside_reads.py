@@ -311,5 +311,6 @@ class OutsideReads:
                 gradient = RankShard(parameter=parameter).like_parameter(
                     own.to(parameter.device, parameter.dtype, copy=True)
                 )
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                with DisableTorchFunctionSubclass():
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         self._read = {}
