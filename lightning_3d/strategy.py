@@ -67,6 +67,7 @@ from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
@@ -231,6 +232,17 @@ class ThreeDStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._trained_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        """The Trainer sets it first of all, and then refuses modules that were compiled as a whole."""
+        self._trained_module = module
+        if module is not None:
+            uncompile(module)
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -319,6 +331,8 @@ class ThreeDStrategy(ParallelStrategy):
         self._patches.enter_context(parts_averaged())
         if self.mesh.shape.dp == 1:
             self._patches.enter_context(lightning_helpers.logging_as_alone())
+        if self.mesh.shape.pp * self.mesh.shape.tp > 1:
+            self._patches.enter_context(torch.compiler.set_stance("force_eager"))
         refuse_callbacks(trainer, self.mesh)
         if self._saves_folders and lightning_helpers.has_own_io(self):
             raise ConfigError(
@@ -334,6 +348,8 @@ class ThreeDStrategy(ParallelStrategy):
             self._precision.convert(self._module, self.config.precision, self.root_device)
             refuse_unsupported(self._module, self.mesh, self.config.zero)
             sync_norms(self._module, syncing, self.mesh.shape)
+            if self.mesh.shape.pp * self.mesh.shape.tp > 1:
+                warn_of_compiled(self._module)
             wait = Waits(trainer, lambda: self._is_stepping)
             with wait(f"Making {type(self._module).__name__} parallel"):
                 self._parallel = make_parallel(

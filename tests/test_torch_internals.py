@@ -33,6 +33,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
+from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -381,13 +382,16 @@ def test_what_a_call_of_a_module_calls() -> None:
     assert vars(module)[modules.CALL](torch.ones(2)) == "hooked"
 
 
-@canary(modules, "runs_beneath_torch_functions")
+@canary(modules, "runs_beneath_torch_functions", "is_compiled")
 def test_forwards_that_no_torch_function_sees() -> None:
     module = nn.Linear(2, 2)
     assert not modules.runs_beneath_torch_functions(module)
+    assert modules.is_compiled(torch.compile(module, backend="eager"))
     assert modules.runs_beneath_torch_functions(torch.compile(module, backend="eager"))
     with pytest.warns(DeprecationWarning, match="jit.script"):
-        assert modules.runs_beneath_torch_functions(torch.jit.script(module))
+        scripted = torch.jit.script(module)
+    assert modules.runs_beneath_torch_functions(scripted)
+    assert not modules.is_compiled(scripted)
     module.compile(backend="eager")
     assert modules.runs_beneath_torch_functions(module)
 
@@ -1044,6 +1048,15 @@ def test_schedulers_of_averaging() -> None:
 
 
 @canary(lightning_helpers, "signals_noted", "called_before_batches", "stop_in_time", "requeue", "TunerExit", "Handler")
+@canary(lightning_helpers, "is_compiled_whole")
+def test_a_module_compiled_as_a_whole() -> None:
+    module = L.LightningModule()
+    assert not lightning_helpers.is_compiled_whole(module)
+    module = from_compiled(torch.compile(module, backend="eager"))
+    assert lightning_helpers.is_compiled_whole(module)
+    assert not lightning_helpers.is_compiled_whole(to_uncompiled(module))
+
+
 @canary(lightning_helpers, "put_back_at_end")
 def test_signals_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)

@@ -133,6 +133,11 @@ def put_back_at_end(trainer: Trainer, signum: int, handler: Handler) -> None:
         trainer._signal_connector._original_handlers[signum] = handler
 
 
+def is_compiled_whole(module: LightningModule) -> bool:
+    """Whether it was given to the Trainer as ``torch.compile(module)``, so that its steps are compiled functions."""
+    return module._compiler_ctx is not None
+
+
 @contextmanager
 def called_before_batches(trainer: Trainer, before_batch: Callable[[], None]) -> Iterator[None]:
     """Let this be called before every training batch, where Lightning would broadcast whether rank 0 got SIGTERM."""

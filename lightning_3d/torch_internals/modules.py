@@ -65,10 +65,15 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
     return module._call_impl
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of it runs what ``torch.compile(module)`` or ``module.compile()`` made."""
+    is_wrapped = type(module).__name__ == "OptimizedModule"  # of torch._dynamo, which takes a second to import
+    return is_wrapped or vars(module).get(CALL) is not None
+
+
 def runs_beneath_torch_functions(module: nn.Module) -> bool:
     """Whether its forward reads parameters where ``__torch_function__`` does not see it: TorchScript, compiled code."""
-    is_wrapped = type(module).__name__ == "OptimizedModule"  # of torch._dynamo, which takes a second to import
-    return isinstance(module, torch.jit.ScriptModule) or is_wrapped or vars(module).get(CALL) is not None
+    return isinstance(module, torch.jit.ScriptModule) or is_compiled(module)
 
 
 def forward_hook_registries(module: nn.Module) -> list[dict[int, Any]]:

@@ -1,0 +1,139 @@
+"""Modules and functions that the user compiled before fit train in every layout, as in one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.models import TinyMLP, features
+from tests.parity import (
+    Job,
+    Layout,
+    ReferenceRun,
+    assert_parity,
+    assert_same_state,
+    fitted,
+    run_layout,
+    run_reference,
+    whole_state,
+)
+from tests.workers import WorkerPools
+
+# Dynamo looks at `grad` of what it compiles.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+_compile = partial(torch.compile, backend="eager")  # dynamo's part, without a compiler
+
+
+class CompilesItself(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile(backend="eager")
+
+
+class CompilesNet(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _compile(self.layers)
+
+
+class CompilesNetInPlace(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.compile(backend="eager")
+
+
+class CompilesBlocks(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(_compile(layer) for layer in self.layers))
+
+
+class CompilesForward(TinyMLP):
+    @_compile
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+
+@_compile
+def _loss(predicted: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(predicted, targets) + 0.1 * predicted.square().mean()
+
+
+class CompilesLoss(TinyMLP):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = _loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
+
+
+class CompilesInSetup(TinyMLP):
+    def configure_model(self) -> None:
+        self.layers.compile(backend="eager")
+
+
+class DoesNotLog(TinyMLP):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
+
+
+MODELS = [
+    CompilesItself,
+    CompilesNet,
+    CompilesNetInPlace,
+    CompilesBlocks,
+    CompilesForward,
+    CompilesLoss,
+    CompilesInSetup,
+]
+LAYOUTS = [
+    pytest.param(Layout(dp=2), marks=pytest.mark.matrix),
+    pytest.param(Layout(dp=2, zero=3), marks=pytest.mark.matrix),
+    Layout(pp=2),
+    Layout(tp=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", MODELS, ids=[model.__name__ for model in MODELS])
+def test_compiled_code_trains_as_in_one_process(
+    workers: WorkerPools, references: dict[str, ReferenceRun], model: type[TinyMLP], layout: Layout
+) -> None:
+    job = Job(model=model, data=features)
+    if model.__name__ not in references:
+        references[model.__name__] = run_reference(job)
+    assert_parity(references[model.__name__], run_layout(workers, job, layout))
+
+
+def _compiled_whole() -> Any:
+    return torch.compile(DoesNotLog(), backend="eager")
+
+
+def _trained(layout: Layout | None, model: Callable[[], Any]) -> tuple[dict[str, Tensor], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, _ = fitted(layout, model, data=features, limit_val_batches=0)
+    return whole_state(trainer), [str(warning.message) for warning in caught if "compile" in str(warning.message)]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(tp=2)], ids=str)
+def test_a_module_compiled_as_a_whole_runs_eagerly(workers: WorkerPools, layout: Layout) -> None:
+    expected, _ = _trained(None, _compiled_whole)
+    trained = workers(layout.world_size).run(_trained, layout, _compiled_whole)
+    assert_same_state([state for state, _ in trained], expected)
+    (warned,) = [message for message in trained[0][1] if "as a whole" in message]
+    assert warned.startswith("DoesNotLog was compiled as a whole by torch.compile, but its steps run eagerly.")
+
+
+def test_compiled_modules_are_named(workers: WorkerPools) -> None:
+    trained = workers(2).run(_trained, Layout(pp=2), CompilesBlocks)
+    (warned,) = trained[0][1]
+    assert warned.startswith("layers.0, layers.1, layers.2 and 3 more: compiled by torch.compile, but run eagerly")
