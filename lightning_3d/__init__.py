@@ -20,6 +20,7 @@ from lightning_3d.errors import (
     ThreeDError,
     TraceError,
 )
+from lightning_3d.namespaces import join_namespaces
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.torch_internals.lightning_helpers import load_folders
@@ -42,5 +43,6 @@ __all__ = [
     "ZeroConfig",
 ]
 
+join_namespaces()
 load_folders(read_folder)
 StrategyRegistry.register("3d", ThreeDStrategy, description="Data (ZeRO) x pipeline x tensor parallel")

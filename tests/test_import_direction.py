@@ -14,6 +14,7 @@ _ROOT = Path(lightning_3d.__file__).parent
 
 ROOMS = (
     "errors",
+    "namespaces",
     "waits",
     "torch_internals",
     "config",
