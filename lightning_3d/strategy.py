@@ -253,7 +253,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        shape = resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)
+        shape = self._shape
         if shape.dp > 1:  # as DDP does; a single replica goes on with the random numbers of one process
             reset_seed()
         self.set_world_ranks()
@@ -300,12 +300,17 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Tells Lightning to give dataloaders a distributed sampler: one replica keeps the user's own order."""
-        return self._mesh is None or self._mesh.shape.dp > 1
+        return self._shape.dp > 1
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.mesh.shape.dp, "rank": self.mesh.dp_rank}
+        """Also before a run, for samplers that users make."""
+        return {"num_replicas": self._shape.dp, "rank": self._shape.coordinate(self.global_rank).dp}
+
+    @property
+    def _shape(self) -> MeshShape:
+        return resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)
 
     # ---- the order of things
 
