@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: env demo test test-matrix test-signals lint clean
+.PHONY: env demo test test-matrix test-signals lightning-suite lint clean
 
 env: $(INSTALLED)
 
@@ -28,6 +28,10 @@ test-matrix: env
 # Signals and failures at random moments, and hundreds of ends of processes.
 test-signals: env
 	$(BIN)/python -m pytest -m signals
+
+# Lightning's own tests, from the folder `tests` of a checkout: make lightning-suite LIGHTNING_TESTS=/path/to/tests
+lightning-suite: env
+	$(BIN)/python -m tests.lightning_suite $(LIGHTNING_TESTS)
 
 lint: env
 	$(BIN)/ruff check

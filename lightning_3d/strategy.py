@@ -69,7 +69,7 @@ from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import lay_out_copies
-from lightning_3d.trainer.finetuning import finetuning_joined
+from lightning_3d.trainer.finetuning import finetuning_joined, groups_restored
 from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
 from lightning_3d.trainer.launcher import Launcher
@@ -754,6 +754,9 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         shards, folder = self._parts.zero.shards, self._restores
+        if self._restored:
+            trainer = self._module.trainer
+            groups_restored(trainer, lightning_helpers.callbacks_of(trainer), checkpoint)
         if folder is None:
             load_full(checkpoint, self._module, self._restored, strict=strict, shards=shards)
             return

@@ -241,3 +241,40 @@ def test_the_table_has_all_callbacks() -> None:
     bases = {"Checkpoint", "ProgressBar"}
     assert set(callbacks.__all__) - bases == set(CASES)
     assert all(issubclass(getattr(callbacks, name), callbacks.Callback) for name in bases)
+
+
+class UnfreezesLate(Unfreezes):
+    """Steps a scheduler between what it notes of the groups and the checkpoint."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] *= 0.7
+
+
+def go_on(layout: Layout | None) -> tuple[dict[str, Tensor], list[tuple[float, int]], dict[str, Tensor]]:
+    """Fit on from a checkpoint written after a group was added, and afterwards another model from the start."""
+    with contextlib.chdir(_made(f"resumed {layout}")):
+        kept = callbacks.ModelCheckpoint("kept", save_last=True)
+        settings: dict[str, Any] = {"data": features, "enable_checkpointing": True}
+        fitted(layout, Model, callbacks=[UnfreezesLate(), kept], **settings)
+        unfreezes = UnfreezesLate()
+        trainer, _ = fitted(layout, Model, callbacks=[unfreezes], epochs=3, ckpt_path="kept/last.ckpt", **settings)
+        groups = [(group["lr"], len(group["params"])) for group in trainer.optimizers[0].param_groups]
+        fresh, _ = fitted(layout, Model, callbacks=[unfreezes], epochs=1, **settings)
+        return whole_state(trainer), groups, whole_state(fresh)
+
+
+def _made(directory: str) -> Path:
+    Path(directory).mkdir(exist_ok=True)
+    return Path(directory)
+
+
+def test_groups_that_finetuning_added_go_on_from_a_checkpoint(workers: WorkerPools) -> None:
+    state, groups, fresh = workers(1).run(go_on, None)[0]
+    assert len(groups) == 2
+    for num_ranks, layout in ((1, Layout()), (2, Layout(dp=2, zero=2)), (2, Layout(pp=2))):
+        for ours, our_groups, our_fresh in workers(num_ranks).run(go_on, layout):
+            assert [number for _, number in our_groups] == [number for _, number in groups]
+            assert [lr for lr, _ in our_groups] == pytest.approx([lr for lr, _ in groups])
+            assert_same_state([ours], state)
+            assert_same_state([our_fresh], fresh)

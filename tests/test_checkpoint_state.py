@@ -580,6 +580,10 @@ def load_what_does_not_fit(layout: Layout, folder: Path) -> None:
     raises(model, optimizers, "optimizer 1: i")
     with pytest.raises(CheckpointError, match="parameters \\[0\\] of SGD are not parameters of Model"):
         optimizer_state(model, SGD([nn.Parameter(torch.ones(1))]))
+    of_module = SGD(model.parameters())
+    of_module.state[model] = {"factor": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"SGD keeps state of 1 things that are no parameters .* is a Model"):
+        optimizer_state(model, of_module)
 
 
 def load_what_matches(layout: Layout, folder: Path) -> None:

@@ -125,12 +125,19 @@ def optimizer_state(
         same on all ranks; a tied parameter goes by its first FQN.
 
     Raises:
-        CheckpointError: A parameter of the optimizer is not in `module`, or a state is a dict or a list.
+        CheckpointError: A parameter of the optimizer is not in `module`, or a state can't be saved.
 
     """
     fqns = parameter_fqns(module, optimizer)
     parameters = list(parameters_of(optimizer))
     packed = unwrapped(optimizer).state_dict()
+    strange = [key for key in packed["state"] if not isinstance(key, int)]
+    if strange:
+        raise CheckpointError(
+            f"{type(unwrapped(optimizer)).__name__} keeps state of {len(strange)} things that are no parameters (the"
+            f" first is a {type(strange[0]).__name__}): only states of parameters can be saved. Keep it under a"
+            " parameter in the optimizer's state, or set Trainer(enable_checkpointing=False)"
+        )
     state = {fqns[i]: values for i, values in sorted(packed["state"].items()) if not parameters[i].is_meta and values}
     for fqn, values in state.items():
         for name, value in values.items():
