@@ -2,7 +2,8 @@
 
 They are on the meta device, and torch runs many functions of a real tensor and one on meta without an error:
 ``a.add_(b)`` leaves ``a`` as it was, and a matrix product returns whatever lay in memory. So each is an `AbsentTensor`,
-and so is all that is computed from it; a function that would need its values raises.
+and so is all that is computed from it; a function that would need its values raises. Asked for their device, parameters
+and buffers name that of the rank's own ones, as in one process: code makes tensors there, and moves its batch there.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _DRAWING = {
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
 _IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor
+_GET_DEVICE = Tensor.device.__get__
 _FQN, _MODEL, _PLACE = (f"{OWN_PREFIX}{name}" for name in ("fqn", "model", "place"))
 _ON_STAGE = "lies on another pipeline stage"
 
@@ -50,6 +52,10 @@ class AbsentTensor(Tensor):
         if func == _SET_DATA:
             _check("data", args, writes=True)
             return None  # the stage that holds it takes the values
+        if func == _GET_DEVICE and vars(args[0])[_PLACE] == _ON_STAGE:
+            return _device_of(vars(args[0])[_MODEL]())
+        if name == "to" and isinstance(args[0], AbsentTensor):
+            args, kwargs = _kept_on_meta(args[0], args[1:], kwargs)
         if name not in _ACCESSORS:
             writes = _writes(name, kwargs)
             for leaves in _used_together(name, args, kwargs):
@@ -129,11 +135,25 @@ def _first_absent(*arguments: Any) -> AbsentTensor:
     return next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, AbsentTensor))
 
 
+def _device_of(model: nn.Module | None) -> torch.device:
+    """Where the stages keep the model."""
+    present = (tensor.device for _, tensor, _ in named_state(model) if not tensor.is_meta) if model is not None else ()
+    return next(iter(present), torch.device("cpu"))
+
+
+def _kept_on_meta(tensor: AbsentTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of ``to`` without a move to where the tensor says to be."""
+    told = tensor.device
+
+    def kept(value: Any) -> Any:
+        return torch.device("meta") if isinstance(value, (str, torch.device)) and torch.device(value) == told else value
+
+    return (tensor, *map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
+
+
 def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Draw the random numbers that the stage with the values draws, so that those that follow are the same."""
-    model = vars(_first_absent(args, kwargs))[_MODEL]()
-    present = (tensor.device for _, tensor, _ in named_state(model) if not tensor.is_meta) if model is not None else ()
-    device = next(iter(present), torch.device("cpu"))
+    device = _device_of(vars(_first_absent(args, kwargs))[_MODEL]())
 
     def stand_in(tensor: AbsentTensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)

@@ -6,6 +6,7 @@ forward of outer modules, the loss) is *glue* and runs on every stage. Blocks ar
 containers and modules that contain a container are descended into; the elements of a container are blocks whatever
 they hold inside; any other module with parameters is a block. With ``type:REGEX`` the modules whose class name matches
 are blocks, with a list of FQNs those of that name; what contains one is descended into, and the rest is found as above.
+A module that is a block by one of its names is none inside of another block: that one is descended into, too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,18 @@ def find_blocks(root: nn.Module, partition: str | Sequence[str] = "parameters") 
     Raises:
         PlanError: the regular expression matches no class, or a name is no module's.
     """
-    chosen = _chosen(root, partition)
+    chosen, opened = _chosen(root, partition), set[nn.Module]()
+    while True:
+        blocks = _walk(root, chosen, opened)
+        single = set(blocks.values())
+        holders = {block for block in single - chosen if not single.isdisjoint({*block.modules()} - {block})}
+        if not holders:
+            return blocks
+        opened |= holders
+
+
+def _walk(root: nn.Module, chosen: set[nn.Module], opened: set[nn.Module]) -> dict[str, nn.Module]:
+    """The blocks where ``chosen`` modules are blocks, and ``opened`` ones are not."""
     blocks: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
 
@@ -46,7 +58,8 @@ def find_blocks(root: nn.Module, partition: str | Sequence[str] = "parameters") 
             if isinstance(child, torchmetrics.Metric) or child in seen or not holds_state(child):
                 continue
             seen.add(child)
-            if child not in chosen and _is_outer(child, chosen, element=isinstance(module, _CONTAINERS)):
+            is_element = isinstance(module, _CONTAINERS)
+            if child in opened or (child not in chosen and _is_outer(child, chosen, element=is_element)):
                 visit(child, f"{fqn}.")
             else:
                 blocks[fqn] = child

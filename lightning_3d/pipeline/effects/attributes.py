@@ -10,6 +10,9 @@ over the microbatches and applied on all stages.
     num_samples = 8     8 + 4                 8 + 4                 num_samples = 8 + 8
     num_steps = 5       5 + 1                 5 + 1                 num_steps = 6
 
+Classes and functions that a step makes and keeps are no values of the batch, and can't be sent: each rank keeps what
+its last microbatch made, where its part of the step came to it.
+
 Left alone: modules inside of blocks, which run on one stage only; parameters; metrics (see ``metrics.py``); what
 changes inside of objects other than lists, dicts, sets, deques and tensors.
 """
@@ -21,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -72,13 +76,14 @@ class Attributes(Effect):
         self._found: dict[_Name, Any] = {}  # by the present microbatch; containers copied, tensors as they are
         self._afters: dict[int, dict[_Name, Any]] = {}  # microbatch -> values that it may have changed
         self._in_place: set[int] = set()  # ids of tensors that were changed in place
+        self._code: dict[_Name, Any] = {}  # classes and functions that the present step set
 
     @override
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
         self._snapshot = Snapshot(self._owners.values(), ignored=_FRAMEWORK_NAMES)
         self._before = {fqn: _attributes(owner) for fqn, owner in self._owners.items()}
-        self._afters, self._in_place = {}, set()
+        self._afters, self._in_place, self._code = {}, set(), {}
         yield
 
     @override
@@ -92,6 +97,10 @@ class Attributes(Effect):
 
     @override
     def collect(self, place: Place) -> list[Tensor]:
+        for fqn, owner in self._owners.items():
+            before = self._before[fqn]
+            made = {name: value for name, value in vars(owner).items() if _is_code(value)}
+            self._code |= {(fqn, name): value for name, value in made.items() if value is not before.get(name)}
         if not place.is_last:
             return []
         tensors: list[Tensor] = []
@@ -104,6 +113,8 @@ class Attributes(Effect):
             before, now = self._before[fqn], _attributes(owner)
             for name in dict.fromkeys((*before, *now)):
                 value = now.get(name, _MISSING)
+                if (fqn, name) in self._code:
+                    continue
                 if value is not before.get(name, _MISSING) or self._snapshot.may_differ(value):
                     self._found[fqn, name] = _map(value, noted, self._followed)
         return tensors
@@ -148,6 +159,8 @@ class Attributes(Effect):
 
     @override
     def apply(self, joined: Sequence[Change], *, is_own: bool) -> None:
+        for (fqn, name), value in self._code.items():
+            setattr(self._owners[fqn], name, value)
         for change in joined:
             new = _map(change.new, lambda tensor: tensor.to(self._module.device))
             holder: Any = _holder(self._owners[change.module], change.path[0])
@@ -223,6 +236,10 @@ class Attributes(Effect):
         if is_number or (is_tensor and before.dtype != torch.bool):
             return before + self._joiner.number([after - before for after in afters], sizes, f"the growth of {name}")
         return self._joiner.join(afters, sizes, name)
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (type, FunctionType))
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
