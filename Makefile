@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# LightningModules of other packages are tested in an environment of their own, of some 3 GB.
+PACKAGES_VENV := .venv-packages
+PACKAGES_INSTALLED := $(PACKAGES_VENV)/.installed
+
 .PHONY: env demo test test-matrix test-signals lightning-suite lint clean
 
 env: $(INSTALLED)
@@ -33,11 +37,21 @@ test-signals: env
 lightning-suite: env
 	$(BIN)/python -m tests.lightning_suite $(LIGHTNING_TESTS)
 
+# LightningModules of other packages.
+test-packages: $(PACKAGES_INSTALLED)
+	$(PACKAGES_VENV)/bin/python -m pytest tests/packages
+
+$(PACKAGES_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PACKAGES_VENV)
+	$(PACKAGES_VENV)/bin/python -m pip install -c constraints.txt torch
+	$(PACKAGES_VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,test,packages]"
+	touch $@
+
 lint: env
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PACKAGES_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,102 @@
+"""Which modules of which packages are trained, and which layouts refuse them, why: data of the tests and the README."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A layout that does not take a module."""
+
+    message: str
+    """Part of the error on every rank."""
+
+    reason: str
+    """In the table's words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One module."""
+
+    package: str
+    """As pip calls it."""
+
+    imported: str
+    """What is imported of it."""
+
+    module: str
+    """Its key in `JOBS` of the file `jobs`."""
+
+    jobs: str
+
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    """By layout."""
+
+    whole: frozenset[str] = frozenset()
+    """Layouts in which a rank holds (nearly) the whole model, as it is one block or tensor parallel is not worth it."""
+
+    def cell(self, layout: str) -> str:
+        """How the README puts what a layout makes of the module."""
+        if layout in self.refused:
+            return f"refused: {self.refused[layout].reason}"
+        return "works, whole on a rank" if layout in self.whole else "works"
+
+
+NO_GRAPHS = {
+    "pp 2": Refusal(
+        message="A pipeline splits every tensor of a batch along dimension 0, so all must have the same length there",
+        reason="its batches of graphs can't be split into microbatches",
+    )
+}
+WHOLE_IN_TP = frozenset({"tp 2"})
+
+GLUONTS = "gluonts_jobs"
+
+TABLE = (
+    Row(
+        package="chemprop",
+        imported="chemprop",
+        module="MPNN",
+        jobs="chemprop_jobs",
+        refused=NO_GRAPHS,
+        whole=WHOLE_IN_TP,
+    ),
+    Row(package="deeptab", imported="deeptab", module="FTTransformer", jobs="deeptab_jobs"),
+    Row(package="deeptab", imported="deeptab", module="ResNet", jobs="deeptab_jobs", whole=WHOLE_IN_TP),
+    Row(
+        package="gluonts",
+        imported="gluonts.torch",
+        module="DeepAR",
+        jobs="gluonts_jobs",
+        whole=WHOLE_IN_TP | {"pp 2"},
+    ),
+    Row(package="gluonts", imported="gluonts.torch", module="PatchTST", jobs=GLUONTS),
+    Row(package="gluonts", imported="gluonts.torch", module="SimpleFeedForward", jobs=GLUONTS, whole=WHOLE_IN_TP),
+    Row(
+        package="nequip",
+        imported="nequip",
+        module="NequIP",
+        jobs="nequip_jobs",
+        refused=NO_GRAPHS,
+        whole=WHOLE_IN_TP,
+    ),
+    Row(package="pytorch-forecasting", imported="pytorch_forecasting", module="NBeats", jobs="forecasting_jobs"),
+    Row(
+        package="pytorch-forecasting",
+        imported="pytorch_forecasting",
+        module="TemporalFusionTransformer",
+        jobs="forecasting_jobs",
+    ),
+    Row(package="scvi-tools", imported="scvi", module="SCVI", jobs="scvi_jobs", whole=WHOLE_IN_TP),
+)
+
+
+def rendered(layouts: tuple[str, ...]) -> str:
+    """The README's table."""
+    lines = [["package", "module", *layouts]]
+    lines += [[f"`{row.package}`", f"`{row.module}`", *map(row.cell, layouts)] for row in TABLE]
+    header, *body = (f"| {' | '.join(cells)} |\n" for cells in lines)
+    return "".join([header, f"|{'---|' * (2 + len(layouts))}\n", *body])

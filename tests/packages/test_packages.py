@@ -1,0 +1,49 @@
+"""LightningModules of other packages, unmodified: the numbers of one process in dp 2, pp 2 and tp 2.
+
+`make test-packages` installs the packages and runs this. README.md's table is `TABLE`, which a test here compares.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.packages.parity import LAYOUTS, Outcome, PackageJob, assert_same_as_one_process, train
+from tests.packages.table import TABLE, Row, rendered
+from tests.workers import WorkerError, WorkerPools
+
+pytestmark = pytest.mark.filterwarnings("default")  # they warn in their own ways
+
+CASES = [pytest.param(row, layout, id=f"{row.package}-{row.module}-{layout}") for row in TABLE for layout in LAYOUTS]
+
+
+def job_of(row: Row) -> PackageJob:
+    pytest.importorskip(row.imported)
+    jobs = importlib.import_module(f"tests.packages.{row.jobs}").JOBS
+    job: PackageJob = jobs[row.module]
+    return job
+
+
+@pytest.mark.parametrize(("row", "layout"), CASES)
+def test_module_trains_as_in_one_process(
+    workers: WorkerPools, outcomes: dict[str, Outcome], row: Row, layout: str
+) -> None:
+    job, refusal = job_of(row), row.refused.get(layout)
+    if refusal is not None:
+        with pytest.raises(WorkerError) as raised:
+            workers(2).run(train, job, LAYOUTS[layout])
+        assert len(raised.value.failures) == 2
+        for rank, report in raised.value.failures.items():
+            assert refusal.message in report, f"rank {rank}: {report}"
+        return
+    name = f"{row.package} {row.module}"
+    if name not in outcomes:
+        outcomes[name] = train(job, None)
+    assert_same_as_one_process(workers, job, outcomes[name], LAYOUTS[layout], is_whole=layout in row.whole)
+
+
+def test_readme_shows_the_table() -> None:
+    readme = Path(__file__).parents[2] / "README.md"
+    assert rendered(tuple(LAYOUTS)) in readme.read_text()
