@@ -14,6 +14,7 @@ from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import (
     BatchError,
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigError,
     PlanError,
     StepError,
@@ -29,6 +30,7 @@ __all__ = [
     "BatchConfig",
     "BatchError",
     "CheckpointError",
+    "CheckpointNotFoundError",
     "ConfigError",
     "PipelineConfig",
     "PlanError",

@@ -43,6 +43,10 @@ class CheckpointError(ThreeDError, RuntimeError):
     """A checkpoint that does not fit the model or can't be read."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """A checkpoint that is not there."""
+
+
 class OffloadError(ThreeDError, RuntimeError):
     """A directory to offload to that can't be written, or is full; names it, and the bytes needed and free."""
 

@@ -162,6 +162,20 @@ class ThreeDStrategy(ParallelStrategy):
         self._is_stepping = False  # inside of a step method of the user's
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the settings and the model, and none of what belongs to the processes and their run."""
+        state: dict[str, Any] = super().__getstate__()
+        state.pop("_local_steps", None)
+        of_run = dict.fromkeys(("_mesh", "_control", "_rendezvous", "_parallel", "_restores"))
+        return {**state, **of_run, "_trained_with": [], "_patches": ExitStack(), "_optimizer_hooks": ExitStack()}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._launcher is not None:
+            self._configure_launcher()
+
     @classmethod
     def from_config(
         cls, config: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 
 
 @contextmanager
@@ -23,6 +23,7 @@ def failing_alike(action: str) -> Iterator[None]:
 
     Raises:
         CheckpointError: On every rank, with the first failing rank's reason.
+        CheckpointNotFoundError: That rank found no file.
 
     """
     error: BaseException | None = None
@@ -30,13 +31,14 @@ def failing_alike(action: str) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as raised:  # the latter is a BaseException
         error = raised
-    reasons: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, None if error is None else _reason(error))
+    reasons: list[tuple[str, bool] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, None if error is None else (_reason(error), isinstance(error, FileNotFoundError)))
     failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if failures:
-        rank, reason = next(iter(failures.items()))
+        rank, (reason, is_missing) = next(iter(failures.items()))
         who = f"rank {rank}" + (f" and {len(failures) - 1} more" if len(failures) > 1 else "")
-        raise CheckpointError(f"Could not {action} ({who}). {reason}") from error
+        kind = CheckpointNotFoundError if is_missing else CheckpointError
+        raise kind(f"Could not {action} ({who}). {reason}") from error
 
 
 def _reason(error: BaseException) -> str:

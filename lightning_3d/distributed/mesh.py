@@ -8,7 +8,7 @@ parallel stays inside a node. Nothing here communicates beyond making groups.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -99,6 +99,10 @@ class Mesh:
 
     replica_group: dist.ProcessGroup
     """All ranks of this rank's model replica: pp x cp x tp."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        """Itself: process groups belong to the process."""
+        return self
 
     @property
     def pp_rank(self) -> int:

@@ -118,6 +118,10 @@ class ThreeDPrecision(Precision):
         self._device, self._norm, self._zero = device, norm, zero
         self._scales_itself = scales_itself
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy takes part in no run."""
+        return {**vars(self), "_norm": None, "_zero": None, "_scaling": None, "_names": {}}
+
     def divide(self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: PrecisionConfig) -> None:
         """Begin to train with these optimizers.
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -55,6 +56,10 @@ class RunControl:
         """Whether ranks failed apart from each other, after which no collective would end."""
 
     # ---- a run that goes well
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RunControl:
+        """Itself, which the Trainer knows: it belongs to the process."""
+        return self
 
     def open(self) -> None:
         """Watch from here on."""

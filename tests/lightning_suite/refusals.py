@@ -30,6 +30,9 @@ REFUSALS: dict[str, str] = {
         _LBFGS
     ),
     "tests_pytorch/models/test_restore.py::test_correct_step_and_epoch": _FOLDERS,
+    "tests_pytorch/models/test_restore.py::test_try_resume_from_non_existing_checkpoint": (
+        "A FileNotFoundError in other words, which name the rank that did not find the file."
+    ),
     "tests_pytorch/models/test_restore.py::test_trainer_properties_restore_ckpt_path": _FOLDERS,
     "tests_pytorch/models/test_hooks.py::test_trainer_model_hook_system_fit_no_val_and_resume_max_epochs": (
         _RESTORED_LATE
