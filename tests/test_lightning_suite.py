@@ -21,10 +21,12 @@ def test_fails_everywhere():
 """
 
 OTHERWISE = """
+import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-def test_is_plain_or_ddp():
+@pytest.mark.parametrize("number", [1], ids=["bold"])
+def test_is_plain_or_ddp(number):
     strategy = Trainer().strategy
     assert type(strategy) in (SingleDeviceStrategy, DDPStrategy)
 
@@ -44,7 +46,7 @@ def test_differences_are_told(tmp_path: Path) -> None:
     (tmp_path / "test_otherwise.py").write_text(OTHERWISE)
     done = _run(tmp_path, "test_alike.py", "test_otherwise.py")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "test_otherwise.py::test_is_plain_or_ddp" in done.stdout
+    assert "test_otherwise.py::test_is_plain_or_ddp[bold]" in done.stdout
     assert "test_alike.py" not in done.stdout
     assert "ddp: 1 failed, 3 passed" in done.stdout
     assert "3d: 2 failed, 2 passed" in done.stdout

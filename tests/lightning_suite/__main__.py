@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tests.lightning_suite.refusals import REFUSALS
@@ -124,11 +125,12 @@ def _show(console: Console, outcomes: Mapping[str, Outcomes]) -> int:
             num_unknown += 1
         why = reason or ("" if with_ddp == "passed" else "[dim]fails with ddp[/dim]")
         with_plain = outcomes["plain"].get(test, ("failed", ""))[0]
-        table.add_row(test, with_plain, with_ddp, with_3d, why or message.partition("\n\n")[0][:300])
+        told = why or escape(message.partition("\n\n")[0][:300])
+        table.add_row(escape(test), with_plain, with_ddp, with_3d, told)
     console.print(table if table.row_count else "3d and ddp: no difference.")
     healed = [test for test in outcomes["3d"] if _reason(test) and outcomes["3d"][test][0] == "passed"]
     if healed:
-        console.print("Listed in refusals.py, but they pass:", *sorted(healed), sep="\n  ")
+        console.print("Listed in refusals.py, but they pass:", *map(escape, sorted(healed)), sep="\n  ")
     for way in WAYS:
         console.print(f"{way}: {_counted(outcomes[way])}")
     console.print(f"{num_unknown} differences that refusals.py does not list.")

@@ -34,6 +34,7 @@ REFUSALS: dict[str, str] = {
         "A FileNotFoundError in other words, which name the rank that did not find the file."
     ),
     "tests_pytorch/models/test_restore.py::test_trainer_properties_restore_ckpt_path": _FOLDERS,
+    "tests_pytorch/models/test_restore.py::test_callbacks_state_fit_ckpt_path": _RESTORED_LATE,
     "tests_pytorch/models/test_hooks.py::test_trainer_model_hook_system_fit_no_val_and_resume_max_epochs": (
         _RESTORED_LATE
     ),
