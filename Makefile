@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # LightningModules of other packages are tested in an environment of their own, of some 3 GB.
+# PACKAGES=packages,packages-vision adds those that need torchvision.
+PACKAGES ?= packages
 PACKAGES_VENV := .venv-packages
 PACKAGES_INSTALLED := $(PACKAGES_VENV)/.installed
 
@@ -44,7 +46,7 @@ test-packages: $(PACKAGES_INSTALLED)
 $(PACKAGES_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PACKAGES_VENV)
 	$(PACKAGES_VENV)/bin/python -m pip install -c constraints.txt torch
-	$(PACKAGES_VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,test,packages]"
+	$(PACKAGES_VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,test,$(PACKAGES)]"
 	touch $@
 
 lint: env

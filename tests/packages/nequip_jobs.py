@@ -74,7 +74,7 @@ def potential() -> L.LightningModule:
     )
 
 
-def tell_replicas(module: L.LightningModule, num_replicas: int) -> None:
+def tell_replicas(module: L.LightningModule, num_ranks: int, num_replicas: int) -> None:
     """The loss is that of all replicas, times their number, as gradients are averaged."""
     module.world_size = num_replicas
 

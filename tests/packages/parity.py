@@ -54,9 +54,9 @@ class PackageJob:
     trainer: Mapping[str, Any] | None = None
     """More settings of the Trainer."""
     of_replicas: frozenset[str] = frozenset()
-    """Logged values whose mean over replicas is not that of one process, also under DDP (roots of means)."""
-    prepare: Callable[[L.LightningModule, int], None] | None = None
-    """Called with the module and the number of replicas before it is trained, as the package's script does."""
+    """Logged values whose mean over replicas is not that of one process, also under DDP (roots, ratios)."""
+    prepare: Callable[[L.LightningModule, int, int], None] | None = None
+    """Called with the module, the number of ranks and that of replicas before it is trained, as by a user's script."""
     counts_replicas: bool = False
     """Whether its loss is that of all replicas times their number, which the mean of gradients takes back."""
     environment: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -131,7 +131,7 @@ def _train(job: PackageJob, layout: Layout | None) -> Outcome:
     L.seed_everything(SEED, verbose=False)
     module = job.module()
     if job.prepare is not None:
-        job.prepare(module, replicas)
+        job.prepare(module, ranks, replicas)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     sizes = {"global_batch_size": GLOBAL_BATCH_SIZE, "collate": job.collate}
     batches = (

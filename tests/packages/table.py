@@ -75,6 +75,7 @@ TABLE = (
     ),
     Row(package="gluonts", imported="gluonts.torch", module="PatchTST", jobs=GLUONTS),
     Row(package="gluonts", imported="gluonts.torch", module="SimpleFeedForward", jobs=GLUONTS, whole=WHOLE_IN_TP),
+    Row(package="lightly", imported="lightly", module="LinearClassifier", jobs="lightly_jobs", whole=WHOLE_IN_TP),
     Row(
         package="nequip",
         imported="nequip",
@@ -91,6 +92,7 @@ TABLE = (
         jobs="forecasting_jobs",
     ),
     Row(package="scvi-tools", imported="scvi", module="SCVI", jobs="scvi_jobs", whole=WHOLE_IN_TP),
+    Row(package="torchgeo", imported="torchgeo", module="ClassificationTask", jobs="torchgeo_jobs"),
 )
 
 
