@@ -39,12 +39,14 @@ class Coder(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(inputs, 16), nn.Linear(16, outputs)
         self.scale = nn.Parameter(torch.tensor(0.5))
+        self.noise = 0.0
 
     def encode(self, x: Tensor) -> Tensor:
         return F.gelu(self.up(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.encode(x)) * self.scale.exp()  # type: ignore[no-any-return]
+        y: Tensor = self.down(self.encode(x)) * self.scale.exp()
+        return F.dropout(y, self.noise) if self.noise else y
 
 
 class Coders(L.LightningModule):
@@ -199,6 +201,18 @@ class ByHand(L.Callback):
                 parameter.data.copy_(self.average.get_parameter(name).data)
 
 
+def _call(module: L.LightningModule, seen: Seen) -> None:
+    with torch.no_grad():
+        seen["call"] = module(INPUTS)
+    coder = cast(Coder, module.decoder)
+    seen["forward"] = coder.forward(torch.ones(2, 6)).detach()
+
+
+def _call_copy(module: L.LightningModule, seen: Seen) -> None:
+    copied = copy.deepcopy(module)
+    seen["copy"] = copied(INPUTS).detach()
+
+
 def _run_backward(module: L.LightningModule, seen: Seen) -> None:
     with torch.enable_grad():
         inputs = INPUTS.clone().requires_grad_()
@@ -220,6 +234,22 @@ class Alternating(L.Callback):
         pl_module.decoder.up.bias.requires_grad = trainer.current_epoch == 1
 
 
+class SamplesAfterValidation(L.Callback):
+    """Calls the model where Lightning's inference mode is on, with dropout."""
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        seen = cast(Coders, pl_module).seen
+        torch.manual_seed(5)
+        coder = cast(Coder, pl_module.backbone)
+        coder.noise = 0.5
+        seen["noisy"] = pl_module(INPUTS).clone()
+        coder.noise = 0.0
+        seen["drawn"] = torch.rand(2)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        cast(Coders, pl_module).seen["end"] = pl_module(INPUTS).detach()
+
+
 _FINETUNING = partial(
     BackboneFinetuning, unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.02, lambda_func=lambda _: 1.0
 )
@@ -230,8 +260,13 @@ ON_PARTS: dict[str, Case] = {
     "average": (_nothing, (ByHand,)),
     "finetune": (_nothing, (_FINETUNING,)),
     "freeze": (_nothing, (Alternating,)),
+    "call": (_call, ()),
+    "samples": (_nothing, (SamplesAfterValidation,)),
 }
 """What each pipeline stage does with what it holds."""
+
+ON_COPIES: dict[str, Case] = {"copy": (_call_copy, ())}
+"""What needs a copy that runs, of which FSDP2 makes none."""
 
 ON_WHOLES: dict[str, Case] = {
     "read": (_read, ()),
@@ -242,19 +277,19 @@ ON_WHOLES: dict[str, Case] = {
 
 
 def _run_all(layout: Layout | None, names: list[str]) -> list[Seen]:
-    return [_run(layout, *(ON_PARTS | ON_WHOLES)[name]) for name in names]
+    return [_run(layout, *(ON_PARTS | ON_COPIES | ON_WHOLES)[name]) for name in names]
 
 
 @pytest.fixture(scope="module")
 def one_process(workers: WorkerPools) -> dict[str, Seen]:
     """What each habit gives in one process."""
-    names = [*ON_PARTS, *ON_WHOLES]
+    names = [*ON_PARTS, *ON_COPIES, *ON_WHOLES]
     return dict(zip(names, workers(1).run(_run_all, None, names)[0], strict=True))
 
 
 @pytest.mark.parametrize("layout", [DP, PP, TP, ZERO], ids=str)
 def test_habits_are_those_of_one_process(workers: WorkerPools, one_process: dict[str, Seen], layout: Layout) -> None:
-    names = [*ON_PARTS, *(ON_WHOLES if layout.pp == 1 else ())]
+    names = [*ON_PARTS, *(ON_COPIES if layout.zero < 3 else ()), *(ON_WHOLES if layout.pp == 1 else ())]
     found = workers(layout.world_size).run(_run_all, layout, names)
     _assert_same(found, [one_process[name] for name in names], names)
 
@@ -269,8 +304,8 @@ def _refuse() -> None:
             torch.stack([parameter.detach().norm() for parameter in module.parameters()])
         with pytest.raises(StepError, match="__float__ needs the values of"):
             float(absent[0].sum())
-        with pytest.raises(StepError, match="was called outside of a step"):
-            module(INPUTS)
+        with pytest.raises(StepError, match="A backward came to decoder, which was called outside of a step"):
+            module(INPUTS).sum().backward()
         seen["checked"] = True
 
     assert _run(PP, check)["checked"]
@@ -317,7 +352,7 @@ ALONE = {
     "tensor": (TP, False, "came to a call of decoder"),
     "fully sharded": (ZERO, False, "came to a call of decoder"),
     "summons": (TP, True, "came to summon_full_params"),
-    "stage": (PP, False, "decoder was called outside of a step"),
+    "stage": (PP, False, "came to a call of decoder"),
 }
 
 

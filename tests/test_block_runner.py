@@ -265,13 +265,12 @@ def _patches_after_a_run(layout: Layout, *, fails: bool) -> None:
     except ValueError:
         assert fails
     strategy: Any = trainer.strategy
-    own = {block.fqn for block in strategy.plan.blocks_on(strategy.mesh.pp_rank)}
     sharded = {block.fqn for block in strategy.plan.blocks if block.tensor is not None and block.tensor.is_sharded}
     for fqn in (block.fqn for block in strategy.plan.blocks):
         block = model.get_submodule(fqn)
         runner = runner_of(block)
         assert runner is None or runner.route is None
-        needs_one = fqn not in own or fqn in sharded or (layout.dp > 1 and layout.zero == 3)
+        needs_one = layout.pp > 1 or fqn in sharded or (layout.dp > 1 and layout.zero == 3)
         assert (runner is not None) == needs_one, f"{fqn} of {layout}"
         cls, names = before[fqn]
         assert type(block) is cls or isinstance(block, FSDPModule)

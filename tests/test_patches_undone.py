@@ -1,8 +1,8 @@
 """After `fit`, also after one that fails, torch, Lightning and the user's objects are what they were before it.
 
-What stays: the model was trained, and a Trainer may go on with it. So its parameters are this rank's shards, a block of
-which this rank has shards or nothing keeps its runner, a model of which it has parts keeps what `to` does with them,
-and `fully_shard` has changed the classes of what it wrapped.
+What stays: the model was trained, and a Trainer may go on with it. So its parameters are this rank's shards, a block
+whose calls take other ranks keeps its runner, a model of which this rank has parts keeps what `to` does with them, and
+`fully_shard` has changed the classes of what it wrapped.
 """
 
 from __future__ import annotations
@@ -189,10 +189,13 @@ def _wrapped(cls: type) -> type:
     return cls.__bases__[1] if cls.__name__.startswith("FSDP") and issubclass(cls, FSDPModule) else cls
 
 
-def _is_in_parts(module: nn.Module) -> bool:
-    """Whether it is a block that plain tensors could not run."""
+def _takes_other_ranks(module: nn.Module) -> bool:
+    """Whether it is a block whose calls take other ranks."""
+    runner = runner_of(module)
+    if runner is None:
+        return False
     in_parts = any(isinstance(p, DTensor) or p.is_meta for p in module.parameters())
-    return runner_of(module) is not None and (in_parts or isinstance(module, FSDPModule))
+    return in_parts or isinstance(module, FSDPModule) or runner.joined is not None
 
 
 def _is_of_torch(hook: Any) -> bool:
@@ -206,7 +209,7 @@ def _users_objects(model: Model) -> Present:
         where = name or "model"
         attributes = vars(module)
         found[f"class of {where}"] = _wrapped(type(module))
-        kept = _RUNNER if _is_in_parts(module) else {APPLY} if not name and holds_parts(module) else set()
+        kept = _RUNNER if _takes_other_ranks(module) else {APPLY} if not name and holds_parts(module) else set()
         found[f"attributes of {where}"] = {n for n in attributes.keys() - kept if not n.startswith(_FRAMEWORKS)}
         found |= {f"{where}.{n}": v for n, v in attributes.items() if callable(v) and n not in kept}
         hooks = [hook for registry in forward_hook_registries(module) for hook in registry.values()]

@@ -30,15 +30,28 @@ def on_rank_zero(decide: Callable[[], T], device: torch.device) -> T:
     Raises:
         Exception: what ``decide`` raised, on every rank.
     """
-    outcome = _Outcome()
-    if dist.get_rank() == 0:
+    return on_one_rank(decide, device)
+
+
+def on_one_rank(
+    decide: Callable[[], T], device: torch.device, *, rank: int = 0, group: dist.ProcessGroup | None = None
+) -> T:
+    """Run ``decide`` on one rank of a group, by default the world, and give its result to every rank of it.
+
+    Every rank of the group calls it. The result must be picklable.
+
+    Raises:
+        Exception: what ``decide`` raised, on every rank.
+    """
+    outcome, decides = _Outcome(), dist.get_rank(group) == rank
+    if decides:
         try:
             outcome = _Outcome(value=decide())
         except Exception as error:
             outcome = _Outcome(error=error)
     sent = [_portable(outcome)]
-    dist.broadcast_object_list(sent, src=0, device=device)
-    outcome = outcome if dist.get_rank() == 0 else sent[0]
+    dist.broadcast_object_list(sent, group_src=rank, group=group, device=device)
+    outcome = outcome if decides else sent[0]
     if outcome.error is not None:
         raise outcome.error
     value: T = outcome.value

@@ -26,7 +26,7 @@ _MASK = (1 << 63) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _States:
+class RandomStates:
     """Saved generator states."""
 
     cpu: Tensor
@@ -47,16 +47,16 @@ class Generators:
         self._device = device
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
 
-    def states(self) -> _States:
+    def states(self) -> RandomStates:
         """Snapshot every generator."""
-        return _States(
+        return RandomStates(
             cpu=torch.get_rng_state(),
             device=None if self._module is None else self._module.get_rng_state(self._device),
             python=random.getstate(),
             numpy=np.random.get_state(),
         )
 
-    def are_at(self, states: _States) -> bool:
+    def are_at(self, states: RandomStates) -> bool:
         """Whether no generator has drawn anything since a snapshot."""
         now = self.states()
         return (
@@ -67,7 +67,7 @@ class Generators:
             and np.array_equal(now.numpy[1], states.numpy[1])
         )
 
-    def restore(self, states: _States) -> None:
+    def restore(self, states: RandomStates) -> None:
         """Set every generator to a snapshot."""
         torch.set_rng_state(states.cpu)
         if self._module is not None:

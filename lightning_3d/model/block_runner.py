@@ -11,8 +11,8 @@
                          forward    the author's own
 
 The patch is two attributes of the instance, so the class stays the author's, FSDP2 may swap it before or after, and
-taking the patch off leaves nothing behind. A block whose weights are all here in full loses it with its route. One
-whose weights are sharded or on another stage, which no end of a run changes, keeps what they need.
+taking the patch off leaves nothing behind. A block of a model that is here in full loses it with its route. Where
+weights are sharded or on another stage, which no end of a run changes, blocks keep what they need.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class BlockRunner:
         self.sharded: Call | None = None
         """Its forward on shards, which ends in ``innermost``."""
         self.compiled: Compiled | None = None
+        self.joined: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
         self.meet: Callable[[str], None] | None = None
         """Called before its forward where that takes other ranks; raises if they run something else."""
         self.returned: Callable[[Any], Any] | None = None
@@ -99,7 +101,7 @@ class BlockRunner:
 
     def release(self) -> None:
         """Take the patch off the block, unless its weights need it."""
-        if self.is_absent or self.sharded is not None or isinstance(self.block, FSDPModule):
+        if self.is_absent or self.sharded is not None or isinstance(self.block, FSDPModule) or self.joined is not None:
             return
         if not any(map(is_shard, self.block.parameters())):
             self._take_off()
@@ -141,6 +143,12 @@ class BlockRunner:
         """In place of ``block(...)``."""
         if self.route is not None and (step := self.route.step) is not None:
             return step.on_block(self, self._call_hooked, args, kwargs)
+        return self._joined(self._call_alone, args, kwargs)
+
+    def _joined(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call(*args, **kwargs) if self.joined is None else self.joined(call, args, kwargs)
+
+    def _call_alone(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self.block, FSDPModule):
             return self._call_hooked(*args, **kwargs)
         self._meet_others()  # before the hooks gather
@@ -156,9 +164,8 @@ class BlockRunner:
     def _check_present(self) -> None:
         if self.is_absent:
             raise StepError(
-                f"{self.fqn} was called outside of a step, but it lives on another pipeline stage. Only training_step,"
-                " validation_step, test_step and predict_step run on all stages: move the call there, call it on every"
-                f" rank {SUMMON}, or use pipeline_parallel_size=1."
+                f"{self.fqn} was called in a backward or another block outside of a step, but it lives on another"
+                f" pipeline stage: call it on every rank {SUMMON}, or use pipeline_parallel_size=1."
             )
         if self.route is None and any(map(is_shard, self.block.parameters())):
             raise StepError(
@@ -189,7 +196,7 @@ class BlockRunner:
         """In place of ``block.forward(...)``."""
         if self.route is not None and (step := self.route.step) is not None:
             return step.on_block(self, self._watched(self._forward), args, kwargs)
-        return self._watched(self._forward)(*args, **kwargs)
+        return self._joined(self._watched(self._forward), args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_present()

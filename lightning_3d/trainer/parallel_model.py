@@ -41,6 +41,7 @@ from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.held_parts import holds_parts
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
+from lightning_3d.trainer.stage_calls import StageCalls
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.waits import Wait
@@ -136,6 +137,13 @@ def make_parallel(
         pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
     _let_meet(own.values(), mesh, rendezvous)
+    if mesh.shape.pp > 1:
+        shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
+        ranks = sorted(mesh.device_mesh[shared].mesh.flatten().tolist())
+        calls = StageCalls(mesh, ranks, rendezvous, device)
+        for block in plan.blocks:
+            holder = plan.stage_ranks[block.stages[0]]
+            running(blocks[block.fqn]).joined = partial(calls.run, block.fqn, holder)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),
