@@ -19,6 +19,7 @@ from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims
 from lightning_3d.tensor.rules.call import Call
 from lightning_3d.tensor.rules.function import function_name
 from lightning_3d.tensor.rules.partial_sums import is_linear_in
+from lightning_3d.torch_internals.pytree import tree_map_only
 from tests.test_tensor_apply import parity_of
 from tests.test_tensor_plan import Example, tokens
 from tests.workers import WorkerPools
@@ -519,4 +520,7 @@ BY_DATA = ("by_mask", "modules", "starved", "branching")
 
 def _parity(name: str, sequence_parallel: bool = False, defers_sums: bool = False) -> Any:
     by_data = name in BY_DATA or name.endswith("eager")
-    return parity_of(make(name), sequence_parallel=sequence_parallel, defers_sums=defers_sums, as_planned=not by_data)
+    example = make(name)
+    if name == "read_twice":  # of which fp32 leaves 4 digits on some processors
+        example = (example[0].double(), *tree_map_only(Tensor, Tensor.double, example[1:]))
+    return parity_of(example, sequence_parallel=sequence_parallel, defers_sums=defers_sums, as_planned=not by_data)
