@@ -50,7 +50,7 @@ def _found(model: L.LightningModule, batch: Any, name: str = "training_step", *,
     with routed(find_blocks(model, "parameters")) as router:
         model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
         device = torch.device("cpu")
-        traces = Traces(model, StepTracing(model, router, StepEffects(model, router), device))
+        traces = Traces(model, router.blocks.values(), StepTracing(model, router, StepEffects(model, router), device))
         study = LossStudy(model, RankModule(model), router, traces, device)
         (call,) = traces.calls(name, [batch], (0,))
         return study.find(call, size=size, trains=name == "training_step")

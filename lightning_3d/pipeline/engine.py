@@ -114,7 +114,7 @@ class PipelineEngine:
         self._joiner = Joiner()
         norms = Norms(module, router, [block.fqn for block in plan.blocks if len(plan.ranks_of(block)) > 1])
         self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, joiner=self._joiner)
-        self._traces = Traces(module, StepTracing(module, router, self._effects, device))
+        self._traces = Traces(module, router.blocks.values(), StepTracing(module, router, self._effects, device))
         self._study = Study(module, router, self._joiner, device)
         self._batch_loss = BatchLoss(
             plan.loss,

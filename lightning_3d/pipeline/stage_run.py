@@ -216,6 +216,8 @@ class StageRun(StepMode):
         def make(position: int, result: Result) -> Any:
             output = outputs[position]
             if result.tensor is not None:
+                if output.shape != self._flow.trace.tensors[result.tensor].shape:
+                    raise self._changed(f"{call.name} returned a tensor of shape {tuple(output.shape)}")
                 output = output.view_as(output) if output in self._ids else output
                 if call.is_block and result.tensor in self._changed_views and base_of(output) is not None:
                     output = output.clone()  # an in-place change of a view drops the hook that FSDP2 put on it
@@ -291,5 +293,6 @@ class StageRun(StepMode):
         return TraceError(
             f"Pipeline stage {self._stage}: it took another path than when it was traced: {what}, where the trace has"
             f" {expected} as call {self._position + 1} of {len(self._flow.trace.calls)}. Control flow may depend on"
-            " shapes of the batch and on Python values that are equal on all ranks, not on random numbers or tensors."
+            " shapes of the batch, on batch_idx, current_epoch and global_step, and on attributes of modules that are"
+            " bools or strings; not on other attributes, random numbers or tensors."
         )

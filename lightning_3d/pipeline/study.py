@@ -44,7 +44,7 @@ class Study:
         self._module, self._router, self._joiner = module, router, joiner
         self._effects = StepEffects(module, router, Norms(module, router), joiner=joiner)
         self._num_studies: Counter[str] = Counter()  # by name of the step
-        self._traces = Traces(module, StepTracing(module, router, self._effects, device))
+        self._traces = Traces(module, router.blocks.values(), StepTracing(module, router, self._effects, device))
 
     def learn(self, name: str, batch: Any, rest: Sequence[Any], *, size: int) -> None:
         """Run ``module.<name>(batch, *rest)`` on parts of a batch; if it fails on random numbers, nothing is learned.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_3d.pipeline.microbatches import batch_size, signature
+from lightning_3d.pipeline.microbatches import batch_size, map_lists, signature
 from lightning_3d.trace.trace import Trace
+from lightning_3d.trace.traced_lists import Looks
+from lightning_3d.trace.traced_numbers import OF_TRAINER, Decisions
 from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.trace.world_collectives import world_collectives_refused
 
@@ -43,26 +46,64 @@ class StepCall:
 
 
 class Traces:
-    """Traces steps, each kind once."""
+    """Traces steps, each kind once.
 
-    def __init__(self, module: nn.Module, tracing: StepTracing) -> None:
-        self._module, self._tracing = module, tracing
+    A kind is all that a trace depends on: the shapes of the batch, flags of modules outside of blocks, and how those
+    decisions come out that the step made by ``batch_idx``, ``current_epoch`` and ``global_step`` in earlier traces.
+    """
+
+    def __init__(self, module: LightningModule, blocks: Iterable[nn.Module], tracing: StepTracing) -> None:
+        self._module, self._blocks, self._tracing = module, frozenset(blocks), tracing
         self._known: OrderedDict[Hashable, Trace] = OrderedDict()
+        self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)  # by name of the step, as those below
+        self._looked_at: defaultdict[str, set[str]] = defaultdict(set)  # paths of lists in batches
+        self._passed_on: defaultdict[str, set[str]] = defaultdict(set)
 
     def calls(self, name: str, batches: Sequence[Any], rest: Sequence[Any]) -> list[StepCall]:
         """The calls ``module.<name>(batch, *rest)``, as the module is now."""
         # What is frozen may change while training.
         trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
-        state = name, self._module.training, torch.is_grad_enabled(), trainable
-        return [StepCall(name=name, batch=batch, rest=rest, kind=(*state, signature(batch))) for batch in batches]
+        decided = self._decisions[name].outcomes(self._numbers(rest))
+        state = name, torch.is_grad_enabled(), trainable, tuple(self._flags(self._module)), decided
+        ignored = self._passed_on[name] - self._looked_at[name]
+        return [
+            StepCall(name=name, batch=batch, rest=rest, kind=(*state, signature(batch, ignored))) for batch in batches
+        ]
 
     def trace(self, call: StepCall) -> Trace:
         """The trace of such a call."""
         return cached(self._known, call.kind, lambda: self._traced(call))
 
     def _traced(self, call: StepCall) -> Trace:
-        with world_collectives_refused():
-            return self._tracing(call.name, call.batch, call.rest)
+        looks, decisions, paths = Looks(), self._decisions[call.name], set[str]()
+
+        def watched(path: str, values: Any) -> Any:
+            paths.add(path)
+            return looks.traced(path, values)
+
+        batch = map_lists(call.batch, watched)
+        with world_collectives_refused(), looks, decisions.noted(self._numbers(call.rest)) as numbers:
+            rest = [numbers.get(_argument(i), value) for i, value in enumerate(call.rest)]
+            trace = self._tracing(call.name, batch, rest)
+        self._looked_at[call.name] |= looks.paths
+        self._passed_on[call.name] |= paths
+        return trace
+
+    def _numbers(self, rest: Sequence[Any]) -> dict[str, int]:
+        """The integers by which a step may decide."""
+        arguments = {_argument(i): value for i, value in enumerate(rest) if type(value) is int}
+        return {name: getattr(self._module, name) for name in OF_TRAINER} | arguments
+
+    def _flags(self, module: nn.Module) -> Iterator[tuple[str, bool | str]]:
+        """Attributes outside of blocks by which a step may decide."""
+        yield from ((name, value) for name, value in vars(module).items() if type(value) in (bool, str))
+        for child in module.children():
+            if child not in self._blocks:
+                yield from self._flags(child)
+
+
+def _argument(i: int) -> str:
+    return f"argument {i}"
 
 
 def cached(cache: OrderedDict[Hashable, T], key: Hashable, make: Callable[[], T]) -> T:

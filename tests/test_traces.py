@@ -1,0 +1,218 @@
+"""A step is traced anew where what its trace depends on has changed, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.pipeline.traces import Traces
+from lightning_3d.trace.traced_lists import Looks, has_numbers
+from lightning_3d.trace.traced_numbers import Decisions
+from tests.models import TinyMLP, features
+from tests.parity import QUIET, assert_same_state, whole_state
+from tests.workers import WorkerError, WorkerPools
+
+Ids = tuple[Tensor, Tensor, Any]
+
+# ---- numbers
+
+
+def test_decisions_are_made_again() -> None:
+    decisions = Decisions()
+    with decisions.noted({"step": 7, "current_epoch": 1, "global_step": 7}) as numbers:
+        step = numbers["step"]
+        assert (step + 1) % 2 == 0
+        assert not 3 - step > 0
+        assert 2 * step * 0.5 == 7.0
+        assert -step < abs(-step)
+        assert [0, 1][bool(step // 100)] == 0
+        assert L.LightningModule().global_step == 7
+    assert decisions.outcomes({"step": 7, "global_step": 7}) == (True, False, True, False, True)
+    assert decisions.outcomes({"step": 108, "global_step": 0}) == (False, False, True, True, False)
+
+
+def test_what_decides_nothing_is_not_noted() -> None:
+    decisions = Decisions()
+    with decisions.noted({"step": 7}) as numbers:
+        step = numbers["step"]
+        torch.testing.assert_close(torch.ones(2) * step + step, torch.full((2,), 14.0))
+        assert f"{step + 1}" == "8"
+        assert (0.1 * step + 1) ** 2 > 0
+        assert isinstance(step, int)
+    assert decisions.outcomes({}) == ()
+
+
+def test_values_that_decide_are_noted() -> None:
+    decisions = Decisions()
+    with decisions.noted({"step": 2}) as numbers:
+        assert {2: "two"}[numbers["step"]] == "two"
+        assert int(numbers["step"] + 1) == 3
+    assert decisions.outcomes({"step": 2}) != decisions.outcomes({"step": 3})
+    assert decisions.outcomes({"step": 2}) == decisions.outcomes({"step": 2})
+
+
+def test_decisions_that_fail_later_come_out_otherwise() -> None:
+    decisions = Decisions()
+    with decisions.noted({"step": 2}) as numbers:
+        assert 10 % numbers["step"] == 0
+    assert decisions.outcomes({"step": 0}) == (False,)
+
+
+@pytest.mark.parametrize("values", [[3, 1], (3, 1), [1.5, 2]])
+def test_looks_at_lists_are_noted(values: Any) -> None:
+    looks: dict[str, Callable[[Any], object]] = {
+        "entry": lambda v: v[0],
+        "loop": lambda v: [entry for entry in v],
+        "max": max,
+        "contains": lambda v: 3 in v,
+        "equal": lambda v: v == values,
+        "unpacking": lambda v: (lambda *entries: entries)(*v),
+        "sorted": sorted,
+        "zip": lambda v: list(zip(v, v, strict=True)),
+    }
+    for name, look in looks.items():
+        with Looks() as noted:
+            look(noted.traced("[2]", values))
+        assert noted.paths == {"[2]"}, name
+    with Looks() as noted:
+        passed = noted.traced("[2]", values)
+        assert isinstance(passed, type(values))
+        assert len(passed) == 2
+        assert torch.equal(torch.tensor(passed), torch.tensor(values))
+    assert not noted.paths
+
+
+def test_lists_of_numbers() -> None:
+    assert has_numbers([1, 2.5])
+    assert not any(map(has_numbers, ([], ["a"], [torch.ones(1)], torch.ones(2), {"a": 1})))
+
+
+# ---- steps
+
+
+class ByEpoch(TinyMLP):
+    """Leaves blocks out in the first epoch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            if self.current_epoch > 0 or i not in (1, 2):
+                x = layer(x)
+        return x
+
+
+class ByStep(TinyMLP):
+    """Has a skip connection in every other step, and another loss in every third batch."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        first, *rest, last = self.layers
+        hidden = skipped = first(batch[0])
+        for layer in rest:
+            hidden = layer(hidden)
+        hidden = hidden + skipped if self.global_step % 2 else hidden
+        loss = F.l1_loss if batch_idx % 3 == 2 else F.mse_loss
+        return loss(last(hidden), batch[1]) * (1 + 0.1 * self.global_step)
+
+
+class ByFlag(TinyMLP):
+    """Has an auxiliary loss once a hook says so."""
+
+    warms_up = True
+
+    def on_train_epoch_start(self) -> None:
+        self.warms_up = self.current_epoch == 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.warms_up else loss + 0.1 * self.layers[0](batch[0]).square().mean()
+
+
+class WithIds(TinyMLP):
+    """Weighs samples by their ids, of which the trace needs only how many there are."""
+
+    def training_step(self, batch: Ids, batch_idx: int) -> Tensor:  # type: ignore[override]
+        weights = torch.tensor(batch[2]) % 2 + 1
+        return (F.mse_loss(self(batch[0]), batch[1], reduction="none").mean(1) * weights).sum()
+
+
+class ByIds(TinyMLP):
+    """Weighs samples by what it finds in a list."""
+
+    def training_step(self, batch: Ids, batch_idx: int) -> Tensor:  # type: ignore[override]
+        weights = torch.tensor([2.0 if number > 1000 else 1.0 for number in batch[2]])
+        return (F.mse_loss(self(batch[0]), batch[1], reduction="none").mean(1) * weights).sum()
+
+
+def _with_ids(rows: list[tuple[Tensor, Tensor]]) -> Ids:
+    inputs, targets = zip(*rows, strict=True)
+    return torch.stack(inputs), torch.stack(targets), [int(1000 * row[0].abs()) for row in inputs]
+
+
+def _batches(model: type[TinyMLP]) -> DataLoader[Any]:
+    collate: Any = _with_ids if model in (WithIds, ByIds) else None
+    return DataLoader(features(32), batch_size=8, collate_fn=collate)
+
+
+def _train(model: type[TinyMLP], pipeline: bool) -> tuple[dict[str, Tensor], list[int]]:
+    numbers: list[int] = []
+    own, num_traces = Traces._traced, [0]
+
+    def counting(self: Traces, *args: Any) -> Any:
+        num_traces[0] += 1
+        return own(self, *args)
+
+    class Counts(L.Callback):
+        def on_train_epoch_end(self, *_: Any) -> None:
+            numbers.append(num_traces[0])
+
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        max_epochs=4,
+        devices=2 if pipeline else 1,
+        strategy=ThreeDStrategy(pipeline_parallel_size=2) if pipeline else "auto",
+        callbacks=[Counts()],
+        enable_checkpointing=False,
+        **QUIET,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Traces, "_traced", counting)
+        trainer.fit(model(), _batches(model), DataLoader(features(8), batch_size=8))
+    return whole_state(trainer), numbers
+
+
+@pytest.mark.parametrize("model", [ByEpoch, ByStep, ByFlag, WithIds, ByIds])
+def test_steps_that_change_train_as_in_one_process(workers: WorkerPools, model: type[TinyMLP]) -> None:
+    expected, _ = _train(model, False)
+    trained = workers(2).run(_train, model, True)
+    assert_same_state([state for state, _ in trained], expected)
+    if model is not ByIds:  # whose entries are looked at, so that each batch is one of its own
+        for _, num_traces in trained:
+            assert num_traces[2] == num_traces[3], f"traced anew in the last epoch: {num_traces}"
+
+
+class ByNumber(TinyMLP):
+    """Repeats rows as often as a number says that a hook changes."""
+
+    num_times = 1
+
+    def on_train_epoch_start(self) -> None:
+        self.num_times = 1 + self.current_epoch
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *rest = self.layers
+        hidden = first(x).repeat(self.num_times, 1).view(self.num_times, len(x), -1).mean(0)
+        for layer in rest:
+            hidden = layer(hidden)
+        return hidden  # type: ignore[no-any-return]
+
+
+def test_shapes_that_changed_since_the_trace_are_refused(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"it took another path .*: repeat returned a tensor of shape \(8, 32\)"):
+        workers(2).run(_train, ByNumber, True)
