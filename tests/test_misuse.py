@@ -210,14 +210,40 @@ class AnotherPath(TinyMLP):
     def __init__(self, after: int, only_rank: int | None = None) -> None:
         super().__init__()
         self.after, self.only_rank = after, only_rank
+        self.num_begun = 0
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.num_begun += 1
+
+    def adds_call(self, batch_idx: int) -> bool:
+        return self.num_begun == 3 and self.only_rank in (None, dist.get_rank())
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         x, targets = batch
         for index, layer in enumerate(self.layers):
             x = layer(x)
-            if index == self.after and batch_idx == 2 and self.only_rank in (None, dist.get_rank()):
+            if index == self.after and self.adds_call(batch_idx):
                 x = x.relu()
         return F.mse_loss(x, targets)
+
+
+class TracedPath(AnotherPath):
+    """Decides by the number of the batch, and the rank."""
+
+    def adds_call(self, batch_idx: int) -> bool:
+        return batch_idx == 2 and self.only_rank == dist.get_rank()
+
+
+class RanksFlag(AnotherPath):
+    """Decides by a flag that is set on one rank."""
+
+    is_told = False
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.is_told = batch_idx == 2 and self.only_rank == dist.get_rank()
+
+    def adds_call(self, batch_idx: int) -> bool:
+        return self.is_told
 
 
 class Opaque:
@@ -459,6 +485,18 @@ MISUSES = [
         error="TraceError",
         message=r"Pipeline stage 1: it took another path .*: it called relu, where the trace has layers.1 \(at",
         only_rank=1,
+    ),
+    Misuse(
+        name="another traced path on one rank",
+        model=lambda: TracedPath(after=0, only_rank=1),
+        error="TraceError",
+        message=r"training_step takes another path on pipeline stage 1 .*: its call 2 .* is relu .* has layers.1",
+    ),
+    Misuse(
+        name="another path by a flag of one rank",
+        model=lambda: RanksFlag(after=0, only_rank=0),
+        error="TraceError",
+        message=r"training_step takes another path on pipeline stage 1 .*: its call 2 .* is layers.1 .* has relu",
     ),
     Misuse(
         name="opaque output of a block",

@@ -31,7 +31,8 @@ from lightning_3d.pipeline.schedule import AroundBackward, Schedule
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.study import Study
-from lightning_3d.pipeline.traces import StepCall, Traces, cached
+from lightning_3d.pipeline.traced_alike import check_alike
+from lightning_3d.pipeline.traces import Numbers, StepCall, Traces, cached
 from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
@@ -114,7 +115,8 @@ class PipelineEngine:
         self._joiner = Joiner()
         norms = Norms(module, router, [block.fqn for block in plan.blocks if len(plan.ranks_of(block)) > 1])
         self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, joiner=self._joiner)
-        self._traces = Traces(module, router.blocks.values(), StepTracing(module, router, self._effects, device))
+        tracing = StepTracing(module, router, self._effects, device)
+        self._traces = Traces(module, router.blocks.values(), tracing, self._numbers_of_stages)
         self._study = Study(module, router, self._joiner, device)
         self._batch_loss = BatchLoss(
             plan.loss,
@@ -231,11 +233,18 @@ class PipelineEngine:
         def cut_anew() -> StageFlow:
             with self._wait(f"Tracing {call.name}"):
                 trace, stages = self._traces.trace(call), self._plan.stages_of_calls
+            check_alike(trace, call.name, self._group)
             flow = cut(trace, stages, self._plan.num_stages, with_tail=with_tail)
             check_gradients(flow)
             return flow
 
         return cached(self._flows, (with_tail, call.kind), cut_anew)
+
+    def _numbers_of_stages(self, numbers: Numbers) -> tuple[Numbers, ...]:
+        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        everyone = own.new_empty(dist.get_world_size(self._group), len(numbers))
+        dist.all_gather(list(everyone.unbind()), own, group=self._group)
+        return tuple((state, lists) for state, lists in everyone.tolist())
 
     def _schedule(self, step: PipelineStep) -> Schedule:
         forwards_first = step.tail is not None and step.tail.trains

@@ -216,7 +216,7 @@ class LossStudy:
         """The same call on the halves of another batch, and on the whole of it."""
         size = batch_size(batch)
         ends = (0, size // 2), (size // 2, size), (0, size)
-        return self._traces.calls(call.name, [samples_of(batch, *of_part) for of_part in ends], call.rest)
+        return [replace(call, batch=samples_of(batch, *of_part)) for of_part in ends]
 
     def _find(self, call: StepCall, size: int, *, trains: bool) -> LossFound | None:
         self._trials.fits = {}

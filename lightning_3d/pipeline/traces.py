@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,6 +21,9 @@ from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.trace.world_collectives import world_collectives_refused
 
 T = TypeVar("T")
+Numbers = tuple[int, int]
+"""What a trace depends on besides the batch, in a number that means something to this process alone; and the paths of
+lists whose entries no step looks at, in one that means the same to all."""
 
 _MAX_CACHED = 64
 
@@ -32,8 +37,15 @@ class StepCall:
     batch: Any
     rest: Sequence[Any]
     """Its further arguments."""
-    kind: Hashable
-    """All that its trace depends on."""
+    state: Hashable
+    """All that its trace depends on besides the batch."""
+    ignored: frozenset[str] = frozenset()
+    """Paths of lists of numbers in the batch whose entries it does not look at."""
+
+    @cached_property
+    def kind(self) -> Hashable:
+        """All that its trace depends on."""
+        return self.name, self.state, signature(self.batch, self.ignored)
 
     @property
     def size(self) -> int:
@@ -50,10 +62,20 @@ class Traces:
 
     A kind is all that a trace depends on: the shapes of the batch, flags of modules outside of blocks, and how those
     decisions come out that the step made by ``batch_idx``, ``current_epoch`` and ``global_step`` in earlier traces.
+
+    Args:
+        blocks: Of the module.
+        gathered: Gives numbers of all ranks that trace the same steps, so that kinds are new to all at the same time.
     """
 
-    def __init__(self, module: LightningModule, blocks: Iterable[nn.Module], tracing: StepTracing) -> None:
-        self._module, self._blocks, self._tracing = module, frozenset(blocks), tracing
+    def __init__(
+        self,
+        module: LightningModule,
+        blocks: Iterable[nn.Module],
+        tracing: StepTracing,
+        gathered: Callable[[Numbers], Sequence[Numbers]] = lambda numbers: (numbers,),
+    ) -> None:
+        self._module, self._blocks, self._tracing, self._gathered = module, frozenset(blocks), tracing, gathered
         self._known: OrderedDict[Hashable, Trace] = OrderedDict()
         self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)  # by name of the step, as those below
         self._looked_at: defaultdict[str, set[str]] = defaultdict(set)  # paths of lists in batches
@@ -64,11 +86,13 @@ class Traces:
         # What is frozen may change while training.
         trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
         decided = self._decisions[name].outcomes(self._numbers(rest))
-        state = name, torch.is_grad_enabled(), trainable, tuple(self._flags(self._module)), decided
-        ignored = self._passed_on[name] - self._looked_at[name]
-        return [
-            StepCall(name=name, batch=batch, rest=rest, kind=(*state, signature(batch, ignored))) for batch in batches
-        ]
+        flags = tuple(self._flags(self._module))
+        ignored = frozenset(self._passed_on[name] - self._looked_at[name])
+        own = hash((torch.is_grad_enabled(), trainable, flags, decided)), crc32(repr(sorted(ignored)).encode())
+        state = self._gathered(own)
+        if len({lists for _, lists in state}) > 1:
+            ignored = frozenset()
+        return [StepCall(name=name, batch=batch, rest=rest, state=state, ignored=ignored) for batch in batches]
 
     def trace(self, call: StepCall) -> Trace:
         """The trace of such a call."""
