@@ -22,8 +22,8 @@ from lightning_3d.trace.world_collectives import world_collectives_refused
 
 T = TypeVar("T")
 Numbers = tuple[int, int]
-"""What a trace depends on besides the batch, in a number that means something to this process alone; and the paths of
-lists whose entries no step looks at, in one that means the same to all."""
+"""A number for all that a trace depends on besides the batch, to compare in this process alone; and one for the paths of
+lists whose entries a step does not look at, the same on all ranks."""
 
 _MAX_CACHED = 64
 
