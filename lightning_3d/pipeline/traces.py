@@ -22,8 +22,8 @@ from lightning_3d.trace.world_collectives import world_collectives_refused
 
 T = TypeVar("T")
 Numbers = tuple[int, int]
-"""A number for all that a trace depends on besides the batch, to compare in this process alone; and one for the paths of
-lists whose entries a step does not look at, the same on all ranks."""
+"""A number for all that a trace depends on besides the batch, to compare in this process alone; and one for the paths
+of lists whose entries a step does not look at, the same on all ranks."""
 
 _MAX_CACHED = 64
 
