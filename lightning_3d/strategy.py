@@ -449,6 +449,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._local_steps.end_failed()
         self._num_steps += 1
         self._parts.zero.begin_forward()
+        self._parts.buffers.before_step(are_due_after=not self._accumulating)
         batch, *rest = (*args, *kwargs.values())
         batch = self._parts.guard(batch)
         with self._stepping(), self._precision.train_step_context():
@@ -473,6 +474,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._met.pass_point()
         self._num_steps += 1
         self._parts.zero.begin_forward()
+        self._parts.buffers.before_step(are_due_after=False)
         # DTensors do not survive inference mode.
         with self._stepping(), torch.inference_mode(False), torch.no_grad():
             batch = self._parts.guard(detached_from_inference(batch))

@@ -41,6 +41,7 @@ from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.held_parts import holds_parts
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
+from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.stage_calls import StageCalls
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
@@ -62,6 +63,7 @@ class ParallelModel:
     router: Router
     """Routes the blocks' calls; to be installed while the Trainer runs."""
     guard: BatchGuard
+    buffers: SharedBuffers
     runner: StepRunner
 
     def with_optimizers(
@@ -178,7 +180,10 @@ def make_parallel(
         )
     precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
     guard = BatchGuard(config.batch, mesh, device)
-    return ParallelModel(plan=plan, zero=zero, gradients=gradients, guard=guard, router=router, runner=runner)
+    buffers = SharedBuffers(module, mesh, device)
+    return ParallelModel(
+        plan=plan, zero=zero, gradients=gradients, guard=guard, buffers=buffers, router=router, runner=runner
+    )
 
 
 def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -> None:

@@ -1,0 +1,104 @@
+"""Buffers that steps change are the first replica's in all replicas, as under Lightning's DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_3d import ThreeDStrategy
+from tests.models import TinyMLP, features, loader
+from tests.parity import QUIET
+from tests.workers import WorkerPools
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Normalised(TinyMLP):
+    """Computes with buffers that it changes: a norm's statistics and a running centre, with a counter and flags."""
+
+    count: Tensor
+    centre: Tensor
+    is_seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.05)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("centre", torch.zeros(8))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("is_seen", torch.zeros(3, dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(self.norm(x) - 0.1 * self.centre)
+        return made
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.centre.mul_(0.5).add_(batch[0].detach().mean(0), alpha=0.5)
+        self.count += int(batch[0].sum() > 0) + 1
+        self.is_seen[batch_idx % 3] = bool(batch[0][0, 0] > 0)
+        return super().training_step(batch, batch_idx)
+
+
+def run(strategy: str, settings: dict[str, Any], accumulate: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    L.seed_everything(1, verbose=False)
+    made = ThreeDStrategy(zero=settings) if strategy == "3d" else strategy
+    trainer = L.Trainer(
+        strategy=made,
+        devices=2,
+        max_epochs=2,
+        enable_checkpointing=False,
+        accumulate_grad_batches=accumulate,
+        **QUIET,
+    )
+    module, samples = Normalised(), features(32)
+    batches = loader(samples, global_batch_size=8, data_parallel_size=2)
+    trainer.fit(module, batches, batches)
+    seen = {name: torch.as_tensor(value).clone() for name, value in trainer.callback_metrics.items()}
+    return seen, {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def in_both(stage: int, accumulate: int) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return [run("ddp", {}, accumulate), run("3d", {"stage": stage}, accumulate)]
+
+
+@pytest.mark.parametrize(("stage", "accumulate"), [(0, 1), (1, 2), (3, 1)])
+def test_replicas_have_the_buffers_of_ddp(workers: WorkerPools, stage: int, accumulate: int) -> None:
+    ranks = workers(2).run(in_both, stage, accumulate)
+    for (metrics, buffers), (seen, made) in ranks:
+        torch.testing.assert_close(seen, metrics, atol=1e-5, rtol=0)
+        torch.testing.assert_close(made, buffers, atol=1e-5, rtol=0)
+    of_ranks = [made for _, (_, made) in ranks]
+    torch.testing.assert_close(of_ranks[0], of_ranks[1], atol=0, rtol=0)
+
+
+def fit_one_rank_replaced(stage: int) -> dict[str, Tensor]:
+    """The first replica's buffer has another shape than the others expect, which keep theirs."""
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        strategy=ThreeDStrategy(zero={"stage": stage}), devices=2, max_steps=2, enable_checkpointing=False, **QUIET
+    )
+    module = Replacing()
+    trainer.fit(module, loader(features(32), global_batch_size=8, data_parallel_size=2))
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+class Replacing(TinyMLP):
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.full((2,), 7.0))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if self.global_rank == 0:
+            self.table = torch.zeros(5)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_of_another_shape_is_left_alone(workers: WorkerPools) -> None:
+    first, second = workers(2).run(fit_one_rank_replaced, 1)
+    assert first["table"].tolist() == [0.0] * 5
+    assert second["table"].tolist() == [7.0, 7.0]
