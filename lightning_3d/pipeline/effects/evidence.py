@@ -34,6 +34,7 @@ class Evidence:
         """Called at most once, to show more of the numbers that the present step gives."""
         self._kinds: dict[str, _Kind] = {}
         self._are_rows: dict[str, bool] = {}
+        self._row_dims: dict[str, int | None] = {}
         self._kept: set[str] = set()  # names whose equal values were taken for constant
 
     def kind(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> _Kind | None:
@@ -63,6 +64,30 @@ class Evidence:
             self._kept.add(name)
         return kind
 
+    def row_dim(self, tensors: Sequence[Tensor], sizes: Sequence[int], name: str) -> int | None:
+        """The dimension in which tensors have entries for each sample, as many for all; None if they have none."""
+        later = self._later_row_dim([tensor.shape for tensor in tensors], sizes, name)
+        if later is not None or any(tensor.ndim == 0 for tensor in tensors):
+            return later
+        return 0 if self.are_rows(tensors, sizes, name, unknown=True) else None
+
+    def _later_row_dim(self, shapes: Sequence[torch.Size], sizes: Sequence[int], name: str) -> int | None:
+        """As ``row_dim``, but for the first dimension (time first, or layers, and then samples)."""
+        if len({len(shape) for shape in shapes}) > 1:
+            return None
+        lengths = list(zip(*shapes, strict=True))  # by dimension
+        fitting = [dim for dim, of_dim in enumerate(lengths) if _are_proportional(of_dim, sizes)]
+        later = [dim for dim in fitting if dim > 0]
+        if len(set(sizes)) > 1:
+            differing = [dim for dim, of_dim in enumerate(lengths) if len(set(of_dim)) > 1]
+            self._row_dims[name] = differing[0] if len(differing) == 1 and differing == fitting else None
+        elif name not in self._row_dims and (
+            (later and 0 not in fitting) or any(lengths[dim][0] == sizes[0] for dim in later)
+        ):
+            self._learn()
+        found = self._row_dims.get(name)
+        return found if found in later else None
+
     def are_rows(self, values: Sequence[Sized], sizes: Sequence[int], name: str, *, unknown: bool) -> bool:
         """Whether tensors or lists have entries for each sample, as many for all.
 
@@ -71,8 +96,7 @@ class Evidence:
             unknown: What holds if they fit, and have not been seen in microbatches of several sizes.
         """
         lengths = [len(value) for value in values]
-        ratios = {divmod(length, size) for length, size in zip(lengths, sizes, strict=True)}
-        fit = len(ratios) == 1 and all(rest == 0 < each for each, rest in ratios)
+        fit = _are_proportional(lengths, sizes)
         if len(set(sizes)) > 1 and (fit or len(set(lengths)) == 1):
             self._are_rows[name] = fit
         if fit and name not in self._are_rows and (not unknown or all(_is_equal(value, values[0]) for value in values)):
@@ -97,6 +121,12 @@ def unknown_number(values: Sequence[Number], sizes: Sequence[int], name: str) ->
         f"{name} is {_listed(values)} in the microbatches of a batch, of {_listed(sizes)} samples: a constant, or a"
         f" count of something of which the batch has the sum; which of them is unknown. {_FIX}"
     )
+
+
+def _are_proportional(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether there are as many entries for each sample."""
+    ratios = {divmod(length, size) for length, size in zip(lengths, sizes, strict=True)}
+    return len(ratios) == 1 and all(rest == 0 < each for each, rest in ratios)
 
 
 def _listed(values: Sequence[Number]) -> str:

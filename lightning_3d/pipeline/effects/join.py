@@ -5,8 +5,9 @@
     integers                       kept if constant, else the sum: see ``evidence.py``
     anything else                  must be equal
 
-Rows are tensors whose dimension 0 is the number of samples, or the same multiple of it, in every microbatch, and lists
-whose length is the number of samples.
+Rows are tensors of which a dimension is the number of samples, or the same multiple of it, in every microbatch, and
+lists whose length is the number of samples. Whether another dimension than 0 counts samples shows in microbatches of
+two sizes.
 """
 
 from __future__ import annotations
@@ -137,9 +138,9 @@ class Joiner:
 
     def _tensors(self, tensors: Sequence[Tensor], sizes: Sequence[int], name: str) -> Tensor:
         first = tensors[0]
-        has_rows = all(tensor.ndim > 0 for tensor in tensors)
-        if has_rows and self.evidence.are_rows(tensors, sizes, name, unknown=True):
-            return torch.cat(list(tensors))
+        dim = self.evidence.row_dim(tensors, sizes, name)
+        if dim is not None:
+            return torch.cat(list(tensors), dim)
         if any(tensor.shape != first.shape for tensor in tensors):
             raise _differ(name, [tuple(tensor.shape) for tensor in tensors], "shapes")
         if first.is_floating_point() or first.is_complex():
