@@ -30,12 +30,14 @@ from lightning_3d.checkpoint import (
     hooks_see_saving,
     is_sharded_checkpoint,
     load_full,
+    load_optimizers,
     load_sharded,
     optimizer_state,
     read_full,
     read_sharded,
     remove_sharded,
     save_sharded,
+    saved_optimizers,
     shown_parts,
     shown_whole,
     states_apart,
@@ -59,7 +61,7 @@ from lightning_3d.distributed.mesh import (
     warn_of_slow_groups,
 )
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
-from lightning_3d.model.deferred import defer_init
+from lightning_3d.model.deferred import defer_init, has_deferred
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
@@ -69,7 +71,7 @@ from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import lay_out_copies
-from lightning_3d.trainer.finetuning import finetuning_joined, groups_restored
+from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
 from lightning_3d.trainer.launcher import Launcher
@@ -159,6 +161,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._trained_with: list[Optimizer] = []  # that have them now
         self._saved_state: dict[str, Any] = {}  # of the model, as the Trainer got it last for a checkpoint
         self._restores: Folder | None = None  # the folder that is being restored
+        self._restores_late: bool | None = None  # after setup; known once the model is built
         self._is_stepping = False  # inside of a step method of the user's
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
@@ -267,6 +270,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._restores_late = None
         shape = self._shape
         if shape.dp > 1:  # as DDP does; a single replica goes on with the random numbers of one process
             reset_seed()
@@ -672,12 +676,10 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
+        """Before it, as with DDP, unless the model gets its weights in setup: there is nothing to restore before."""
+        if self._restores_late is None:
+            self._restores_late = self._parallel is None and has_deferred(self._module)
+        return self._restores_late
 
     @property
     def _saves_folders(self) -> bool:
@@ -753,6 +755,8 @@ class ThreeDStrategy(ParallelStrategy):
             self._restores, rest = read_sharded(path, weights_only=weights_only)
             checkpoint = states_read(rest, self._restores, self._module)
             checkpoint["state_dict"] = SavedState(self._restores, ("state_dict",))
+            if "lr_schedulers" in rest:  # they are saved with the optimizers
+                checkpoint["optimizer_states"] = saved_optimizers(self._restores)
         elif lightning_helpers.has_own_io(self):
             checkpoint = super().load_checkpoint(str(checkpoint_path), weights_only=weights_only)
         else:
@@ -769,28 +773,22 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        shards, folder = self._parts.zero.shards, self._restores
-        if self._restored:
-            trainer = self._module.trainer
-            groups_restored(trainer, lightning_helpers.callbacks_of(trainer), checkpoint)
+        folder = self._restores
         if folder is None:
-            load_full(checkpoint, self._module, self._restored, strict=strict, shards=shards)
+            load_full(checkpoint["state_dict"], self._module, strict=strict)
             return
         state = checkpoint["state_dict"]
         unread, changed = state.split() if isinstance(state, SavedState) else ((), state)
-        load_sharded(folder, self._module, self._restored, strict=strict, unread=unread, changed=changed, shards=shards)
+        load_sharded(folder, self._module, strict=strict, unread=unread, changed=changed)
         if has_further(folder):  # callbacks that average weights go on from what was loaded
             assert isinstance(checkpoint, dict)
             checkpoint["state_dict"] = state_of(self._module)
 
-    @property
-    def _restored(self) -> list[Optimizer]:
-        """The optimizers that a checkpoint restores."""
-        return self.optimizers if self._module.trainer.state.fn == TrainerFn.FITTING else []
-
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: they were restored with the model."""
+        if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew
+            shards, strict = self._parts.zero.shards, self._module.strict_loading
+            load_optimizers(states, self._module, self.optimizers, strict=strict, shards=shards)
 
     # ---- the model's place
 

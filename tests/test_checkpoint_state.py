@@ -10,7 +10,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from lightning_3d.checkpoint import (
     full_optimizer_state,
     is_sharded_checkpoint,
     load_full,
+    load_optimizers,
     load_sharded,
     model_state,
     optimizer_state,
@@ -38,10 +41,12 @@ from lightning_3d.checkpoint import (
     read_sharded,
     remove_sharded,
     save_sharded,
+    saved_optimizers,
 )
 from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.errors import CheckpointError
+from tests.checkpoints import restore_folder, restore_full
 from tests.workers import WorkerError, WorkerPools
 
 # -------------------------------------------------------------------------------------------------------------- model
@@ -257,12 +262,12 @@ def load(layouts: list[Layout], folder: Path) -> list[int]:
             if layout.shard * layout.replicate * layout.tp > 1:
                 assert placements
             if is_sharded:
-                opened, rest = read_sharded(folder / "sharded")
-                load_sharded(opened, model, optimizers, strict=True)
+                restore_folder(folder / "sharded", model, optimizers)
+                _, rest = read_sharded(folder / "sharded")
                 assert rest == {"epoch": 3}
             else:
                 checkpoint = read_full(folder / "full.ckpt", weights_only=True)
-                load_full(checkpoint, model, optimizers, strict=True)
+                restore_full(checkpoint, model, optimizers)
             counts.append(check(model, optimizers))
             assert placements == {fqn: p.placements for fqn, p in model.named_parameters() if isinstance(p, DTensor)}
             absent = [all(p.is_meta for p in block.parameters()) for block in model.blocks]
@@ -378,7 +383,7 @@ def through_layout(layout: Layout, source: Path, target: Path) -> None:
     module.model = model
     optimizer = AdamW(module.parameters(), lr=0.7)
     checkpoint = read_full(source, weights_only=False)
-    load_full(checkpoint, module, [optimizer], strict=True)
+    restore_full(checkpoint, module, [optimizer])
     checkpoint = dict(checkpoint)
     checkpoint["state_dict"] = full_model_state(module, pp)
     checkpoint["optimizer_states"] = [full_optimizer_state(module, optimizer, pp)]
@@ -425,7 +430,7 @@ def load_consolidated(path: Path) -> None:
     model, _ = build(Layout(pp=2))
     optimizers = build_optimizers(model)
     states = [{"state": {}, **checkpoint[f"optimizer_{i}"]} for i in range(len(optimizers))]
-    load_full({**checkpoint, "optimizer_states": states}, model, optimizers, strict=True)
+    restore_full({**checkpoint, "optimizer_states": states}, model, optimizers)
     check(model, optimizers)
 
 
@@ -440,7 +445,7 @@ def save_and_load_untrained(layout: Layout, folder: Path) -> None:
     full_states = [[full_optimizer_state(model, optimizer, pp) for optimizer in optimizers]]
     dist.broadcast_object_list(full_states)
     trained, trained_optimizers, _ = prepare(layout)
-    load_sharded(read_sharded(folder)[0], trained, trained_optimizers, strict=True)
+    restore_folder(folder, trained, trained_optimizers)
     for expected, value in zip(model.parameters(), trained.parameters(), strict=True):
         if not value.is_meta:
             assert torch.equal(full_value(expected), full_value(value))
@@ -450,8 +455,8 @@ def save_and_load_untrained(layout: Layout, folder: Path) -> None:
     assert own
 
     trained, trained_optimizers, _ = prepare(layout)
-    checkpoint = {"state_dict": trained.state_dict(), "optimizer_states": full_states[0]}
-    load_full({**checkpoint, "state_dict": gathered(trained, pp)}, trained, trained_optimizers, strict=True)
+    checkpoint = {"state_dict": gathered(trained, pp), "optimizer_states": full_states[0]}
+    restore_full(checkpoint, trained, trained_optimizers)
     assert not trained_optimizers[0].state
 
 
@@ -480,10 +485,10 @@ def overwrite(folder: Path) -> None:
 
 def load_overwritten(folder: Path) -> None:
     model, _ = build(Layout())
-    load_sharded(read_sharded(folder / "sharded")[0], model, [], strict=True)
+    restore_folder(folder / "sharded", model)
     optimizers = build_optimizers(model)
     with pytest.raises(CheckpointError, match="save_weights_only"):
-        load_sharded(read_sharded(folder / "sharded")[0], model, optimizers, strict=True)
+        restore_folder(folder / "sharded", model, optimizers)
 
 
 def test_replaces_a_checkpoint_and_nothing_else(workers: WorkerPools, tmp_path: Path) -> None:
@@ -504,7 +509,7 @@ def restore_in_pieces(folder: Path) -> None:
     source, target, other = fused(full), fused(-full), fused(-full)
     assert source.weight.to_local()[:, 0].tolist() == [x + 4 * dist.get_rank() for x in (0, 2, 8, 10, 16, 18)]
     save_sharded(folder, {"state_dict": model_state(source)}, None)
-    load_sharded(read_sharded(folder)[0], target, [], strict=True)
+    restore_folder(folder, target)
     fill(other.weight, full)
     for module in (target, other):
         assert torch.equal(module.weight.to_local(), source.weight.to_local())
@@ -518,7 +523,7 @@ def test_weight_sharded_in_pieces(workers: WorkerPools, tmp_path: Path) -> None:
 
 
 def load_plain(folder: Path, module: nn.Linear) -> None:
-    load_sharded(read_sharded(folder)[0], module, [], strict=True)
+    restore_folder(folder, module)
     assert torch.equal(module.weight, torch.arange(24.0).reshape(12, 2))
 
 
@@ -532,7 +537,7 @@ def shard_pieces_again(folder: Path) -> None:
     for action in (
         lambda: save_sharded(folder, {"state_dict": model_state(module)}, None),
         lambda: full_model_state(module, None),
-        lambda: load_full({"state_dict": {"weight": full}}, module, [], strict=True),
+        lambda: load_full({"weight": full}, module, strict=True),
     ):
         with pytest.raises(CheckpointError, match=r"weight has placements .* sharded in pieces and sharded again"):
             action()
@@ -558,10 +563,17 @@ def load_what_does_not_fit(layout: Layout, folder: Path) -> None:
 
     def raises(model: nn.Module, optimizers: list[Optimizer], match: str, strict: bool = True) -> None:
         before = {fqn: full_value(value).clone() for fqn, value in tensors(model).items()}
-        with pytest.raises(CheckpointError, match=match):
-            load_sharded(read_sharded(folder / "sharded")[0], model, optimizers, strict=strict)
-        with pytest.raises(CheckpointError, match=match):
-            load_full(full, model, optimizers, strict=strict)
+        opened, _ = read_sharded(folder / "sharded")
+        loads: list[Callable[[], None]] = [
+            lambda: load_sharded(opened, model, strict=strict),
+            lambda: load_full(full["state_dict"], model, strict=strict),
+        ]
+        if optimizers:
+            states = (saved_optimizers(opened), full["optimizer_states"])
+            loads = [partial(load_optimizers, saved, model, optimizers, strict=strict) for saved in states]
+        for load_it in loads:
+            with pytest.raises(CheckpointError, match=match):
+                load_it()
         assert unchanged(model, before)
 
     short, _ = build(layout, num_blocks=2)
@@ -590,9 +602,9 @@ def load_what_matches(layout: Layout, folder: Path) -> None:
     for is_sharded in (True, False):
         model, _ = build(layout, num_blocks=8)
         if is_sharded:
-            load_sharded(read_sharded(folder / "sharded")[0], model, [], strict=False)
+            load_sharded(read_sharded(folder / "sharded")[0], model, strict=False)
         else:
-            load_full(read_full(folder / "full.ckpt", weights_only=True), model, [], strict=False)
+            load_full(read_full(folder / "full.ckpt", weights_only=True)["state_dict"], model, strict=False)
         loaded = [fqn for fqn, value in tensors(model).items() if torch.equal(full_value(value), expected(fqn, value))]
         assert any(fqn.startswith("blocks.2.") for fqn in tensors(model)) == any("blocks.2." in fqn for fqn in loaded)
         assert "embed.weight" in loaded
@@ -613,7 +625,7 @@ def test_checkpoint_that_does_not_fit(name: str, workers: WorkerPools, tmp_path:
 def read_what_is_not_there(folder: Path) -> None:
     model, pp = build(Layout(pp=2))
     with pytest.raises(CheckpointError, match="not a complete checkpoint folder"):
-        load_sharded(read_sharded(folder)[0], model, [], strict=True)
+        restore_folder(folder, model)
     with pytest.raises(FileNotFoundError, match=r"Could not read .*nothing.ckpt .*No such file") as found:
         read_full(folder / "nothing.ckpt", weights_only=True)
     assert isinstance(found.value, CheckpointError)
@@ -626,7 +638,7 @@ def read_what_is_not_there(folder: Path) -> None:
         next(iter((folder / "good").glob("__1_*.distcp"))).unlink()
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"Could not read the checkpoint .*FileNotFoundError"):
-        load_sharded(read_sharded(folder / "good")[0], model, [], strict=True)
+        restore_folder(folder / "good", model)
     assert is_sharded_checkpoint(folder / "good")
     with pytest.raises(CheckpointError, match=r"meta.pt .*pickle"):
         save_sharded(folder / "bad", {"state_dict": model_state(model), "callback": lambda: None}, pp)

@@ -23,11 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.checkpoint import (
     full_model_state,
     full_optimizer_state,
-    load_full,
-    load_sharded,
     model_state,
     optimizer_state,
-    read_sharded,
     save_sharded,
 )
 from lightning_3d.checkpoint.box import full_value
@@ -43,6 +40,7 @@ from lightning_3d.tensor import (
     verify_block,
 )
 from lightning_3d.tensor.placement import Shard, marked
+from tests.checkpoints import restore_folder, restore_full
 from tests.collectives import Collectives, planned
 from tests.models import ADAM_EPS, Block
 from tests.test_tensor_plan import (
@@ -386,10 +384,10 @@ def _saved_and_loaded(writer: int, reader: int) -> list[float]:
         other, other_optimizer = _fused_net(reader)
         nn.init.zeros_(other.blocks[0].get_parameter("qkv.weight"))
         if way == "folder":
-            load_sharded(read_sharded(Path("folder").absolute())[0], other, [other_optimizer], strict=True)
+            restore_folder(Path("folder").absolute(), other, [other_optimizer])
         else:
             assert files[0] is not None
-            load_full(files[0], other, [other_optimizer], strict=True)
+            restore_full(files[0], other, [other_optimizer])
         _step(other, other_optimizer)
         values = model_state(other)
         pairs = [(value, values[fqn]) for fqn, value in dense.state_dict().items()]

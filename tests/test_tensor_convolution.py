@@ -18,11 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.checkpoint import load_sharded, model_state, optimizer_state, read_sharded, save_sharded
+from lightning_3d.checkpoint import model_state, optimizer_state, save_sharded
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block
 from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import Role
+from tests.checkpoints import restore_folder
 from tests.collectives import Collectives, Sent, by_kind, planned
 from tests.models import ADAM_EPS
 from tests.workers import WorkerPools
@@ -686,7 +687,7 @@ def _saved_and_loaded(writer: int, reader: int) -> float:
     )
     other, other_optimizer = _net(reader)
     nn.init.zeros_(other.blocks[1].get_buffer("layers.1.running_mean"))
-    load_sharded(read_sharded(Path("folder").absolute())[0], other, [other_optimizer], strict=True)
+    restore_folder(Path("folder").absolute(), other, [other_optimizer])
     for trained in ((dense, dense_optimizer), (dense, dense_optimizer), (other, other_optimizer)):
         _train(*trained)
     values = model_state(other)

@@ -18,6 +18,7 @@ from lightning_3d.checkpoint.folder import (
     save_sharded,
 )
 from lightning_3d.checkpoint.further_states import states_apart, states_read, states_whole
+from lightning_3d.checkpoint.optimizer_states import load_optimizers, saved_optimizers
 from lightning_3d.checkpoint.own_state import model_state, optimizer_state
 from lightning_3d.checkpoint.saved_state import SavedState
 from lightning_3d.checkpoint.shown_state import hooks_see_saving, shown_parts, shown_whole
@@ -31,6 +32,7 @@ __all__ = [
     "hooks_see_saving",
     "is_sharded_checkpoint",
     "load_full",
+    "load_optimizers",
     "load_sharded",
     "model_state",
     "optimizer_state",
@@ -39,6 +41,7 @@ __all__ = [
     "read_sharded",
     "remove_sharded",
     "save_sharded",
+    "saved_optimizers",
     "shown_parts",
     "shown_whole",
     "states_apart",

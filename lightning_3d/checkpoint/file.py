@@ -10,7 +10,7 @@ point-to-point from the stage that owns it to rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.box import TensorInfo, check_placements, empty_state, fill, full_value
+from lightning_3d.checkpoint.box import TensorInfo, check_placements, full_value
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.match import by_fqn, check_groups, check_model, check_num_optimizers
+from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
     Key,
     exchange,
@@ -34,9 +34,7 @@ from lightning_3d.checkpoint.own_state import (
     parameter_fqns,
     rank_on,
     restore_model,
-    restore_optimizer,
     state_of,
-    stepped_parameters,
     tied_fqns,
     unwrapped,
 )
@@ -182,71 +180,24 @@ def read_full(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     return checkpoint
 
 
-def load_full(
-    checkpoint: Mapping[str, Any],
-    module: nn.Module,
-    optimizers: Sequence[Optimizer | LightningOptimizer],
-    *,
-    strict: bool,
-    shards: Shards = NO_SHARDS,
-) -> None:
-    """Take this rank's part of a full checkpoint, written by any layout or by a plain single-process Trainer.
+def load_full(saved: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+    """Take this rank's part of the full state of a model, written by any layout or by a plain single-process Trainer.
 
     Args:
-        checkpoint: With "state_dict" (full tensors by FQN) and, if there are `optimizers`, "optimizer_states" (keyed by
-            torch's indices, or by FQN).
+        saved: Full tensors by FQN.
         module: The whole module; blocks of other stages are on the meta device and stay so.
-        optimizers: The optimizers to restore; none for evaluation.
         strict: Whether all FQNs must match; shapes must in any case.
-        shards: As in `optimizer_state`.
 
     Raises:
         CheckpointError: The checkpoint does not fit; on all ranks, before anything is changed.
 
     """
     own = model_state(module)
-    states: list[dict[str, Any]] = []
     with failing_alike("load the checkpoint"):
         check_placements(own)
-        saved = checkpoint["state_dict"]
         check_model(
             {fqn: TensorInfo.of(value) for fqn, value in saved.items()},
             {fqn: TensorInfo.of(value) for fqn, value in state_of(module).items()},
             strict=strict,
         )
-        if optimizers:
-            check_num_optimizers(len(checkpoint.get("optimizer_states", [])), len(optimizers))
-        for i, optimizer in enumerate(optimizers):
-            full = checkpoint["optimizer_states"][i]
-            states.append(_own_part(full, module, optimizer, shards, index=i, strict=strict))
     restore_model(module, filled_from(saved, own, module))
-    for optimizer, state in zip(optimizers, states, strict=True):
-        restore_optimizer(module, optimizer, state, shards)
-
-
-def _own_part(
-    full: Mapping[str, Any],
-    module: nn.Module,
-    optimizer: Optimizer | LightningOptimizer,
-    shards: Shards,
-    *,
-    index: int,
-    strict: bool,
-) -> dict[str, Any]:
-    """The part of an optimizer's full state that belongs to this rank's parameters, by FQN."""
-    groups = optimizer_state(module, optimizer)["param_groups"]
-    saved = by_fqn(full, groups, optimizer=index)
-    check_groups(saved["param_groups"], groups, optimizer=index, strict=strict)
-    state: dict[str, dict[str, Any]] = {}
-    for fqn, parameter in stepped_parameters(module, optimizer, shards).items():
-        if fqn in saved["state"]:
-            state[fqn] = {name: _part_of(value, parameter, shards) for name, value in saved["state"][fqn].items()}
-    return {"state": state, "param_groups": saved["param_groups"]}
-
-
-def _part_of(value: object, parameter: nn.Parameter, shards: Shards) -> object:
-    if not isinstance(value, Tensor):
-        return value
-    part = empty_state(parameter, TensorInfo(shape=tuple(value.shape), dtype=value.dtype), shards)
-    fill(part, value)
-    return part

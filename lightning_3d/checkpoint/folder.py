@@ -21,7 +21,6 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -29,25 +28,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.box import TensorInfo, as_box, check_placements, empty_state, take_box
+from lightning_3d.checkpoint.box import TensorInfo, as_box, check_placements, take_box
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.match import check_groups, check_model, check_num_optimizers
+from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
     exchange,
     filled_from,
     model_state,
-    optimizer_state,
     owners,
     rank_on,
     restore_model,
-    restore_optimizer,
     state_of,
-    stepped_parameters,
 )
 from lightning_3d.errors import CheckpointError
-from lightning_3d.zero.shard import NO_SHARDS, Shards
 
 TreePath = tuple[str | int, ...]
 
@@ -183,48 +177,33 @@ def read_sharded(path: Path, *, weights_only: bool | None = None) -> tuple[Folde
 def load_sharded(
     folder: Folder,
     module: nn.Module,
-    optimizers: Sequence[Optimizer | LightningOptimizer],
     *,
     strict: bool,
     unread: Collection[str] | None = None,
     changed: Mapping[str, Any] = MappingProxyType({}),
-    shards: Shards = NO_SHARDS,
 ) -> None:
-    """Read a checkpoint folder into `module` and `optimizers`; a collective of all ranks.
+    """Read the model's state in a checkpoint folder into `module`; a collective of all ranks.
 
     Args:
         module: The whole module; blocks of other stages are on the meta device and stay so.
-        optimizers: The optimizers to restore; none for evaluation.
         strict: Whether all FQNs must match; shapes must in any case.
         unread: Names in the model's state that are read from the folder; all by default.
         changed: Whole values of others, by FQN.
-        shards: As in `optimizer_state`.
 
     Raises:
         CheckpointError: The folder can't be read or does not fit; on all ranks. If it does not fit, nothing is changed.
 
     """
-    path = folder.location
-    sections = folder.optimizer_sections() if optimizers else []
-    groups = folder.read_groups(sections)
     own = model_state(module)
     room: dict[TreePath, Any] = {}
-    with failing_alike(f"load the checkpoint {path}"):
+    with failing_alike(f"load the checkpoint {folder.location}"):
         check_placements(own)
         wanted = {fqn: TensorInfo.of(value) for fqn, value in state_of(module).items()}
         found = {fqn: info for fqn, info in folder.model_tensors().items() if unread is None or fqn in unread}
         check_model(found | {fqn: TensorInfo.of(value) for fqn, value in changed.items()}, wanted, strict=strict)
-        if optimizers:
-            check_num_optimizers(len(sections), len(optimizers))
-        for i, (section, optimizer) in enumerate(zip(sections, optimizers, strict=True)):
-            check_groups(groups[i], optimizer_state(module, optimizer)["param_groups"], optimizer=i, strict=strict)
-            room.update(folder.room_for_state(section, module, optimizer, shards))
         room.update(folder.room_for_model({fqn: value for fqn, value in own.items() if fqn in found}))
     loaded = folder.read(room)
     restore_model(module, {**loaded.get(MODEL, {}), **filled_from(changed, own, module)})
-    for section, group, optimizer in zip(sections, groups, optimizers, strict=True):
-        state = loaded.get(section, {}).get("state", {})
-        restore_optimizer(module, optimizer, {"state": state, "param_groups": group}, shards)
 
 
 # ---------------------------------------------------------------------------------------------------------------- index
@@ -297,23 +276,6 @@ class Folder:
                 room[path] = value if isinstance(value, Tensor) else self._plain_room(path)
         return room
 
-    def room_for_state(
-        self, section: str, module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards
-    ) -> dict[TreePath, Any]:
-        """Fresh tensors to read an optimizer's state to, placed as the parameters of it that this rank steps.
-
-        Raises:
-            CheckpointError: A saved state can't be placed as its parameter.
-
-        """
-        own = stepped_parameters(module, optimizer, shards)
-        room: dict[TreePath, Any] = {}
-        for path, entry in self.entries.items():
-            if path[:2] == (section, "state") and path[2] in own:
-                parameter = own[str(path[2])]
-                room[path] = None if entry.tensor is None else empty_state(parameter, entry.tensor, shards)
-        return room
-
     def read(self, room: Mapping[TreePath, Any]) -> dict[str, Any]:
         """Read into the tensors in `room`, in place, and other values; a collective of all ranks.
 
@@ -349,6 +311,13 @@ class Folder:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         load(values, checkpoint_id=self.location, planner=planner, no_dist=True)
         return [values[self.entries[path].key] for path in paths]
+
+    def read_below(self, path: TreePath) -> Any:
+        """What was saved under a path, whole and nested as it was, read by this rank alone."""
+        paths = [found for found in self.entries if found[: len(path)] == path]
+        return _nested(
+            [(found[len(path) :], value) for found, value in zip(paths, self.read_alone(paths), strict=True)]
+        )
 
     def _plain_room(self, path: TreePath) -> Tensor | None:
         info = self.entries[path].tensor

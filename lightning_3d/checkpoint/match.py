@@ -101,7 +101,7 @@ def by_fqn(state: Mapping[str, Any], wanted: Sequence[Mapping[str, Any]], *, opt
     """
     groups = state["param_groups"]
     if any(isinstance(key, str) for group in groups for key in group["params"]):
-        return {"state": dict(state["state"]), "param_groups": list(groups)}
+        return {"state": state["state"], "param_groups": list(groups)}
     sizes, wanted_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in wanted]
     if sizes != wanted_sizes:
         raise CheckpointError(

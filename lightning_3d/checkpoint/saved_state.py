@@ -17,7 +17,7 @@ class SavedState(MutableMapping[str, Any]):
     """The values below one path in a folder, by name; hooks may change it, which leaves the folder as it is."""
 
     def __init__(self, folder: Folder, path: TreePath) -> None:
-        self._folder, self._path = folder, path
+        self.folder, self.path = folder, path
         depth = len(path)
         names = (str(entry[depth]) for entry in folder.entries if entry[:depth] == path)
         self._values: dict[str, Any] = dict.fromkeys(names)
@@ -30,7 +30,7 @@ class SavedState(MutableMapping[str, Any]):
     @override
     def __getitem__(self, name: str) -> Any:
         if name in self._unread:
-            (self[name],) = self._folder.read_alone([(*self._path, name)])
+            self[name] = self.folder.read_below((*self.path, name))
         return self._values[name]
 
     @override

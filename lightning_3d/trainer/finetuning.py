@@ -7,14 +7,12 @@ Ranks tell each other what the values of theirs are, so that all of them leave o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor
 from torch.optim import Optimizer
@@ -40,19 +38,6 @@ def finetuning_joined(pipeline: dist.ProcessGroup) -> Iterator[None]:
 
     with attributes_replaced(BaseFinetuning, {"filter_on_optimizer": staticmethod(filter_on_optimizer)}):
         yield
-
-
-def groups_restored(trainer: Trainer, callbacks: Iterable[Callback], checkpoint: Mapping[str, Any]) -> None:
-    """Give the optimizers the parameter groups that such callbacks had added to them when a checkpoint was written.
-
-    The callbacks do it in ``on_fit_start``, for which the Trainer restores them too late with this strategy. Their
-    states are taken out of the checkpoint, since they would add their groups again in another ``fit``.
-    """
-    states = checkpoint.get("callbacks", {})
-    for callback in callbacks:
-        if isinstance(callback, BaseFinetuning) and callback.state_key in states:
-            callback.load_state_dict(deepcopy(states.pop(callback.state_key)))
-            BaseFinetuning.on_fit_start(callback, trainer, trainer.lightning_module)
 
 
 def _numbers(tensors: Sequence[Tensor], pipeline: dist.ProcessGroup) -> list[Tensor]:

@@ -11,10 +11,6 @@ _FOLDERS = (
     " one file."
 )
 _LBFGS = "The states of LBFGS are lists, which checkpoints do not hold; the README says so."
-_RESTORED_LATE = (
-    "A checkpoint is restored when the model has been made parallel, as with Lightning's FSDP and DeepSpeed: callbacks'"
-    " states and on_load_checkpoint come after configure_optimizers and on_fit_start."
-)
 
 _OPTIMIZATION = "tests_pytorch/trainer/optimization/test_manual_optimization.py"
 
@@ -34,13 +30,6 @@ REFUSALS: dict[str, str] = {
         "A FileNotFoundError in other words, which name the rank that did not find the file."
     ),
     "tests_pytorch/models/test_restore.py::test_trainer_properties_restore_ckpt_path": _FOLDERS,
-    "tests_pytorch/models/test_restore.py::test_callbacks_state_fit_ckpt_path": _RESTORED_LATE,
-    "tests_pytorch/models/test_hooks.py::test_trainer_model_hook_system_fit_no_val_and_resume_max_epochs": (
-        _RESTORED_LATE
-    ),
-    "tests_pytorch/models/test_hooks.py::test_trainer_model_hook_system_fit_no_val_and_resume_max_steps": (
-        _RESTORED_LATE
-    ),
     "tests_pytorch/loops/test_loops.py::test_loop_restart_progress_multiple_dataloaders": _FOLDERS,
     "tests_pytorch/loops/test_loops.py::test_loop_state_on_exception": _FOLDERS,
     "tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_train_dataloaders_save_and_restore": _FOLDERS,

@@ -12,6 +12,6 @@ What can't be recomputed (data from files, numpy or another thread) is kept in m
 
 from lightning_3d.model.deferred.recording import defer_init
 from lightning_3d.model.deferred.replay import fingerprint, hash_of
-from lightning_3d.model.deferred.tensor import DeferredTensor, attributes
+from lightning_3d.model.deferred.tensor import DeferredTensor, attributes, has_deferred
 
-__all__ = ["DeferredTensor", "attributes", "defer_init", "fingerprint", "hash_of"]
+__all__ = ["DeferredTensor", "attributes", "defer_init", "fingerprint", "has_deferred", "hash_of"]

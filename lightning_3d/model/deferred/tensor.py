@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -114,6 +115,11 @@ class DeferredTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has a private argument
         return f"DeferredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+
+def has_deferred(module: nn.Module) -> bool:
+    """Whether a module has parameters or buffers without data."""
+    return any(isinstance(tensor, DeferredTensor) for tensor in chain(module.parameters(), module.buffers()))
 
 
 def attributes(tensor: Tensor) -> dict[str, Any]:
