@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -74,6 +74,7 @@ from lightning_3d.trainer.early_copies import lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
+from lightning_3d.trainer.laid_out import Layout, has_layout, lay_out, leave_layout
 from lightning_3d.trainer.launcher import Launcher
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
@@ -153,6 +154,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._control: RunControl | None = None  # while a Trainer runs on several ranks
         self._rendezvous: Rendezvous | None = None
         self._parallel: ParallelModel | None = None
+        self._layout: Layout | None = None  # of the model that is parallel
         self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
         self._accumulating = False
         self._is_deferring = False  # inside tensor_init_context, which may nest
@@ -170,7 +172,7 @@ class ThreeDStrategy(ParallelStrategy):
         """A copy has the settings and the model, and none of what belongs to the processes and their run."""
         state: dict[str, Any] = super().__getstate__()
         state.pop("_local_steps", None)
-        of_run = dict.fromkeys(("_mesh", "_control", "_rendezvous", "_parallel", "_restores"))
+        of_run = dict.fromkeys(("_mesh", "_control", "_rendezvous", "_parallel", "_layout", "_restores"))
         return {**state, **of_run, "_trained_with": [], "_patches": ExitStack(), "_optimizer_hooks": ExitStack()}
 
     @override
@@ -239,6 +241,14 @@ class ThreeDStrategy(ParallelStrategy):
         assert self._parallel is not None, "the model is made parallel in setup"
         return self._parallel
 
+    def _own_parts(self, what: str) -> ParallelModel:
+        if not has_layout(self._module, self._layout):
+            raise StepError(
+                f"{type(self._module).__name__} has got the layout of another Trainer since this one ran it, and {what}"
+                " by this one. Do it by the Trainer that ran it last."
+            )
+        return self._parts
+
     @property
     def _is_in_parts(self) -> bool:
         """Whether ranks hold parts of the model."""
@@ -290,6 +300,9 @@ class ThreeDStrategy(ParallelStrategy):
         warn_of_slow_groups(shape, self.num_processes)
         zero = self.config.zero
         self._mesh = shared_mesh(shape, self.root_device, zero_stage=zero.stage, shard_size=zero.shard_size)
+        if not has_layout(self._module, self._layout):  # of its own, and not of another strategy or model
+            leave_layout(self._module)
+            self._parallel = None
 
     def _open_control(self, shape: MeshShape) -> RunControl:
         assert isinstance(self._launcher, Launcher)
@@ -386,13 +399,14 @@ class ThreeDStrategy(ParallelStrategy):
                     rendezvous=self._met,
                 )
             answer_for_parts(self._module, self._met)
+            self._layout = Layout(self._parallel.plan, self.mesh, self.root_device)
+            lay_out(self._module, self._layout)
             if self._is_in_parts:
                 callbacks = lightning_helpers.callbacks_of(trainer)
                 lay_out_copies(self._module, callbacks, self.root_device, self._met)
         self._patches.enter_context(self._parallel.router.installed())
         if self._is_in_parts:
-            norm = self._parallel.gradients.norm
-            self._patches.enter_context(clipping_joined(self._module, self._parallel.zero, norm))
+            self._patches.enter_context(clipping_joined(self._module, self._parallel.zero, self._norm_of))
             self._patches.enter_context(finetuning_joined(self.mesh.group("pp")))
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_helpers.reset_optimizers(self)
@@ -525,8 +539,17 @@ class ThreeDStrategy(ParallelStrategy):
             self._accumulating = False
 
     def gradient_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Norm of all gradients as if they lay in one process; 0-d, equal on all ranks. Every rank calls it."""
+        """Norm of all gradients as if they lay in one process; 0-d, equal on all ranks. Every rank calls it.
+
+        Raises:
+            StepError: a rank calls it alone.
+        """
+        self._met.meet(range(self.mesh.shape.world_size), "gradient_norm")
         return self._parts.gradients.norm(norm_type=norm_type)
+
+    def _norm_of(self, parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
+        self._met.meet(range(self.mesh.shape.world_size), "a norm of gradients, as clip_grad_norm_ takes it")
+        return self._parts.gradients.norm(parameters, norm_type)
 
     def start_timeline(self) -> None:
         """Measure the pipeline steps that follow. Every rank calls it.
@@ -553,14 +576,14 @@ class ThreeDStrategy(ParallelStrategy):
             writeback: Whether what is written inside stays; all ranks must write the same.
 
         Raises:
-            StepError: a step is running.
+            StepError: a step is running, or another Trainer has run the model since.
         """
         if self._is_stepping:
             raise StepError(
                 "summon_full_params was entered in a step, whose pipeline stages and units hold parts of the model. Do"
                 " it in a hook or after fit."
             )
-        parts = self._parts
+        parts = self._own_parts("summon_full_params was called")
         root: nn.Module = self._module
         module = root if module is None else module
         parts.zero.average()
@@ -678,7 +701,7 @@ class ThreeDStrategy(ParallelStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Before it, as with DDP, unless the model gets its weights in setup: there is nothing to restore before."""
         if self._restores_late is None:
-            self._restores_late = self._parallel is None and has_deferred(self._module)
+            self._restores_late = has_deferred(self._module)
         return self._restores_late
 
     @property
@@ -692,9 +715,10 @@ class ThreeDStrategy(ParallelStrategy):
         """All names that one process saves: with this rank's parts for a folder; for a file with the whole on rank 0,
         or on all ranks where hooks of the user's may look at it.
         """
+        parts = self._own_parts("a checkpoint was to be saved")
         self._met.pass_point()
-        self._parts.zero.average()
-        self._parts.zero.settle()
+        parts.zero.average()
+        parts.zero.settle()
         if self._saves_folders:
             self._saved_state = shown_parts(self._module)
         else:

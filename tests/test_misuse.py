@@ -627,21 +627,6 @@ def test_misuse_is_refused_alike_on_all_ranks(workers: WorkerPools, misuse: Misu
         assert re.search(misuse.message, errors[rank]), errors[rank]
 
 
-def _fit_twice(strategy: Mapping[str, Any]) -> None:
-    model = TinyMLP()
-    for _ in range(2):
-        _trainer(ThreeDStrategy(**strategy)).fit(model, _regression())
-
-
-@pytest.mark.parametrize(
-    "strategy", [{"zero": {"stage": 3}}, {"pipeline_parallel_size": 2}], ids=["sharded", "pipeline"]
-)
-def test_model_of_another_trainer_is_refused(workers: WorkerPools, strategy: Mapping[str, Any]) -> None:
-    with pytest.raises(WorkerError, match=r"StepError: TinyMLP was made parallel before. Build a new model") as caught:
-        workers(2).run(_fit_twice, strategy, timeout=LIMIT)
-    assert len(set(caught.value.failures.values())) == 1
-
-
 def test_more_devices_than_processes_are_refused(workers: WorkerPools) -> None:
     with pytest.raises(WorkerError, match=r"does not match the world size \(2\)") as caught:
         workers(2).run(_fit_on_three, timeout=LIMIT)

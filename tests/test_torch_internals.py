@@ -832,9 +832,19 @@ def _units_aside() -> None:
     assert isinstance(model[0], FSDPModule)
     assert model(torch.ones(1, 2)).shape == (1, 2)
     assert seen == ["user's", "new"]
+    for layer in model:
+        layer.reshard()
+    fsdp_units.without_units(model).pop_all()  # for good
+    for layer in model:
+        for name in ("weight", "bias"):
+            setattr(layer, name, nn.Parameter(getattr(layer, name).full_tensor().detach()))
+    fsdp_units.forget_units(model)
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
-@canary(fsdp_units, "without_units", "let_be_copied")
+@canary(fsdp_units, "without_units", "let_be_copied", "forget_units")
 def test_units_are_put_aside_and_copied(workers: WorkerPools) -> None:
     workers(2).run(_units_aside)
 

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 
+from lightning_3d import ThreeDStrategy
 from tests.models import TinyGPT
-from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.workers import WorkerPools
+from tests.parity import Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
+from tests.workers import WorkerError, WorkerPools
 
 CLIPS: dict[str, Callable[[Any], Any]] = {
     "norm 1": partial(nn.utils.clip_grad_norm_, max_norm=2.0, norm_type=1),
@@ -60,3 +63,29 @@ LAYOUTS = (
 @pytest.mark.parametrize("name", CLIPS)
 def test_users_clip_as_in_one_process(workers: WorkerPools, name: str, layout: Layout) -> None:
     assert_parity(_reference(name), run_layout(workers, _job(name), layout))
+
+
+class OnRankZero(L.Callback):
+    """Asks for a norm on one rank alone."""
+
+    def __init__(self, asks_strategy: bool) -> None:
+        self.asks_strategy = asks_strategy
+
+    @rank_zero_only
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.asks_strategy:
+            assert isinstance(trainer.strategy, ThreeDStrategy)
+            trainer.strategy.gradient_norm()
+        else:
+            nn.utils.clip_grad_norm_(pl_module.parameters(), 1.0)
+
+
+def _asks_alone(layout: Layout, asks_strategy: bool) -> None:
+    fitted(layout, partial(TinyGPT, num_layers=2), callbacks=[OnRankZero(asks_strategy)])
+
+
+@pytest.mark.parametrize("asks_strategy", [True, False], ids=["gradient_norm", "clip_grad_norm_"])
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2)], ids=str)
+def test_a_norm_that_one_rank_asks_for_alone_raises(workers: WorkerPools, layout: Layout, asks_strategy: bool) -> None:
+    with pytest.raises(WorkerError, match=r"rank 0 came to .*gradient.*, which takes other ranks"):
+        workers(2).run(_asks_alone, layout, asks_strategy, timeout=60)

@@ -313,7 +313,7 @@ class Folder:
         return [values[self.entries[path].key] for path in paths]
 
     def read_below(self, path: TreePath) -> Any:
-        """What was saved under a path, whole and nested as it was, read by this rank alone."""
+        """Everything that was saved under a path, whole and nested as it was, read by this rank alone."""
         paths = [found for found in self.entries if found[: len(path)] == path]
         return _nested(
             [(found[len(path) :], value) for found, value in zip(paths, self.read_alone(paths), strict=True)]

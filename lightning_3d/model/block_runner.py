@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -113,18 +113,15 @@ class BlockRunner:
                 del attributes[name]
                 attributes.update({name: self._hidden[name]} if name in self._hidden else {})
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Take the patch off inside, where all weights of the block are here in full."""
+    def aside(self) -> ExitStack:
+        """Take the patch off, where all weights of the block are here in full, until the end of what this returns."""
         attributes = vars(self.block)
         before = {name: attributes[name] for name in (_FORWARD, CALL) if name in attributes}
         self._take_off()
-        try:
-            yield
-        finally:
-            for name in (_FORWARD, CALL):
-                attributes.pop(name, None)
-            attributes.update(before)
+        undone = ExitStack()
+        undone.callback(attributes.update, before)
+        undone.callback(lambda: [attributes.pop(name, None) for name in (_FORWARD, CALL)])
+        return undone
 
     @contextmanager
     def forward_through(self, around: Around) -> Iterator[None]:

@@ -14,8 +14,8 @@ of a module are grouped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -124,12 +124,10 @@ def marks_of(owner: nn.Module) -> Mapping[str, Parts]:
     return marks
 
 
-@contextmanager
-def marks_hidden(module: nn.Module) -> Iterator[None]:
-    """Let a module have no parameters in grouped order inside, where all of them are whole."""
-    hidden = [(owner, vars(owner).pop(_MARK)) for owner in module.modules() if _MARK in vars(owner)]
-    try:
-        yield
-    finally:
-        for owner, marks in hidden:
-            vars(owner)[_MARK] = marks
+def marks_hidden(module: nn.Module) -> ExitStack:
+    """Let a module whose parameters are whole have none in grouped order, until the end of what this returns."""
+    undone = ExitStack()
+    for owner in module.modules():
+        if _MARK in vars(owner):
+            undone.callback(vars(owner).update, {_MARK: vars(owner).pop(_MARK)})
+    return undone

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
 _COPY = "__deepcopy__"
@@ -18,48 +18,54 @@ _OWN = ("torch.distributed.fsdp.", "lightning_3d.")
 """Beginnings of the modules whose hooks serve units."""
 
 
-@contextmanager
-def without_units(module: nn.Module) -> Iterator[None]:
-    """Let the units in a module be modules of their own class inside, whose calls gather nothing."""
-    with ExitStack() as stack:
-        for inner in list(module.modules()):
-            before = (inner._state_dict_pre_hooks, inner._load_state_dict_pre_hooks)
-            for hooks in (*before, inner._load_state_dict_post_hooks):
-                stack.enter_context(_without_hooks(hooks))
-            if isinstance(inner, FSDPModule):
-                stack.enter_context(_without_unit(inner))
-        yield
+def without_units(module: nn.Module) -> ExitStack:
+    """Let the units in a module be modules of their own class, whose calls gather nothing, until the end of what this
+    returns.
+    """
+    undone = ExitStack()
+    for inner in list(module.modules()):
+        loading = (inner._load_state_dict_pre_hooks, inner._load_state_dict_post_hooks)
+        for hooks in (inner._state_dict_pre_hooks, inner._state_dict_hooks, *loading):
+            undone.enter_context(_without_hooks(hooks))
+        if isinstance(inner, FSDPModule):
+            undone.enter_context(_without_unit(inner))
+    return undone
 
 
-@contextmanager
-def _without_unit(unit: nn.Module) -> Iterator[None]:
+def forget_units(module: nn.Module) -> None:
+    """Let the modules of a module, which are no units any more, become others."""
+    for inner in module.modules():
+        _module_state_mapping.pop(inner, None)
+
+
+def _without_unit(unit: nn.Module) -> ExitStack:
     derived, attributes = type(unit), vars(unit)
     added = {name: attributes.pop(name) for name in (_COPY, STATE_KEY, REGISTRY_KEY) if name in attributes}
     _, unit.__class__ = derived.__bases__
-    with ExitStack() as stack:
-        for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
-            stack.enter_context(_without_hooks(hooks))
-        try:
-            yield
-        finally:
-            unit.__class__ = derived
-            attributes.update(added)
+    undone = ExitStack()
+    undone.callback(attributes.update, added)
+    undone.callback(setattr, unit, "__class__", derived)
+    for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+        undone.enter_context(_without_hooks(hooks))
+    return undone
 
 
-@contextmanager
-def _without_hooks(hooks: dict[int, Any]) -> Iterator[None]:
-    """Let FSDP2's hooks and our own be out of a registry inside; it may be changed there."""
+def _without_hooks(hooks: dict[int, Any]) -> ExitStack:
+    """Let FSDP2's hooks and our own be out of a registry, which may be changed, until the end of what this returns."""
     before = dict(hooks)
     added = {key for key, hook in before.items() if str(getattr(hook, "__module__", "")).startswith(_OWN)}
     for key in added:
         del hooks[key]
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         now = dict(hooks)
         hooks.clear()
         hooks.update((key, hook) for key, hook in before.items() if key in now or key in added)
         hooks.update(now)
+
+    undone = ExitStack()
+    undone.callback(put_back)
+    return undone
 
 
 def let_be_copied(unit: FSDPModule) -> None:

@@ -1,4 +1,4 @@
-"""A whole model on every rank, of which each rank otherwise holds a part, for a while."""
+"""A whole model on every rank, of which each rank otherwise holds a part: for a while, or for good."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.box import fill, full_value
+from lightning_3d.checkpoint.box import fill, full_value, is_part
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
 from lightning_3d.tensor.placement import Parts, marked
+from lightning_3d.torch_internals.fsdp_units import forget_units
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.trainer.held_parts import as_built
 from lightning_3d.zero.attributes import users_attributes
@@ -44,6 +47,25 @@ def full_params(
                 put(owner, name, wholes[tensor])
         stack.enter_context(as_built(module))
         yield
+
+
+def stay_whole(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) -> None:
+    """Let a model be plain and whole on every rank for good, as it was built, on the CPU; every rank calls it.
+
+    What every rank has whole stays as it is, where it is.
+    """
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()  # the last forward may have left it gathered
+    parts, slots = marked(module), _slots(module, module)
+    holders = _holders(slots, plan, mesh)
+    for tensor, (fqn, owners) in slots.items():
+        if isinstance(tensor, DTensor) or len(holders[fqn]) < mesh.shape.pp:
+            whole = _like(tensor, _whole(tensor, parts.get(fqn), holders[fqn], mesh, device).cpu())
+            for owner, name in owners if is_part(tensor) else ():
+                put(owner, name, whole)
+    as_built(module).pop_all()  # never to be undone
+    forget_units(module)
 
 
 @contextmanager

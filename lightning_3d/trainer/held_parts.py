@@ -7,8 +7,8 @@ its values are needed, and ``to`` and the like leave it alone; ``state_dict`` wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
@@ -103,15 +103,16 @@ def _apply_to_present(module: nn.Module, change: Callable[[Tensor], Tensor], rec
         ) from error
 
 
-@contextmanager
-def as_built(module: nn.Module) -> Iterator[None]:
-    """Let a module whose tensors are whole run its own forward inside, without anything that served its parts."""
-    with ExitStack() as stack:
-        for inner in list(module.modules()):
-            if (runner := runner_of(inner)) is not None:
-                stack.enter_context(runner.aside())
-            if APPLY in vars(inner):
-                stack.callback(vars(inner).update, {APPLY: vars(inner).pop(APPLY)})
-        stack.enter_context(without_units(module))
-        stack.enter_context(marks_hidden(module))
-        yield
+def as_built(module: nn.Module) -> ExitStack:
+    """Let a module whose tensors are whole run its own forward, without anything that served its parts, until the end
+    of what this returns.
+    """
+    undone = ExitStack()
+    for inner in list(module.modules()):
+        if (runner := runner_of(inner)) is not None:
+            undone.enter_context(runner.aside())
+        if APPLY in vars(inner):
+            undone.callback(vars(inner).update, {APPLY: vars(inner).pop(APPLY)})
+    undone.enter_context(without_units(module))
+    undone.enter_context(marks_hidden(module))
+    return undone

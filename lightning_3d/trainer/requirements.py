@@ -57,8 +57,8 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) 
         _refuse_sparse(module)
     if any(runner_of(inner) is not None or isinstance(inner, FSDPModule) for inner in module.modules()):
         raise StepError(
-            f"{type(module).__name__} was made parallel before. Build a new model for a new Trainer or strategy, and"
-            f" load a checkpoint into it; or copy this one {SUMMON}."
+            f"{type(module).__name__} is a copy of a model that was made parallel before, and has parts of it. Copy"
+            f" that one {SUMMON}."
         )
 
 

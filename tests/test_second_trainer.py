@@ -1,0 +1,155 @@
+"""One model in the hands of several Trainers, and one Trainer with several models, as users of DDP have them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_3d import StepError
+from tests.models import TinyGPT, loader, tokens, training_loader
+from tests.parity import QUIET, Layout, assert_same_state, whole_state
+from tests.workers import WorkerError, WorkerPools
+
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "zero3": Layout(dp=2, zero=3),
+    "pp2": Layout(pp=2),
+    "tp2": Layout(tp=2),
+}
+PAIRS = [
+    ("pp2", "pp2"),
+    ("tp2", "tp2"),
+    ("zero3", "zero3"),
+    ("pp2", "tp2"),
+    ("tp2", "zero3"),
+    ("zero3", "pp2"),
+    ("dp2", "tp2"),
+    ("pp2", "dp2"),
+]
+
+
+class Counts(TinyGPT):
+    """Counts weights, a frozen block, a counter in a buffer, and a hook of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.register_buffer("num_steps", torch.zeros(()))
+        self.blocks[0].requires_grad_(False)
+        self.num_calls = 0
+        self.norm.register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.num_calls += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_steps += 1
+
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        logits = self(batch[0])
+        self.log("test_loss", nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()), sync_dist=True)
+
+
+def _trainer(layout: Layout | None, **settings: Any) -> L.Trainer:
+    strategy, devices = ("auto", 1) if layout is None else (layout.strategy(), layout.world_size)
+    return L.Trainer(strategy=strategy, devices=devices, enable_checkpointing=False, **{**QUIET, **settings})
+
+
+def _data(layout: Layout | None) -> tuple[Any, Any]:
+    dp = 1 if layout is None else layout.dp
+    train = training_loader(tokens(32), global_batch_size=8, data_parallel_size=dp)
+    return train, loader(tokens(16, seed=1), global_batch_size=8, data_parallel_size=dp)
+
+
+Outcome = tuple[list[dict[str, Tensor]], list[float], list[str]]
+
+
+def _in_turn(layouts: tuple[Layout | None, Layout | None]) -> Outcome:
+    """Fit with one Trainer, then fit and test with another, then go on with the first."""
+    L.seed_everything(1, verbose=False)
+    module = Counts()
+    inner, names = module.blocks, [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    losses, states = [], []
+    trainers = [_trainer(layout, max_epochs=1) for layout in layouts]
+    for trainer, layout in zip(trainers, layouts, strict=True):
+        train, test = _data(layout)
+        trainer.fit(module, train)
+        states.append(whole_state(trainer))
+        losses.append(trainer.test(module, test, verbose=False)[0]["test_loss"])
+    train, test = _data(layouts[0])
+    losses.append(trainers[0].test(module, test, verbose=False)[0]["test_loss"])
+    trainers[0].fit_loop.max_epochs = 2
+    trainers[0].fit(module, train)
+    states.append(whole_state(trainers[0]))
+    assert module.blocks is inner
+    assert module.head.weight is module.tokens.weight
+    return states, losses, [n for n, _ in module.named_parameters(remove_duplicate=False) if n in names]
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_several_trainers_train_one_model(workers: WorkerPools, names: tuple[str, str]) -> None:
+    states, losses, fqns = workers(1).run(_in_turn, (None, None))[0]
+    for found, of_rank, own_fqns in workers(2).run(_in_turn, tuple(LAYOUTS[name] for name in names)):
+        for state, expected in zip(found, states, strict=True):
+            assert_same_state([state], expected)
+        assert of_rank == pytest.approx(losses, abs=1e-5)
+        assert own_fqns == fqns
+
+
+def _several_models(layout: Layout | None) -> tuple[list[dict[str, Tensor]], list[float]]:
+    """One Trainer fits a model, tests another, and goes on with the first."""
+    L.seed_everything(1, verbose=False)
+    first, second = Counts(), Counts()
+    trainer = _trainer(layout, max_epochs=1)
+    train, test = _data(layout)
+    trainer.fit(first, train)
+    states = [whole_state(trainer)]
+    losses = [trainer.test(model, test, verbose=False)[0]["test_loss"] for model in (second, first)]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(second, train)
+    states.append(whole_state(trainer))
+    losses.append(trainer.test(first, test, verbose=False)[0]["test_loss"])
+    return states, losses
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_trainer_trains_several_models(workers: WorkerPools, name: str) -> None:
+    states, losses = workers(1).run(_several_models, None)[0]
+    for found, of_rank in workers(2).run(_several_models, LAYOUTS[name]):
+        for state, expected in zip(found, states, strict=True):
+            assert_same_state([state], expected)
+        assert of_rank == pytest.approx(losses, abs=1e-5)
+
+
+def _copied(layout: Layout) -> None:
+    module = Counts()
+    first = _trainer(layout, max_epochs=1)
+    first.fit(module, _data(layout)[0])
+    _trainer(layout, max_epochs=1).fit(copy.deepcopy(module), _data(layout)[0])
+
+
+@pytest.mark.parametrize("name", ["zero3", "pp2", "tp2"])
+def test_a_copy_of_parts_is_refused(workers: WorkerPools, name: str) -> None:
+    with pytest.raises(WorkerError, match="Counts is a copy of a model that was made parallel before"):
+        workers(2).run(_copied, LAYOUTS[name])
+
+
+def _asks_the_first(layouts: tuple[Layout, Layout]) -> list[str]:
+    module, trainers, said = Counts(), [_trainer(layout, max_epochs=1) for layout in layouts], []
+    for trainer, layout in zip(trainers, layouts, strict=True):
+        trainer.fit(module, _data(layout)[0])
+    for act in (lambda: whole_state(trainers[0]), lambda: trainers[0].save_checkpoint("x.ckpt")):
+        with pytest.raises(StepError) as raised:
+            act()
+        said.append(str(raised.value))
+    trainers[1].save_checkpoint("x.ckpt")
+    return said
+
+
+def test_the_trainer_before_says_that_it_has_the_model_no_more(workers: WorkerPools) -> None:
+    for said in workers(2).run(_asks_the_first, (LAYOUTS["pp2"], LAYOUTS["tp2"])):
+        assert all("Counts has got the layout of another Trainer" in message for message in said)
