@@ -88,6 +88,7 @@ from lightning_3d.trainer.synced_norms import check_synced, sync_norms
 from lightning_3d.trainer.user_clipping import clipping_joined
 from lightning_3d.trainer.user_collectives import UserCollectives
 from lightning_3d.trainer.whole_modules import modules_whole
+from lightning_3d.trainer.world_size import warn_of_copies
 from lightning_3d.waits import Waits
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.plain_parameters import PlainParameters
@@ -214,6 +215,15 @@ class ThreeDStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Number of all ranks, as in every strategy."""
+        size = super().world_size
+        if self._mesh is not None and self.mesh.shape.dp < size:
+            warn_of_copies(self.mesh.shape)
+        return size
 
     @property
     def process_group_backend(self) -> str | None:

@@ -101,8 +101,9 @@ class BatchGuard:
                 raise BatchError(
                     f"The ranks of model replica {dp} got different batches (checksums {listed}), but pipeline"
                     " and tensor parallel ranks work on one batch together. Make the dataset, its random augmentation"
-                    " and its shuffling depend on the data-parallel rank only, or set batch.broadcast=true to send the"
-                    " first rank's batch to the others."
+                    " and its shuffling depend on the data-parallel rank only (a sampler of your own:"
+                    " DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)), or set batch.broadcast=true"
+                    " to send the first rank's batch to the others."
                 )
 
 

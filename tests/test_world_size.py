@@ -1,0 +1,74 @@
+"""User code that asks how many processes there are, and means the replicas: learning rates and samplers."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.models import TinyGPT, tokens
+from tests.parity import QUIET, Layout, assert_same_state, fitted, whole_state
+from tests.workers import WorkerPools
+
+LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2), "tp2": Layout(tp=2)}
+
+
+class Scaled(TinyGPT):
+    """Scales its learning rate by what counts as replicas under DDP."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01 * self.trainer.world_size)
+
+
+def _warned(layout: Layout | None) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted(layout, Scaled, epochs=1)
+    return [str(warning.message) for warning in caught if "reads world_size" in str(warning.message)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_user_code_that_counts_all_ranks_is_warned(workers: WorkerPools, name: str) -> None:
+    on_first, on_second = workers(2).run(_warned, LAYOUTS[name])
+    assert on_second == []
+    if name == "dp2":
+        assert on_first == []
+    else:
+        assert on_first
+        assert all(
+            "test_world_size.py:" in said and "which is 2" in said and "; 1 of them" in said for said in on_first
+        )
+
+
+class OwnSampler(TinyGPT):
+    """Makes its sampler itself, as the Trainer would."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        data, replicas = tokens(32), self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        sampler = DistributedSampler(data, **replicas, shuffle=False)
+        return DataLoader(data, batch_size=8 // replicas["num_replicas"], sampler=sampler)
+
+
+def _sampled(layout: Layout | None) -> dict[str, Tensor]:
+    strategy, devices = ("auto", 1) if layout is None else (layout.strategy(), layout.world_size)
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=2, enable_checkpointing=False, **QUIET)
+    trainer.fit(OwnSampler())
+    return whole_state(trainer)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_samplers_of_the_users_go_by_replicas(workers: WorkerPools, name: str) -> None:
+    (expected,) = workers(1).run(_sampled, None)
+    assert_same_state(workers(2).run(_sampled, LAYOUTS[name]), expected)
