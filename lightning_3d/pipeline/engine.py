@@ -190,7 +190,8 @@ class PipelineEngine:
 
     def _step(self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any) -> PipelineStep:
         """Split the batch, and decide how the step is made of its microbatches."""
-        parts = split_batch(batch, min(self._plan.num_microbatches, batch_size(batch)))
+        planned = self._plan.num_microbatches
+        parts = split_batch(batch, planned if planned == 1 else min(planned, batch_size(batch)))
         shares = [part.weight for part in parts]
         whole, *calls = self._traces.calls(name, [batch, *(part.batch for part in parts)], rest)
         decision = self._batch_loss.decide(whole, calls, shares, trains=backward)

@@ -39,9 +39,18 @@ def batch_size(batch: Any) -> int:
         raise BatchError(
             "A pipeline splits every tensor of a batch along dimension 0, so all must have the same length there."
             f" The tensors of this batch {what}. Make per-batch tensors buffers of the module, or give them a batch"
-            " dimension in the collate function."
+            " dimension in the collate function; or set pipeline.num_microbatches=1 and pipeline.schedule='gpipe':"
+            " nothing is split, and one stage works at a time."
         )
     return next(iter(found))
+
+
+def num_samples(batch: Any) -> int:
+    """Number of samples; 1 of a batch that can't be split."""
+    try:
+        return batch_size(batch)
+    except BatchError:
+        return 1
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
@@ -50,9 +59,13 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     Tensors are split along dimension 0, and so are lists and tuples of non-tensors that are as long as the batch
     (strings, say); everything else goes to each microbatch as it is.
 
+    A single part is the batch itself, whatever is in it.
+
     Raises:
         BatchError: there are fewer samples than microbatches, or the tensors have no common length.
     """
+    if num_microbatches == 1:
+        return [Microbatch(batch=batch, weight=1.0)]
     size = batch_size(batch)
     if size < num_microbatches:
         raise BatchError(

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_3d.pipeline.microbatches import batch_size, map_lists, signature
+from lightning_3d.pipeline.microbatches import map_lists, num_samples, signature
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.traced_lists import Looks
 from lightning_3d.trace.traced_numbers import OF_TRAINER, Decisions
@@ -50,7 +50,7 @@ class StepCall:
     @property
     def size(self) -> int:
         """Samples in the batch."""
-        return batch_size(self.batch)
+        return num_samples(self.batch)
 
     def run(self, module: nn.Module) -> Any:
         """Call it."""
