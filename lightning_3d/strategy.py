@@ -80,7 +80,12 @@ from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.report import RankReport, gather_reports
-from lightning_3d.trainer.requirements import check_optimizers, refuse_callbacks, refuse_unsupported
+from lightning_3d.trainer.requirements import (
+    check_optimizers,
+    refuse_callbacks,
+    refuse_unsupported,
+    saves_optimizers,
+)
 from lightning_3d.trainer.run_control import RunControl
 from lightning_3d.trainer.same_settings import check_same_settings, check_same_training
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged, schedulers_skipping
@@ -162,6 +167,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._patches = ExitStack()  # undone in teardown
         self._optimizer_hooks = ExitStack()  # undone for other optimizers, and in teardown
         self._trained_with: list[Optimizer] = []  # that have them now
+        self._unsaved: list[Optimizer] = []  # that did not step yet, so that nobody knows whether they can be saved
         self._saved_state: dict[str, Any] = {}  # of the model, as the Trainer got it last for a checkpoint
         self._restores: Folder | None = None  # the folder that is being restored
         self._restores_late: bool | None = None  # after setup; known once the model is built
@@ -174,7 +180,14 @@ class ThreeDStrategy(ParallelStrategy):
         state: dict[str, Any] = super().__getstate__()
         state.pop("_local_steps", None)
         of_run = dict.fromkeys(("_mesh", "_control", "_rendezvous", "_parallel", "_layout", "_restores"))
-        return {**state, **of_run, "_trained_with": [], "_patches": ExitStack(), "_optimizer_hooks": ExitStack()}
+        return {
+            **state,
+            **of_run,
+            "_trained_with": [],
+            "_unsaved": [],
+            "_patches": ExitStack(),
+            "_optimizer_hooks": ExitStack(),
+        }
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -453,7 +466,7 @@ class ThreeDStrategy(ParallelStrategy):
     def _train_with(self, optimizers: list[Optimizer], trainer: Trainer) -> None:
         zero, shows = self._parts.zero, self.config.zero.show_gradients
         zero.shows_gradients = gradients_seen(trainer, self._module) if shows == "auto" else shows
-        self._trained_with = list(optimizers)
+        self._trained_with, self._unsaved = list(optimizers), list(optimizers)
         self._optimizer_hooks.callback(self._trained_with.clear)
         kinds = check_optimizers(optimizers, self._module, self.mesh, self.config.zero, self.root_device)
         zero.divide(kinds)
@@ -537,6 +550,10 @@ class ThreeDStrategy(ParallelStrategy):
         finally:
             self._local_steps.leave(optimizer)
         self._parts.runner.after_optimizer_step()
+        if optimizer in self._unsaved and saves_optimizers(self._module.trainer):
+            self._unsaved.remove(optimizer)
+            with failing_alike(f"prepare to save {type(optimizer).__name__}, which checkpoints of this run hold"):
+                optimizer_state(self._module, optimizer, self._parts.zero.shards)
         return output
 
     @override

@@ -8,8 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from lightning_3d import CheckpointError
 from tests.models import ADAM_EPS, TinyMLP, features, loader
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
@@ -153,3 +155,54 @@ def _evaluated(layout: Layout | None) -> list[str]:
 
 def test_evaluation_restores_too(workers: WorkerPools) -> None:
     assert workers(2).run(_evaluated, Layout(dp=2)) == [["on_load_checkpoint"]] * 2
+
+
+class WithLBFGS(TinyMLP):
+    """Its optimizer's states are lists of tensors, of one parameter for all."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2, history_size=3)
+
+
+def _resumed_lbfgs(layout: Layout | None) -> dict[str, Tensor]:
+    first, _ = trained(layout, WithLBFGS, epochs=1)
+    first.save_checkpoint("first.ckpt")
+    trainer, _ = trained(layout, WithLBFGS, epochs=2, ckpt_path="first.ckpt")
+    return whole_state(trainer)
+
+
+@pytest.mark.parametrize("folders", [True, False])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_states_in_lists_are_restored(workers: WorkerPools, folders: bool, zero: Any) -> None:
+    (expected,) = workers(1).run(_resumed_lbfgs, None)
+    layout = Layout(dp=2, zero=zero, save_distributed_checkpoint=folders)
+    assert_same_state(workers(2).run(_resumed_lbfgs, layout), expected)
+
+
+class KeepsLists(torch.optim.SGD):
+    """Its state of a parameter is a list of tensors, as SOAP's."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["bases"] = [torch.eye(2)]
+        return super().step(closure)
+
+
+class WithLists(TinyMLP):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return KeepsLists(self.parameters(), lr=0.1)
+
+
+def _with_checkpoints() -> None:
+    layout = Layout(dp=2, zero=1, zero_settings={"optimizer_steps": "rows"})
+    saves = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(".", every_n_epochs=1)]}
+    with pytest.raises(CheckpointError) as raised:
+        trained(layout, WithLists, limit_train_batches=2, **saves)
+    assert "state 'bases' of layers.0.weight in KeepsLists is a list" in str(raised.value)
+    assert "prepare to save KeepsLists" in str(raised.value)
+    trained(layout, WithLists)  # without checkpoints it trains
+
+
+def test_states_that_cannot_be_saved_are_told_after_the_first_step(workers: WorkerPools) -> None:
+    workers(2).run(_with_checkpoints)

@@ -38,6 +38,7 @@ from lightning_3d.checkpoint.own_state import (
     tied_fqns,
     unwrapped,
 )
+from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.zero.shard import NO_SHARDS, Shards
 
 # ------------------------------------------------------------------------------------------------------------- gather
@@ -121,7 +122,7 @@ def gather(own: Mapping[Key, Any], pp: DeviceMesh | None, dp: DeviceMesh | None 
         if pp is not None and stage != 0 and isinstance(stages[stage][key], TensorInfo):
             value = _to_first(value, stage, pp) if dist.get_global_rank(pp.get_group(), 0) == 0 else None
         if dist.get_rank() == 0:
-            full[key] = _on_cpu(value) if isinstance(value, Tensor) else value
+            full[key] = tree_map_only(Tensor, _on_cpu, value)
     return full
 
 

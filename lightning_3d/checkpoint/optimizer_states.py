@@ -19,6 +19,7 @@ from lightning_3d.checkpoint.folder import Folder, TreePath
 from lightning_3d.checkpoint.match import by_fqn, check_groups, check_num_optimizers
 from lightning_3d.checkpoint.own_state import optimizer_state, restore_optimizer, stepped_parameters
 from lightning_3d.checkpoint.saved_state import SavedState
+from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.zero.shard import NO_SHARDS, Shards
 
 
@@ -95,7 +96,7 @@ def _room(state: SavedState, parameters: Mapping[str, nn.Parameter], shards: Sha
 
 def _part_of(value: object, parameter: nn.Parameter, shards: Shards) -> object:
     if not isinstance(value, Tensor):
-        return value
+        return tree_map_only(Tensor, Tensor.clone, value)  # of parameters that this rank steps whole
     part = empty_state(parameter, TensorInfo(shape=tuple(value.shape), dtype=value.dtype), shards)
     fill(part, value)
     return part

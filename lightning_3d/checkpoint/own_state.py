@@ -22,6 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.box import fill, full_value, is_part
@@ -139,14 +140,17 @@ def optimizer_state(
             " parameter in the optimizer's state, or set Trainer(enable_checkpointing=False)"
         )
     state = {fqns[i]: values for i, values in sorted(packed["state"].items()) if not parameters[i].is_meta and values}
+    of_shards = {fqn: shards[parameter] for fqn, parameter in zip(fqns, parameters, strict=True) if parameter in shards}
+    in_parts = {fqn for fqn, parameter in zip(fqns, parameters, strict=True) if isinstance(parameter, DTensor)}
+    in_parts |= {fqn for fqn, shard in of_shards.items() if shard.is_dealt}
     for fqn, values in state.items():
         for name, value in values.items():
-            if isinstance(value, dict | list):
+            if fqn in in_parts and isinstance(value, dict | list):
                 raise CheckpointError(
-                    f"state {name!r} of {fqn} in {type(unwrapped(optimizer)).__name__} is a {type(value).__name__}: "
-                    "only optimizers whose states are tensors and plain values can be saved"
+                    f"state {name!r} of {fqn} in {type(unwrapped(optimizer)).__name__} is a {type(value).__name__}, and"
+                    " this rank steps a part of that parameter: there only states that are tensors and plain values can"
+                    " be saved. Use tensor_parallel_size=1 and zero.stage=0, or set Trainer(enable_checkpointing=False)"
                 )
-    of_shards = {fqn: shards[parameter] for fqn, parameter in zip(fqns, parameters, strict=True) if parameter in shards}
     apart = _apart(state, of_shards)
     placed = {
         fqn: _placed(values, of_shards[fqn], apart) if fqn in of_shards else values for fqn, values in state.items()

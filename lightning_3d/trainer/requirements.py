@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -112,6 +112,11 @@ def check_optimizers(
         if config.offload_optimizer != "none":
             _check_offloaded(optimizer, kind, config)
     return kinds
+
+
+def saves_optimizers(trainer: Trainer) -> bool:
+    """Whether checkpoints that callbacks save by themselves hold the states of optimizers."""
+    return any(isinstance(c, ModelCheckpoint) and not c.save_weights_only for c in callbacks_of(trainer))
 
 
 def _refuse_strangers(optimizers: Sequence[Optimizer], module: LightningModule) -> None:

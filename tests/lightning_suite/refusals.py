@@ -10,7 +10,6 @@ _FOLDERS = (
     "A checkpoint is a folder, which torch.load does not read; ThreeDStrategy(save_distributed_checkpoint=False) writes"
     " one file."
 )
-_LBFGS = "The states of LBFGS are lists, which checkpoints do not hold; the README says so."
 
 _OPTIMIZATION = "tests_pytorch/trainer/optimization/test_manual_optimization.py"
 
@@ -22,9 +21,6 @@ REFUSALS: dict[str, str] = {
     "tests_pytorch/callbacks/test_stochastic_weight_avg.py::test_swa_callback": _MOCKS_THE_BASE,
     "tests_pytorch/callbacks/test_stochastic_weight_avg.py::test_swa_callback_scheduler_step": _MOCKS_THE_BASE,
     "tests_pytorch/callbacks/test_stochastic_weight_avg.py::test_swa_resume_training_from_checkpoint": _MOCKS_THE_BASE,
-    "tests_pytorch/core/test_lightning_optimizer.py::test_lightning_optimizer_automatic_optimization_lbfgs_zero_grad": (
-        _LBFGS
-    ),
     "tests_pytorch/models/test_restore.py::test_correct_step_and_epoch": _FOLDERS,
     "tests_pytorch/models/test_restore.py::test_try_resume_from_non_existing_checkpoint": (
         "A FileNotFoundError in other words, which name the rank that did not find the file."
