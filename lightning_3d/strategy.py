@@ -76,6 +76,7 @@ from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
 from lightning_3d.trainer.laid_out import Layout, has_layout, lay_out, leave_layout
 from lightning_3d.trainer.launcher import Launcher
+from lightning_3d.trainer.module_names import leave_out_module_names
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
@@ -409,6 +410,7 @@ class ThreeDStrategy(ParallelStrategy):
             sync_norms(self._module, syncing, self.mesh.shape)
             if self.mesh.shape.pp * self.mesh.shape.tp > 1:
                 warn_of_compiled(self._module)
+                leave_out_module_names(trainer)
             wait = Waits(trainer, lambda: self._is_stepping)
             with wait(f"Making {type(self._module).__name__} parallel"):
                 self._parallel = make_parallel(

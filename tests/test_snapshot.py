@@ -154,3 +154,53 @@ def test_only_what_may_differ_is_looked_at() -> None:
     assert snapshot.may_differ(module.entries)
     assert not snapshot.is_refilled(module.entries)
     assert snapshot.is_refilled(module.entries[1])
+
+
+class World:
+    """An object of this package, with all that a module may have, and a library's inside."""
+
+    def __init__(self) -> None:
+        self.age, self.replays, self.self = 0, deque([[1], [2]], maxlen=2), self
+        self.foreign = torch.Generator()
+        self.table = torch.zeros(2)
+
+
+class Plays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world, self.data = World(), Rows()
+
+
+class Rows(torch.utils.data.Dataset[int]):
+    """An object that derives from torch's class."""
+
+    num_read = 0
+
+
+def test_attributes_of_own_objects_are_put_back() -> None:
+    module = Plays()
+    world, first = module.world, module.world.replays[0]
+    with preserved(module):
+        world.age += 1
+        first.append(3)
+        world.replays.append([4])
+        world.late = world.foreign = None  # type: ignore[attr-defined, assignment]
+        world.table = torch.ones(2)
+        module.data.num_read += 1
+    assert module.world is world
+    assert world.age == 0
+    assert world.self is world
+    assert world.replays[0] is first
+    assert [*map(list, world.replays)] == [[1], [2]]
+    assert not hasattr(world, "late")
+    assert isinstance(world.foreign, torch.Generator)
+    assert world.table.tolist() == [0, 0]
+    assert module.data.num_read == 1
+
+
+def test_attributes_of_objects_are_not_kept_between_microbatches() -> None:
+    module = Plays()
+    snapshot = Snapshot([module])
+    module.world.age += 1
+    snapshot.restore()
+    assert module.world.age == 1

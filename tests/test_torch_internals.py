@@ -31,6 +31,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
@@ -1024,6 +1026,22 @@ class _Linear(L.LightningModule):
 class _Strategy(ParallelStrategy):
     root_device = torch.device("cpu")
     optimizer_state = barrier = broadcast = reduce = all_gather = model_to_device = None  # type: ignore[assignment]
+
+
+@canary(lightning_helpers, "leave_out_module_names")
+def test_profilers_record_names_of_modules() -> None:
+    trainer = L.Trainer(profiler=PyTorchProfiler(), logger=False, accelerator="cpu")
+    assert lightning_helpers.leave_out_module_names(trainer)
+    assert not lightning_helpers.leave_out_module_names(trainer)
+    assert not PyTorchProfiler(record_module_names=False)._record_module_names
+    profiler = PyTorchProfiler()
+    model = nn.Sequential(nn.Linear(2, 2))
+    profiler._register = RegisterRecordFunction(model)
+    profiler._register.__enter__()
+    assert model[0]._forward_hooks
+    trainer.profiler = profiler
+    assert lightning_helpers.leave_out_module_names(trainer)
+    assert not model[0]._forward_hooks
 
 
 @canary(lightning_helpers, "reset_optimizers", "layer_sync_of", "has_own_io")

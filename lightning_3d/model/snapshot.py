@@ -3,7 +3,8 @@ not stay.
 
 Covers attributes that are set or removed (parameters, buffers, hooks and training flags among them), what changes in
 the lists, dicts, sets and deques that they refer to, however deep, and the data of buffers and plain tensors. Tensors
-in lists are results of earlier steps, whose data is not kept. What changes inside of other objects stays changed.
+in lists are results of earlier steps, whose data is not kept. ``preserved`` also covers attributes of objects of the
+author's own classes (an agent, a buffer). What changes inside of other objects stays changed.
 
 Only what changed is touched, and by the methods of the built-in classes: a frozen dict refuses its own ``update``.
 """
@@ -28,19 +29,33 @@ _SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor, 
 """Classes of entries that nothing needs to be kept of, in a list."""
 
 
+_OF_NOTHING = frozenset({"builtins", "abc", "typing"})
+"""Modules whose classes are bases of any."""
+
+_MOST_FOLLOWED = 10_000
+"""Entries of a container up to which they are looked into, inside of objects: more are data."""
+
+
 class Snapshot:
     """The state of modules as it is now.
 
     Args:
         modules: Or other objects with attributes; modules inside of them are not covered.
         ignored: Names of attributes to leave alone.
-        with_data: Whether to keep the data of tensors too.
+        with_data: Whether to keep the data of tensors too, if they are not in other objects.
+        package: Name of the top-level package, or script, whose objects' attributes are kept, too; empty for none.
     """
 
     def __init__(
-        self, modules: Iterable[object], *, ignored: frozenset[str] = frozenset(), with_data: bool = True
+        self,
+        modules: Iterable[object],
+        *,
+        ignored: frozenset[str] = frozenset(),
+        with_data: bool = True,
+        package: str = "",
     ) -> None:
-        self._ignored, self._with_data = ignored, with_data
+        self._ignored, self._with_data, self._package = ignored, with_data, package
+        self._depth = 0  # of objects around the present value
         self._saved: dict[int, _Container | _Data | None] = {}  # None while what is inside of it is looked at
         self._owners = [(vars(module), self._kept(vars(module))) for module in modules]
         for _, attributes in self._owners:
@@ -105,13 +120,17 @@ class Snapshot:
         elif isinstance(value, CONTAINERS) and id(value) not in self._saved:
             self._saved[id(value)] = None
             saved = _Container(value)
-            for entry in saved.entries():
+            for entry in saved.entries() if self._depth == 0 or len(value) <= _MOST_FOLLOWED else ():
                 self._save(entry)
             saved.nested = [n for n in (self._saved.get(id(entry)) for entry in saved.entries()) if n is not None]
             self._saved[id(value)] = saved
+        elif self._package and _is_plain(value, self._package):
+            self._depth += 1
+            self._save(getattr(value, "__dict__", None))
+            self._depth -= 1
 
     def _save_data(self, tensor: Tensor) -> None:
-        if self._with_data and id(tensor) not in self._saved and not tensor.is_inference():
+        if self._with_data and self._depth == 0 and id(tensor) not in self._saved and not tensor.is_inference():
             self._saved[id(tensor)] = _Data(tensor)
 
 
@@ -167,7 +186,7 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
     untouched = {id(inner) for outer in without_data for inner in outer.modules()}
     modules = list(module.modules())
     snapshots = [
-        Snapshot(inner for inner in modules if id(inner) not in untouched),
+        Snapshot((inner for inner in modules if id(inner) not in untouched), package=_package_of(type(module))),
         Snapshot((inner for inner in modules if id(inner) in untouched), with_data=False),
     ]
     try:
@@ -175,6 +194,16 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
     finally:
         for snapshot in snapshots:
             snapshot.restore(unseen=True)
+
+
+def _package_of(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
+
+
+def _is_plain(value: object, package: str) -> bool:
+    """Whether an object's class is of a package, and derives from no other's (a Trainer, a dataset)."""
+    packages = {_package_of(cls) for cls in type(value).__mro__}
+    return package in packages <= {package, *_OF_NOTHING}
 
 
 def refill(container: Any, content: Any) -> None:

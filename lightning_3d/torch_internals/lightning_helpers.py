@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins import LayerSync, TorchCheckpointIO
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector import result
@@ -115,6 +116,20 @@ def leave_schedulers_to_averaging(trainer: Trainer, checkpoint: Mapping[str, Any
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
     """The Trainer's plugin that converts norms, as ``sync_batchnorm=True`` gives it one."""
     return strategy._layer_sync
+
+
+def leave_out_module_names(trainer: Trainer) -> bool:
+    """Let the Trainer's PyTorchProfiler record no names of modules; returns whether it would have.
+
+    It pairs a hook before each module's forward with one after it.
+    """
+    profiler = vars(trainer)["profiler"]
+    if not isinstance(profiler, PyTorchProfiler) or not profiler._record_module_names:
+        return False
+    profiler._record_module_names = False
+    if profiler._register is not None:
+        profiler._register.__exit__(None, None, None)
+    return True
 
 
 @contextmanager
