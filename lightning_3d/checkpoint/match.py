@@ -114,7 +114,7 @@ def by_fqn(state: Mapping[str, Any], wanted: Sequence[Mapping[str, Any]], *, opt
         for index, fqn in zip(there["params"], here["params"], strict=True)
     }
     return {
-        "state": {fqn_of[index]: values for index, values in state["state"].items()},
+        "state": {fqn_of[key]: values for key, values in state["state"].items() if isinstance(key, int)},
         "param_groups": [{**there, "params": here["params"]} for there, here in zip(groups, wanted, strict=True)],
     }
 

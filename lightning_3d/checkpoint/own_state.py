@@ -134,12 +134,13 @@ def optimizer_state(
     packed = unwrapped(optimizer).state_dict()
     strange = [key for key in packed["state"] if not isinstance(key, int)]
     if strange:
-        raise CheckpointError(
+        rank_zero_warn(
             f"{type(unwrapped(optimizer)).__name__} keeps state of {len(strange)} things that are no parameters (the"
-            f" first is a {type(strange[0]).__name__}): only states of parameters can be saved. Keep it under a"
-            " parameter in the optimizer's state, or set Trainer(enable_checkpointing=False)"
+            f" first is a {type(strange[0]).__name__}), which checkpoints leave out: torch would not restore it, as it"
+            " finds states by parameter. Keep it under a parameter in the optimizer's state"
         )
-    state = {fqns[i]: values for i, values in sorted(packed["state"].items()) if not parameters[i].is_meta and values}
+    numbered = {key: values for key, values in packed["state"].items() if isinstance(key, int)}
+    state = {fqns[i]: values for i, values in sorted(numbered.items()) if not parameters[i].is_meta and values}
     of_shards = {fqn: shards[parameter] for fqn, parameter in zip(fqns, parameters, strict=True) if parameter in shards}
     in_parts = {fqn for fqn, parameter in zip(fqns, parameters, strict=True) if isinstance(parameter, DTensor)}
     in_parts |= {fqn for fqn, shard in of_shards.items() if shard.is_dealt}
