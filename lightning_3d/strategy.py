@@ -84,6 +84,7 @@ from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import (
     check_optimizers,
     refuse_callbacks,
+    refuse_serving,
     refuse_unsupported,
     saves_optimizers,
 )
@@ -394,6 +395,8 @@ class ThreeDStrategy(ParallelStrategy):
         if self.mesh.shape.pp * self.mesh.shape.tp > 1:
             self._patches.enter_context(torch.compiler.set_stance("force_eager"))
         refuse_callbacks(trainer, self.mesh)
+        if trainer.state.fn == TrainerFn.FITTING:
+            refuse_serving(trainer, self.mesh, self.config.zero)
         if self._saves_folders and lightning_helpers.has_own_io(self):
             raise ConfigError(
                 f"save_distributed_checkpoint=True writes folders by torch.distributed.checkpoint, not through"

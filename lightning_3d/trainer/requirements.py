@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.serve import ServableModuleValidator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
@@ -29,6 +30,18 @@ def refuse_callbacks(trainer: Trainer, mesh: Mesh) -> None:
             f"BatchSizeFinder, or Tuner.scale_batch_size, tries batch sizes until memory runs out, but on"
             f" {mesh.shape.world_size} ranks it may run out on one of them, for which the others would wait. Set the"
             " batch size by hand."
+        )
+
+
+def refuse_serving(trainer: Trainer, mesh: Mesh, config: ZeroConfig) -> None:
+    """Raise for a callback that runs the model on one rank, in a process of its own."""
+    is_in_parts = mesh.shape.pp * mesh.shape.tp > 1 or (config.stage == 3 and mesh.shape.dp > 1)
+    if is_in_parts and any(isinstance(c, ServableModuleValidator) for c in callbacks_of(trainer)):
+        raise StepError(
+            "ServableModuleValidator serves the model from rank 0, but with"
+            f" pipeline_parallel_size={mesh.shape.pp}, tensor_parallel_size={mesh.shape.tp} and"
+            f" zero.stage={config.stage} on {mesh.shape.dp} replicas each rank has a part of it. Validate it in one"
+            " process, from a checkpoint, or use size 1 for both and zero.stage<=2."
         )
 
 

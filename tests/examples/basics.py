@@ -1,0 +1,368 @@
+"""As Lightning's examples for beginners: LightningCLI, data modules, callbacks, profilers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos import Transformer
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torchmetrics import Accuracy
+
+from tests.examples.data import NUM_CLASSES, SIZE, images
+from tests.examples.place import Outcome, Place, outcome
+
+Batch = tuple[Tensor, Tensor]
+PIXELS = SIZE * SIZE
+
+
+class Digits(L.LightningDataModule):
+    """Split at random by a generator of its own, never shuffled."""
+
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(42)
+        self.train_part, self.val_part = random_split(images(48), [32, 16], generator=generator)
+        self.test_part = images(16, seed=1)
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_part, batch_size=self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.val_part, batch_size=self.batch_size)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.test_part, batch_size=self.batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.test_part, batch_size=self.batch_size)
+
+
+class Autoencoder(L.LightningModule):
+    """Logs the loss of every step, also in evaluation, and predicts images."""
+
+    def __init__(self, hidden_dim: int = 16, learning_rate: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.encoder = nn.Sequential(nn.Linear(PIXELS, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, hidden_dim), nn.ReLU(), nn.Linear(hidden_dim, PIXELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        decoded: Tensor = self.decoder(self.encoder(x))
+        return decoded
+
+    def shared_step(self, batch: Batch, prefix: str) -> Tensor:
+        x = batch[0].view(len(batch[0]), -1)
+        loss = F.mse_loss(x, self(x))
+        self.log(f"{prefix}_loss", loss, on_step=True)
+        return loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.shared_step(batch, "train")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.shared_step(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.shared_step(batch, "test")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        generated: Tensor = self(batch[0].view(len(batch[0]), -1))
+        return generated
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
+
+
+class Samples(Callback):
+    """Runs the model on validation images after every epoch, and writes what it makes of them."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        shown, _ = next(iter(DataLoader(data.val_part, batch_size=3)))
+        with torch.no_grad():
+            pl_module.eval()
+            made = pl_module(shown.view(3, -1).to(pl_module.device))
+            pl_module.train()
+        torch.save(made, f"made-{trainer.global_rank}-{trainer.current_epoch}.pt")
+
+
+class SamplesOnRankZero(Samples):
+    @rank_zero_only
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+
+
+def fit_test_predict(place: Place, module: type[L.LightningModule], callbacks: list[Callback]) -> Outcome:
+    cli = LightningCLI(
+        module,
+        Digits,
+        args=[],
+        run=False,
+        seed_everything_default=1234,
+        trainer_defaults=place.defaults(callbacks, max_epochs=2, enable_checkpointing=True),
+        save_config_kwargs={"overwrite": True},
+    )
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    tested = cli.trainer.test(ckpt_path="best", datamodule=cli.datamodule, verbose=False, weights_only=False)
+    predicted = cli.trainer.predict(ckpt_path="best", datamodule=cli.datamodule, weights_only=False)
+    made = [torch.load(path) for path in sorted(Path().glob("made-0-*.pt"))]
+    return outcome(cli.trainer, {"tested": dict(tested[0]), "predicted": predicted, "made": made})
+
+
+def autoencoder(place: Place) -> Outcome:
+    return fit_test_predict(place, Autoencoder, [SamplesOnRankZero()])
+
+
+def autoencoder_on_all_ranks(place: Place) -> Outcome:
+    return fit_test_predict(place, Autoencoder, [Samples()])
+
+
+class Backbone(nn.Module):
+    def __init__(self, hidden_dim: int = 32) -> None:
+        super().__init__()
+        self.first = nn.Linear(PIXELS, hidden_dim)
+        self.second = nn.Linear(hidden_dim, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.second(torch.relu(self.first(x.view(x.size(0), -1)))))
+
+
+class Classifier(L.LightningModule):
+    """Around a backbone of the caller's; logs by step and epoch."""
+
+    def __init__(self, backbone: Backbone | None = None, learning_rate: float = 1e-2) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["backbone"])
+        self.backbone = backbone or Backbone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.backbone(x)
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("valid_loss", F.cross_entropy(self(batch[0]), batch[1]), on_step=True)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits: Tensor = self(batch[0])
+        return logits
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
+
+
+def classifier(place: Place) -> Outcome:
+    return fit_test_predict(place, Classifier, [])
+
+
+VOCABULARY, CONTEXT = 32, 10
+
+
+def sentences(num_samples: int, *, seed: int = 0) -> Dataset[tuple[Tensor, ...]]:
+    """Tokens, and those that follow."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(0, VOCABULARY, (num_samples, CONTEXT + 1), generator=generator)
+    return TensorDataset(text[:, :-1], text[:, 1:])
+
+
+class LanguageModel(L.LightningModule):
+    """Lightning's Transformer, whose output has all tokens of the batch in one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer(vocab_size=VOCABULARY, ninp=16, nhead=2, nhid=32, nlayers=2, dropout=0.0)
+
+    def shared_step(self, batch: Batch, prefix: str) -> Tensor:
+        output = self.model(*batch)
+        loss = F.nll_loss(output, batch[1].reshape(-1))
+        self.log(f"{prefix}_loss", loss, prog_bar=True)
+        return loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.shared_step(batch, "train")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.shared_step(batch, "val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.shared_step(batch, "test")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=2.0)
+
+
+def transformer(place: Place) -> Outcome:
+    trainer = place.trainer(gradient_clip_val=0.25, max_epochs=2)
+    train, val, test = random_split(sentences(64), [32, 16, 16])
+    model = LanguageModel()
+    trainer.fit(model, DataLoader(train, batch_size=8, shuffle=True), DataLoader(val, batch_size=8))
+    tested = trainer.test(model, DataLoader(test, batch_size=8), verbose=False)
+    return outcome(trainer, dict(tested[0]))
+
+
+class Profiled(L.LightningModule):
+    """Takes one of its methods as `training_step`."""
+
+    def __init__(self, automatic_optimization: bool = True) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(8 * PIXELS, 16),
+            nn.Linear(16, NUM_CLASSES),
+        )
+        self.criterion = nn.CrossEntropyLoss()
+        self.automatic_optimization = automatic_optimization
+        self.training_step = self.automatic_step if automatic_optimization else self.manual_step  # type: ignore[method-assign]
+
+    def automatic_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self.criterion(self.model(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        return loss
+
+    def manual_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss: Tensor = self.criterion(self.model(batch[0]), batch[1])
+        self.log("train_loss", loss)
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", self.criterion(self.model(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits: Tensor = self.model(batch[0])
+        return logits
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class ShuffledDigits(L.LightningDataModule):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(images(32), batch_size=8, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(images(16, seed=1), batch_size=8)
+
+
+def profiled(place: Place, profiler: str, *, is_automatic: bool = True) -> Outcome:
+    settings = {"dirpath": str(Path.cwd()), "filename": "profile"}
+    cli = LightningCLI(
+        Profiled,
+        ShuffledDigits,
+        args=[f"--model.automatic_optimization={is_automatic}"],
+        run=False,
+        seed_everything_default=1,
+        trainer_defaults=place.defaults(
+            profiler={"class_path": f"lightning.pytorch.profilers.{profiler}", "init_args": settings},
+            max_epochs=1,
+            limit_train_batches=2,
+            limit_val_batches=2,
+        ),
+        save_config_kwargs={"overwrite": True},
+    )
+    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    return outcome(cli.trainer, len(list(Path().glob("*profile*"))) > 0)
+
+
+def torch_profiled(place: Place) -> Outcome:
+    return profiled(place, "PyTorchProfiler")
+
+
+def simply_profiled(place: Place) -> Outcome:
+    return profiled(place, "SimpleProfiler")
+
+
+def precisely_profiled(place: Place) -> Outcome:
+    return profiled(place, "AdvancedProfiler")
+
+
+def manually_profiled(place: Place) -> Outcome:
+    return profiled(place, "PyTorchProfiler", is_automatic=False)
+
+
+class OneFile(L.LightningModule):
+    """Has its data hooks, too, splits at random in `setup`, and tests as it validates."""
+
+    def __init__(self, learning_rate: float = 1e-2) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.model = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(PIXELS, 16),
+            nn.ReLU(),
+            nn.Dropout(0.0),
+            nn.Linear(16, 16),
+            nn.ReLU(),
+            nn.Dropout(0.0),
+            nn.Linear(16, NUM_CLASSES),
+        )
+        self.accuracy = Accuracy(task="multiclass", num_classes=NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.log_softmax(self.model(x), dim=1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = F.nll_loss(self(batch[0]), batch[1])
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        loss = F.nll_loss(logits, batch[1])
+        self.accuracy(torch.argmax(logits, dim=1), batch[1])
+        self.log("val_loss", loss, prog_bar=True)
+        self.log("val_acc", self.accuracy, prog_bar=True)
+        return loss
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.validation_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+    def prepare_data(self) -> None:
+        Path("prepared").touch()
+
+    def setup(self, stage: str) -> None:
+        assert Path("prepared").exists()
+        if stage == "fit":
+            self.train_part, self.val_part = random_split(images(48), [32, 16])
+        else:
+            self.test_part = images(16, seed=1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_part, batch_size=8)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.val_part, batch_size=8)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.test_part, batch_size=8)
+
+
+def one_file(place: Place) -> Outcome:
+    trainer = place.trainer([ModelCheckpoint(dirpath="kept")], max_epochs=2, enable_checkpointing=True)
+    model = OneFile()
+    trainer.fit(model)
+    tested = trainer.test(model, verbose=False)
+    return outcome(trainer, dict(tested[0]))

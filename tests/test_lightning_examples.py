@@ -1,0 +1,90 @@
+"""Programs that do what the examples of Lightning and diffusers do: the numbers of Lightning's DDP, or of one process.
+
+README.md's table is `EXAMPLES`. The plain suite runs some of them, `make test-matrix` all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.examples.place import DDP, LAYOUTS, ONE_PROCESS, REFERENCES, Outcome
+from tests.examples.table import EXAMPLES, Example, rendered
+from tests.workers import WorkerError, WorkerPools
+
+pytestmark = pytest.mark.filterwarnings("default")  # the programs' own
+
+SMALL = [example for example in EXAMPLES if example.is_small]
+LARGE = [example for example in EXAMPLES if not example.is_small]
+
+
+def run(example: Example, places: tuple[str, ...]) -> list[Outcome]:
+    outcomes = []
+    for name in places:
+        with contextlib.chdir(_made(name)):
+            outcomes.append(example.run_in(name))
+    return outcomes
+
+
+def _made(directory: str) -> Path:
+    Path(directory).mkdir(exist_ok=True)
+    return Path(directory)
+
+
+def check(workers: WorkerPools, example: Example) -> None:
+    if example.requires and find_spec(example.requires) is None:
+        pytest.skip(f"{example.requires} is not installed")
+    works = [name for name in LAYOUTS if name not in example.refused]
+    (alone,) = workers(1).run(run, example, (ONE_PROCESS,))[0]
+    ranks = workers(2).run(run, example, (DDP, *works), timeout=200)
+    for rank, (under_ddp, *outcomes) in enumerate(ranks):
+        assert alone.losses or alone.metrics
+        for name, found in zip(works, outcomes, strict=True):
+            expected = under_ddp if REFERENCES[name] == DDP else alone
+            assert_same(found, expected, f"{name}, rank {rank}", has_buffers=example.shares_buffers or rank == 0)
+    for name, refusal in example.refused.items():
+        with pytest.raises(WorkerError) as raised:
+            workers(2).run(run, example, (name,))
+        assert re.search(refusal.message, str(raised.value)), raised.value
+        assert len(raised.value.failures) == 2, f"{name}: {raised.value}"
+
+
+def assert_same(found: Outcome, expected: Outcome, where: str, *, has_buffers: bool) -> None:
+    pairs = [
+        ("losses", found.losses, expected.losses),
+        ("metrics", found.metrics, expected.metrics),
+        ("weights", _compared(found.weights, has_buffers), _compared(expected.weights, has_buffers)),
+        ("seen", found.seen, expected.seen),
+    ]
+    for what, values, wanted in pairs:
+        try:
+            torch.testing.assert_close(values, wanted, atol=1e-5, rtol=1e-5, check_dtype=False)
+        except AssertionError as error:
+            raise AssertionError(f"{where}, {what}: {error}") from error
+
+
+def _compared(weights: dict[str, Tensor], has_buffers: bool) -> dict[str, Any]:
+    return {name: value for name, value in weights.items() if has_buffers or "running_" not in name}
+
+
+@pytest.mark.parametrize("example", SMALL, ids=lambda example: example.run)
+def test_example_works_or_is_refused(workers: WorkerPools, example: Example) -> None:
+    check(workers, example)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("example", LARGE, ids=lambda example: example.run)
+def test_large_example_works_or_is_refused(workers: WorkerPools, example: Example) -> None:
+    check(workers, example)
+
+
+def test_readme_shows_the_table() -> None:
+    readme = Path(__file__).parents[1] / "README.md"
+    assert rendered(tuple(LAYOUTS)) in readme.read_text()
