@@ -61,6 +61,7 @@ from lightning_3d.distributed.mesh import (
     warn_of_slow_groups,
 )
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
+from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.model.deferred import defer_init, has_deferred
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
@@ -70,11 +71,11 @@ from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
-from lightning_3d.trainer.early_copies import lay_out_copies
+from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
-from lightning_3d.trainer.held_parts import answer_for_parts, copy_in
-from lightning_3d.trainer.laid_out import Layout, has_layout, lay_out, leave_layout
+from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, is_held_as
+from lightning_3d.trainer.laid_out import Layout, has_layout, lay_out, leave_layouts
 from lightning_3d.trainer.launcher import Launcher
 from lightning_3d.trainer.module_names import leave_out_module_names
 from lightning_3d.trainer.offload import offloaded_steps
@@ -326,7 +327,8 @@ class ThreeDStrategy(ParallelStrategy):
         zero = self.config.zero
         self._mesh = shared_mesh(shape, self.root_device, zero_stage=zero.stage, shard_size=zero.shard_size)
         if not has_layout(self._module, self._layout):  # of its own, and not of another strategy or model
-            leave_layout(self._module)
+            copies = copies_of(self._module, lightning_helpers.callbacks_of(self._module.trainer))
+            leave_layouts(self._module, copies)
             self._parallel = None
 
     def _open_control(self, shape: MeshShape) -> RunControl:
@@ -427,11 +429,11 @@ class ThreeDStrategy(ParallelStrategy):
                     rendezvous=self._met,
                 )
             answer_for_parts(self._module, self._met)
-            self._layout = Layout(self._parallel.plan, self.mesh, self.root_device)
-            lay_out(self._module, self._layout)
+            copies = copies_of(self._module, lightning_helpers.callbacks_of(trainer)) if self._is_in_parts else []
             if self._is_in_parts:
-                callbacks = lightning_helpers.callbacks_of(trainer)
-                lay_out_copies(self._module, callbacks, self.root_device, self._met)
+                lay_out_copies(copies, self._module, self.root_device, self._met)
+            self._layout = Layout(self._module, self._parallel.plan, self.mesh, self.root_device, copies)
+            lay_out(self._layout)
         self._patches.enter_context(self._parallel.router.installed())
         if self._is_in_parts:
             self._patches.enter_context(clipping_joined(self._module, self._parallel.zero, self._norm_of))
@@ -625,6 +627,11 @@ class ThreeDStrategy(ParallelStrategy):
                 raise StepError(
                     f"{type(module).__name__} is not the {type(root).__name__} that this strategy trains, nor a module"
                     " in it, nor a copy of it."
+                )
+            if not is_held_as(copied, root):
+                raise StepError(
+                    f"This copy of {type(root).__name__} has the parts that another Trainer gave the model, which has"
+                    f" another layout now. Copy the model {SUMMON}."
                 )
             root = copied
         is_whole = type(parts.zero) is PlainParameters and self.mesh.shape.pp * self.mesh.shape.tp == 1

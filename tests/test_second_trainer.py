@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_3d import StepError
+from lightning_3d import StepError, ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens, training_loader
 from tests.parity import QUIET, Layout, assert_same_state, whole_state
 from tests.workers import WorkerError, WorkerPools
@@ -153,3 +154,91 @@ def _asks_the_first(layouts: tuple[Layout, Layout]) -> list[str]:
 def test_the_trainer_before_says_that_it_has_the_model_no_more(workers: WorkerPools) -> None:
     for said in workers(2).run(_asks_the_first, (LAYOUTS["pp2"], LAYOUTS["tp2"])):
         assert all("Counts has got the layout of another Trainer" in message for message in said)
+
+
+class Finetunes(TinyGPT):
+    """Has the blocks of another model, and a head of its own."""
+
+    def __init__(self, pretrained: TinyGPT) -> None:
+        super().__init__(num_layers=2)
+        self.positions, self.blocks = pretrained.positions, pretrained.blocks
+
+
+def _finetuned(layouts: tuple[Layout | None, Layout | None]) -> list[dict[str, Tensor]]:
+    """Train a model, then one with its blocks, then the first again."""
+    L.seed_everything(1, verbose=False)
+    first = TinyGPT(num_layers=2)
+    second, states = Finetunes(first), []
+    trainers = [_trainer(layout, max_epochs=1) for layout in layouts]
+    for index, model, epochs in ((0, first, 1), (1, second, 1), (0, first, 2), (0, second, 3)):
+        trainers[index].fit_loop.max_epochs = epochs
+        trainers[index].fit(model, _data(layouts[index])[0])
+        states.append(whole_state(trainers[index]))
+    return states
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_models_that_share_modules_are_trained_in_turn(workers: WorkerPools, names: tuple[str, str]) -> None:
+    (expected,) = workers(1).run(_finetuned, (None, None))
+    for states in workers(2).run(_finetuned, tuple(LAYOUTS[name] for name in names)):
+        for state, whole in zip(states, expected, strict=True):
+            assert_same_state([state], whole)
+
+
+class Averages(L.Callback):
+    """Copies the model once, in the first run or in its first step, and averages it for as long as it lives."""
+
+    def __init__(self, *, early: bool) -> None:
+        self.average: L.LightningModule | None = None
+        self.early = early
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.early:
+            self._begin(pl_module)
+
+    def _begin(self, module: L.LightningModule) -> None:
+        self.average = self.average or copy.deepcopy(module)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._begin(pl_module)
+        assert self.average is not None
+        with torch.no_grad():
+            for mean, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+                mean.lerp_(parameter, 0.3)
+
+
+def _averaged(layouts: tuple[Layout | None, Layout | None], early: bool) -> dict[str, Tensor]:
+    L.seed_everything(1, verbose=False)
+    module, average = TinyGPT(num_layers=2), Averages(early=early)
+    for layout in layouts:
+        trainer = _trainer(layout, max_epochs=1, callbacks=[average])
+        trainer.fit(module, _data(layout)[0])
+    assert average.average is not None
+    with contextlib.ExitStack() as stack:
+        if isinstance(trainer.strategy, ThreeDStrategy):
+            stack.enter_context(trainer.strategy.summon_full_params(average.average, writeback=False))
+        return {fqn: value.detach().clone() for fqn, value in average.average.state_dict().items()}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    "names", [("zero3", "zero3"), ("zero3", "pp2"), ("pp2", "tp2"), ("tp2", "zero3")], ids="-".join
+)
+def test_callbacks_average_over_several_trainers(workers: WorkerPools, names: tuple[str, str], early: bool) -> None:
+    (expected,) = workers(1).run(_averaged, (None, None), early)
+    assert_same_state(workers(2).run(_averaged, tuple(LAYOUTS[name] for name in names), early), expected)
+
+
+def _asks_for_an_old_copy(layouts: tuple[Layout, Layout]) -> None:
+    module, average = TinyGPT(num_layers=2), Averages(early=False)
+    _trainer(layouts[0], max_epochs=1, callbacks=[average]).fit(module, _data(layouts[0])[0])
+    trainer = _trainer(layouts[1], max_epochs=1)
+    trainer.fit(module, _data(layouts[1])[0])
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    with pytest.raises(StepError, match="This copy of TinyGPT has the parts that another Trainer gave the model"):
+        trainer.strategy.summon_full_params(average.average).__enter__()
+
+
+@pytest.mark.parametrize("names", [("zero3", "dp2"), ("pp2", "tp2"), ("tp2", "pp2")], ids="-".join)
+def test_copies_that_are_left_behind_are_told(workers: WorkerPools, names: tuple[str, str]) -> None:
+    workers(2).run(_asks_for_an_old_copy, tuple(LAYOUTS[name] for name in names))

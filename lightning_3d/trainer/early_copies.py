@@ -5,7 +5,7 @@ They take the model's layout, so that each rank averages the part that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 import torch
 from lightning.pytorch import Callback
@@ -22,11 +22,19 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, own_part
 
 
-def lay_out_copies(
-    model: nn.Module, callbacks: Iterable[Callback], device: torch.device, rendezvous: Rendezvous
-) -> None:
-    """Give the copies of a model that its callbacks hold the model's layout; every rank calls it."""
-    copies = list(_copies(model, callbacks))
+def copies_of(model: nn.Module, callbacks: Iterable[Callback]) -> list[nn.Module]:
+    """The copies of a model that its callbacks hold."""
+    found: dict[nn.Module, None] = {}
+    for callback in callbacks:
+        for value in tree_leaves(list(vars(callback).values())):
+            copy = copy_in(value, model) if isinstance(value, nn.Module) else None
+            if copy is not None and copy is not model:
+                found[copy] = None
+    return list(found)
+
+
+def lay_out_copies(copies: Sequence[nn.Module], model: nn.Module, device: torch.device, rendezvous: Rendezvous) -> None:
+    """Give copies of a model that are whole the model's layout; every rank calls it."""
     if len(set(nums := gather_numbers(len(copies), device))) > 1:
         raise StepError(
             f"The callbacks hold different numbers of copies of {type(model).__name__} (by rank: {nums}), but each rank"
@@ -35,14 +43,6 @@ def lay_out_copies(
     for copy in copies:
         _lay_out(copy, model, device)
         answer_for_parts(copy, rendezvous)
-
-
-def _copies(model: nn.Module, callbacks: Iterable[Callback]) -> Iterator[nn.Module]:
-    for callback in callbacks:
-        for value in tree_leaves(list(vars(callback).values())):
-            copy = copy_in(value, model) if isinstance(value, nn.Module) else None
-            if copy is not None and copy is not model:
-                yield copy
 
 
 def _lay_out(copy: nn.Module, model: nn.Module, device: torch.device) -> None:

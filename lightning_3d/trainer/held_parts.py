@@ -55,6 +55,19 @@ def copy_in(module: nn.Module, model: nn.Module) -> nn.Module | None:
     return next((inner for inner in found if _described(inner) == _described(model)), None)
 
 
+def is_held_as(copy: nn.Module, model: nn.Module) -> bool:
+    """Whether a copy of a model is whole, or this rank has the parts of it that it has of the model."""
+    for inner in model.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()  # the last forward may have left it gathered
+    pairs = zip(named_state(copy), named_state(model), strict=True)
+    return not holds_parts(copy) or all(_place(own) == _place(like) for (_, own, _), (_, like, _) in pairs)
+
+
+def _place(tensor: Tensor) -> object:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else tensor.is_meta
+
+
 def _described(module: nn.Module) -> list[tuple[str, torch.Size]]:
     return [(fqn, tensor.shape) for fqn, tensor, _ in named_state(module)]
 
