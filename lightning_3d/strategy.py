@@ -75,7 +75,7 @@ from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, is_held_as
-from lightning_3d.trainer.laid_out import Layout, has_layout, lay_out, leave_layouts
+from lightning_3d.trainer.laid_out import Layout, has_layout, is_laid_out, lay_out, leave_layouts
 from lightning_3d.trainer.launcher import Launcher
 from lightning_3d.trainer.module_names import leave_out_module_names
 from lightning_3d.trainer.offload import offloaded_steps
@@ -326,7 +326,7 @@ class ThreeDStrategy(ParallelStrategy):
         warn_of_slow_groups(shape, self.num_processes)
         zero = self.config.zero
         self._mesh = shared_mesh(shape, self.root_device, zero_stage=zero.stage, shard_size=zero.shard_size)
-        if not has_layout(self._module, self._layout):  # of its own, and not of another strategy or model
+        if not is_laid_out(self._module, self._layout):  # by this strategy, and as it is now
             copies = copies_of(self._module, lightning_helpers.callbacks_of(self._module.trainer))
             leave_layouts(self._module, copies)
             self._parallel = None

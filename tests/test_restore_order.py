@@ -115,6 +115,20 @@ class Edits(Resumes):
         saved["state"][first] = {**values, "exp_avg": values["exp_avg"] * 3}
 
 
+class Copies(Resumes):
+    """Treats the states as the dictionaries that they are in one process."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"].copy()
+        first = next(iter(state))
+        checkpoint["state_dict"] = state | {first: state[first] / 2}
+        checkpoint["state_dict"].copy().clear()
+        (saved,) = checkpoint["optimizer_states"]
+        for values in saved["state"].values():
+            values["exp_avg"].mul_(0.5)
+
+
 class Grows(Resumes):
     """Takes the shape that its checkpoint has, as an extended vocabulary does."""
 
@@ -135,7 +149,7 @@ class Grows(Resumes):
         return super().training_step(batch, batch_idx) + self.extra.square().mean()
 
 
-@pytest.mark.parametrize("module", [StartsAnew, Edits, Grows])
+@pytest.mark.parametrize("module", [StartsAnew, Edits, Copies, Grows])
 def test_hooks_change_what_is_restored(workers: WorkerPools, module: type[Resumes]) -> None:
     _, state = workers(1).run(_resumed, None, module)[0]
     for layout in LAYOUTS:

@@ -242,3 +242,29 @@ def _asks_for_an_old_copy(layouts: tuple[Layout, Layout]) -> None:
 @pytest.mark.parametrize("names", [("zero3", "dp2"), ("pp2", "tp2"), ("tp2", "pp2")], ids="-".join)
 def test_copies_that_are_left_behind_are_told(workers: WorkerPools, names: tuple[str, str]) -> None:
     workers(2).run(_asks_for_an_old_copy, tuple(LAYOUTS[name] for name in names))
+
+
+def _with_another_head(layout: Layout | None) -> tuple[list[dict[str, Tensor]], bool]:
+    """One Trainer trains a model, tests it, and trains it with another block and another parameter."""
+    L.seed_everything(1, verbose=False)
+    module, other = Counts(), TinyGPT(num_layers=2)
+    trainer = _trainer(layout, max_epochs=1)
+    train, test = _data(layout)
+    trainer.fit(module, train)
+    plan = trainer.strategy.plan if isinstance(trainer.strategy, ThreeDStrategy) else None
+    trainer.test(module, test, verbose=False)
+    is_kept = plan is None or (isinstance(trainer.strategy, ThreeDStrategy) and trainer.strategy.plan is plan)
+    states = [whole_state(trainer)]
+    module.blocks[1], module.positions.weight = other.blocks[1], other.positions.weight
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, train)
+    return [*states, whole_state(trainer)], is_kept
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS.values(), Layout(dp=2, zero=2), Layout(dp=2, zero=0)], ids=str)
+def test_a_model_is_laid_out_anew_only_where_it_was_changed(workers: WorkerPools, layout: Layout) -> None:
+    states, _ = workers(1).run(_with_another_head, None)[0]
+    for found, is_kept in workers(2).run(_with_another_head, layout):
+        assert is_kept
+        for state, expected in zip(found, states, strict=True):
+            assert_same_state([state], expected)

@@ -5,7 +5,8 @@ Each rank reads by itself what its code asks for, from the file system that all 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
 from typing_extensions import override
@@ -26,6 +27,17 @@ class SavedState(MutableMapping[str, Any]):
     def split(self) -> tuple[frozenset[str], dict[str, Any]]:
         """The names of what was not asked for and is as in the files, and the rest, by name."""
         return frozenset(self._unread), {name: self._values[name] for name in self._values if name not in self._unread}
+
+    def copy(self) -> SavedState:
+        """Another of the same values; what it is told does not change this one."""
+        other = copy(self)
+        other._values, other._unread = dict(self._values), set(self._unread)
+        return other
+
+    def __or__(self, changes: Mapping[str, Any]) -> SavedState:
+        other = self.copy()
+        other.update(changes)
+        return other
 
     @override
     def __getitem__(self, name: str) -> Any:

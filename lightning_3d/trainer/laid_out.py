@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
@@ -30,6 +32,13 @@ class Layout:
     device: torch.device
     copies: list[nn.Module] = field(default_factory=list)
     """Copies of the model that have the same layout."""
+    modules: list[nn.Module] = field(init=False)
+    """The model's modules, and `parameters`: as they were laid out."""
+    parameters: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modules", list(self.module.modules()))
+        object.__setattr__(self, "parameters", _parameters(self.module))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -37,13 +46,23 @@ class Layout:
 
 def lay_out(layout: Layout) -> None:
     """Note that a model has a layout, in all of its modules."""
-    for inner in layout.module.modules():
+    for inner in layout.modules:
         vars(inner)[_LAYOUT] = layout
 
 
 def has_layout(module: nn.Module, layout: Layout | None) -> bool:
     """Whether it is this one that the model has."""
     return layout is not None and vars(module).get(_LAYOUT) is layout
+
+
+def is_laid_out(module: nn.Module, layout: Layout | None) -> bool:
+    """Whether it is this one that the model has, with the modules and parameters that it had: others may have been put
+    in between two runs.
+    """
+    if layout is None or not has_layout(module, layout):
+        return False
+    now, before = [*module.modules(), *_parameters(module)], [*layout.modules, *layout.parameters]
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
@@ -55,7 +74,16 @@ def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
     layouts = dict.fromkeys(found for inner in module.modules() if (found := vars(inner).get(_LAYOUT)) is not None)
     for layout in layouts:
         further = copies if layout.module is module else ()
-        for held in dict.fromkeys([layout.module, *layout.copies, *further]):
+        present = set(layout.module.modules())
+        removed = [inner for inner in layout.modules if inner not in present]
+        for held in dict.fromkeys([layout.module, *layout.copies, *further, *removed]):
             stay_whole(held, layout.plan, layout.mesh, layout.device)
-        for inner in layout.module.modules():
+        for inner in layout.modules:
             vars(inner).pop(_LAYOUT, None)
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()  # while gathered, FSDP2 shows other Parameter objects
+    return list(module.parameters())
