@@ -849,6 +849,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        lightning_helpers.load_loader_states(self._module.trainer)  # planning has made them before loops were restored
         if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew
             shards, strict = self._parts.zero.shards, self._module.strict_loading
             load_optimizers(states, self._module, self.optimizers, strict=strict, shards=shards)

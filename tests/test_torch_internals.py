@@ -1183,6 +1183,51 @@ def test_dataloaders_of_a_loop(tmp_path: Path) -> None:
     assert lightning_helpers.Loaders(flat=[], is_sequential=True, _spec=None).is_sequential
 
 
+class _Unsized:
+    """Gives four batches, from the one that its state says."""
+
+    first = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.tensor(i) for i in range(self.first, 4)])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"first": self.first}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["first"]
+
+
+class _Streamed(_Loaded):
+    def train_dataloader(self) -> Any:
+        return _Unsized()
+
+    def on_fit_start(self) -> None:
+        trainer, loop = self.trainer, self.trainer.fit_loop
+        assert lightning_helpers.active_loaders(trainer) is not None
+        assert [int(batch) for batch in lightning_helpers.fetched_ahead(trainer)] == [0]
+        loop._combined_loader_states_to_load, loop._restarting = [{"first": 2}], True
+        lightning_helpers.load_loader_states(trainer)
+        loop._restarting = False
+        assert [int(batch) for batch in lightning_helpers.fetched_ahead(trainer)] == [2]
+        lightning_helpers.change_loaders(trainer, lambda loader: [loader])
+        assert isinstance(trainer.train_dataloader, list)
+        lightning_helpers.change_loaders(trainer, lambda loader: loader[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(int(batch[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers", "ignore:.*training_step. returned")
+@canary(lightning_helpers, "change_loaders", "fetched_ahead", "load_loader_states")
+def test_dataloaders_that_were_made_early(tmp_path: Path) -> None:
+    trainer = L.Trainer(default_root_dir=tmp_path, max_epochs=1, logger=False, enable_checkpointing=False)
+    module = _Streamed()
+    module.seen.clear()
+    trainer.fit(module)
+    assert module.seen == [2, 3]
+
+
 @canary(distributions, "arguments_unchecked")
 def test_arguments_of_distributions() -> None:
     torch.distributions.Distribution.set_default_validate_args(True)  # torch.compile leaves it off

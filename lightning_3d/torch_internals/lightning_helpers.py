@@ -24,6 +24,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.plugins import LayerSync, TorchCheckpointIO
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import ParallelStrategy
@@ -201,6 +202,28 @@ def active_loaders(trainer: Trainer) -> Loaders | None:
     if combined is None or not combined.flattened:
         return None
     return Loaders(flat=combined.flattened, is_sequential=combined._mode == "sequential", _spec=combined._spec)
+
+
+def change_loaders(trainer: Trainer, change: Callable[[Any], Any]) -> None:
+    """Let the loop that is about to run take others in place of its dataloaders, which it has made."""
+    loop = trainer._active_loop
+    assert loop is not None
+    assert loop._combined_loader is not None
+    loop._combined_loader.flattened = list(map(change, loop._combined_loader.flattened))
+
+
+def fetched_ahead(trainer: Trainer) -> list[Any]:
+    """The batches that training has fetched before it starts, as it does from dataloaders without a length."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return [batch for batch, *_ in fetcher.batches] if isinstance(fetcher, _PrefetchDataFetcher) else []
+
+
+def load_loader_states(trainer: Trainer) -> None:
+    """Give dataloaders that a fit made before its loops were restored the states that a checkpoint has of them."""
+    loop = trainer.fit_loop
+    if loop._combined_loader_states_to_load and loop._data_fetcher is not None:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)  # the iterators were made, too
 
 
 def fetches_itself(step: Callable[..., Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -16,7 +17,13 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import BatchError
 from lightning_3d.pipeline.microbatches import leaves_of
-from lightning_3d.torch_internals.lightning_helpers import active_loaders, random_states_kept
+from lightning_3d.torch_internals.lightning_helpers import (
+    active_loaders,
+    change_loaders,
+    fetched_ahead,
+    random_states_kept,
+)
+from lightning_3d.trainer.peeking import Peeked, is_used_up, undisturbed
 
 _START_STEPS = 4  # steps that check="start" compares
 
@@ -36,6 +43,12 @@ def example_batch(trainer: Trainer) -> Any:
             f" for trainer.{trainer.state.fn.value if trainer.state.fn else 'fit'}(), or its number of batches is"
             " limited to 0. Give it one, or use pipeline_parallel_size=1 and tensor_parallel_size=1."
         )
+    if any(map(is_used_up, loaders.flat)):
+        if trainer.state.fn == TrainerFn.FITTING and (ahead := fetched_ahead(trainer)):
+            return ahead[0]
+        change_loaders(trainer, lambda loader: Peeked(loader) if is_used_up(loader) else loader)
+        loaders = active_loaders(trainer)
+        assert loaders is not None
     try:
         with random_states_kept():
             if loaders.is_sequential:
@@ -49,6 +62,13 @@ def example_batch(trainer: Trainer) -> Any:
 
 
 def _first_batch(loader: Any) -> Any:
+    if isinstance(loader, Peeked):
+        return loader.peek()
+    with undisturbed(loader):
+        return _fetched(loader)
+
+
+def _fetched(loader: Any) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return next(iter(loader))
     indices = next(iter(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler))
