@@ -196,11 +196,22 @@ def test_states_in_lists_are_restored(workers: WorkerPools, folders: bool, zero:
 class KeepsLists(torch.optim.SGD):
     """Its state of a parameter is a list of tensors, as SOAP's."""
 
+    kind: type[Any] = list
+
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter]["bases"] = [torch.eye(2)]
+                self.state[parameter]["bases"] = self.kind([torch.eye(2)])
         return super().step(closure)
+
+
+class KeepsTuples(KeepsLists):
+    kind = tuple
+
+
+class WithTuples(TinyMLP):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return KeepsTuples(self.parameters(), lr=0.1)
 
 
 class WithLists(TinyMLP):
@@ -208,15 +219,20 @@ class WithLists(TinyMLP):
         return KeepsLists(self.parameters(), lr=0.1)
 
 
-def _with_checkpoints() -> None:
-    layout = Layout(dp=2, zero=1, zero_settings={"optimizer_steps": "rows"})
+def _with_checkpoints(layout: Layout, module: type[TinyMLP], kind: str) -> None:
     saves = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(".", every_n_epochs=1)]}
     with pytest.raises(CheckpointError) as raised:
-        trained(layout, WithLists, limit_train_batches=2, **saves)
-    assert "state 'bases' of layers.0.weight in KeepsLists is a list" in str(raised.value)
-    assert "prepare to save KeepsLists" in str(raised.value)
-    trained(layout, WithLists)  # without checkpoints it trains
+        trained(layout, module, limit_train_batches=2, **saves)
+    assert f"state 'bases' of layers.0.weight in Keeps{kind.title()}s is a {kind}" in str(raised.value)
+    assert f"prepare to save Keeps{kind.title()}s" in str(raised.value)
+    trained(layout, module)  # without checkpoints it trains
 
 
-def test_states_that_cannot_be_saved_are_told_after_the_first_step(workers: WorkerPools) -> None:
-    workers(2).run(_with_checkpoints)
+@pytest.mark.parametrize(("module", "kind"), [(WithLists, "list"), (WithTuples, "tuple")])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp=2, zero=1, zero_settings={"optimizer_steps": "rows"}), Layout(dp=2, zero=3)], ids=str
+)
+def test_states_that_cannot_be_saved_are_told_after_the_first_step(
+    workers: WorkerPools, layout: Layout, module: type[TinyMLP], kind: str
+) -> None:
+    workers(2).run(_with_checkpoints, layout, module, kind)

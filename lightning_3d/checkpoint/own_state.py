@@ -34,6 +34,7 @@ from lightning_3d.checkpoint.feature_order import (
 )
 from lightning_3d.errors import CheckpointError, StepError
 from lightning_3d.tensor.placement import marked
+from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards, plain
 
 Key = TypeVar("Key", bound=Hashable)
@@ -146,7 +147,10 @@ def optimizer_state(
     in_parts |= {fqn for fqn, shard in of_shards.items() if shard.is_dealt}
     for fqn, values in state.items():
         for name, value in values.items():
-            if fqn in in_parts and isinstance(value, dict | list):
+            holds_more = isinstance(value, dict | list) or (
+                isinstance(value, tuple) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+            )
+            if fqn in in_parts and holds_more:
                 raise CheckpointError(
                     f"state {name!r} of {fqn} in {type(unwrapped(optimizer)).__name__} is a {type(value).__name__}, and"
                     " this rank steps a part of that parameter: there only states that are tensors and plain values can"
