@@ -230,6 +230,8 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     def num_processes(self) -> int:
         """Processes on this node."""
+        if self._mesh is not None and self.mesh.shape.dp < self.mesh.shape.world_size:
+            warn_of_copies(self.mesh.shape, "num_processes")
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -238,7 +240,7 @@ class ThreeDStrategy(ParallelStrategy):
         """Number of all ranks, as in every strategy."""
         size = super().world_size
         if self._mesh is not None and self.mesh.shape.dp < size:
-            warn_of_copies(self.mesh.shape)
+            warn_of_copies(self.mesh.shape, "world_size")
         return size
 
     @property

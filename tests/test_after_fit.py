@@ -21,7 +21,10 @@ from tests.parity import Layout, fitted, whole_state
 from tests.test_averaging import Model
 from tests.workers import WorkerPools
 
-LAYOUTS = (Layout(dp=2, zero=2), Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2), Layout(pp=2, dp=2, zero=3))
+LAYOUTS = (
+    *(Layout(dp=2, zero=2), Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2)),
+    pytest.param(Layout(pp=2, dp=2, zero=3), marks=pytest.mark.matrix),
+)
 
 INPUTS = torch.arange(16)[None]
 

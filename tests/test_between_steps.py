@@ -356,7 +356,9 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name", ["tensor", *(pytest.param(name, marks=pytest.mark.matrix) for name in list(ALONE)[1:])]
+)
 def test_a_rank_that_goes_alone_raises(workers: WorkerPools, name: str) -> None:
     layout, summons, message = ALONE[name]
     with pytest.raises(WorkerError) as raised:

@@ -229,7 +229,13 @@ def wrapped_in(layout: Layout, folder: Path) -> dict[str, Any]:
         return wrapped(layout)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], LAYOUTS[-1]], ids=["folder of stages", "file of shards"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(LAYOUTS[1], id="folder of stages"),
+        pytest.param(LAYOUTS[-1], id="file of shards", marks=pytest.mark.matrix),
+    ],
+)
 def test_modules_are_hyperparameters(layout: Layout, workers: WorkerPools, tmp_path: Path) -> None:
     expected = alone(workers, wrapped)
     for found in workers(2).run(wrapped_in, layout, tmp_path):

@@ -143,7 +143,14 @@ def test_kinds_are_found_in_every_group() -> None:
     assert optimizer_kind(PickyLamb(groups)) == "parameters"
 
 
-LAYOUTS = (*(Layout(dp=2, zero=stage) for stage in (0, 1, 2, 3)), Layout(tp=2), Layout(pp=2))
+LAYOUTS = (
+    *(Layout(dp=2, zero=stage) for stage in (1, 3)),
+    Layout(tp=2),
+    *(
+        pytest.param(layout, marks=pytest.mark.matrix)
+        for layout in (Layout(dp=2, zero=0), Layout(dp=2, zero=2), Layout(pp=2))
+    ),
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -50,12 +50,20 @@ def _job(name: str) -> Job:
     return Job(model=partial(Clipped, name), sees_gradients=False)
 
 
+SHOWN: dict[str, Any] = {"zero_settings": {"show_gradients": "auto"}}
 LAYOUTS = (
-    *(Layout(dp=2, zero=stage, zero_settings={"show_gradients": "auto"}) for stage in (0, 1, 2, 3)),
+    *(Layout(dp=2, zero=stage, **SHOWN) for stage in (1, 3)),
     Layout(pp=2),
     Layout(tp=2),
-    Layout(pp=2, dp=2, zero=3),
-    Layout(dp=2, tp=2, zero=1, zero_settings={"show_gradients": "auto"}),
+    *(
+        pytest.param(layout, marks=pytest.mark.matrix)
+        for layout in (
+            Layout(dp=2, zero=0, **SHOWN),
+            Layout(dp=2, zero=2, **SHOWN),
+            Layout(pp=2, dp=2, zero=3),
+            Layout(dp=2, tp=2, zero=1, **SHOWN),
+        )
+    ),
 )
 
 

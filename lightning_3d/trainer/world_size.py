@@ -15,15 +15,19 @@ _TRAINER = "lightning.pytorch.trainer.trainer"
 """Asks for whoever reads ``trainer.world_size``."""
 
 
-def warn_of_copies(shape: MeshShape) -> None:
-    """Warn the user's code, where that called the caller of this, that some ranks have the same samples."""
+def warn_of_copies(shape: MeshShape, name: str) -> None:
+    """Warn the user's code, where that called the caller of this, that some ranks have the same samples.
+
+    Args:
+        name: The name of what it reads.
+    """
     frame = sys._getframe(2)
     if frame.f_globals.get("__name__") == _TRAINER and frame.f_back is not None:
         frame = frame.f_back
     if str(frame.f_globals.get("__name__")).partition(".")[0] in _OURS:
         return
     rank_zero_warn(
-        f"{frame.f_code.co_filename}:{frame.f_lineno} reads world_size, which is {shape.world_size}, the number of all"
-        f" ranks; {shape.dp} of them at a time have different samples. What scales by replicas, as a learning rate or a"
+        f"{frame.f_code.co_filename}:{frame.f_lineno} reads {name}, which counts all {shape.world_size} ranks;"
+        f" {shape.dp} of them at a time have different samples. What scales by replicas, as a learning rate or a"
         ' sampler, takes trainer.distributed_sampler_kwargs["num_replicas"], which is that number under DDP, too.'
     )
