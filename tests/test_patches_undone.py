@@ -36,6 +36,7 @@ from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from lightning_3d.torch_internals.modules import APPLY, CALL, forward_hook_registries
 from lightning_3d.torch_internals.pytree import registered_dataclasses, tree_leaves
 from lightning_3d.trainer.held_parts import holds_parts
+from lightning_3d.trainer.laid_out import LAYOUT
 from tests.models import loader, tokens
 from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
@@ -136,8 +137,8 @@ _RUNNER = {"forward", CALL}
 
 _REPLACED = ("torch.utils.data.dataloader", "torch.utils.data.sampler")
 
-_FRAMEWORKS = ("_fsdp", "_is_fsdp_managed_module", "__composable_api_state", "_hparams")
-"""Attributes that FSDP2 and Lightning set on a module for good."""
+_STAYING = ("_fsdp", "_is_fsdp_managed_module", "__composable_api_state", "_hparams", LAYOUT)
+"""Attributes that FSDP2, Lightning and the strategy set on a module for good; the last is the layout that it has."""
 
 
 def _code_of_packages() -> Present:
@@ -210,7 +211,7 @@ def _users_objects(model: Model) -> Present:
         attributes = vars(module)
         found[f"class of {where}"] = _wrapped(type(module))
         kept = _RUNNER if _takes_other_ranks(module) else {APPLY} if not name and holds_parts(module) else set()
-        found[f"attributes of {where}"] = {n for n in attributes.keys() - kept if not n.startswith(_FRAMEWORKS)}
+        found[f"attributes of {where}"] = {n for n in attributes.keys() - kept if not n.startswith(_STAYING)}
         found |= {f"{where}.{n}": v for n, v in attributes.items() if callable(v) and n not in kept}
         hooks = [hook for registry in forward_hook_registries(module) for hook in registry.values()]
         found[f"hooks of {where}"] = [hook for hook in hooks if not _is_of_torch(hook)]

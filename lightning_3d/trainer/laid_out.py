@@ -19,7 +19,8 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
 from lightning_3d.trainer.full_params import stay_whole
 
-_LAYOUT = "_lightning_3d_layout"
+LAYOUT = "_lightning_3d_layout"
+"""Attribute of a module: the layout that its model has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +48,12 @@ class Layout:
 def lay_out(layout: Layout) -> None:
     """Note that a model has a layout, in all of its modules."""
     for inner in layout.modules:
-        vars(inner)[_LAYOUT] = layout
+        vars(inner)[LAYOUT] = layout
 
 
 def has_layout(module: nn.Module, layout: Layout | None) -> bool:
     """Whether it is this one that the model has."""
-    return layout is not None and vars(module).get(_LAYOUT) is layout
+    return layout is not None and vars(module).get(LAYOUT) is layout
 
 
 def is_laid_out(module: nn.Module, layout: Layout | None) -> bool:
@@ -71,7 +72,7 @@ def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
     Args:
         copies: Copies of the model, of which those that were made while it had a layout are whole with it.
     """
-    layouts = dict.fromkeys(found for inner in module.modules() if (found := vars(inner).get(_LAYOUT)) is not None)
+    layouts = dict.fromkeys(found for inner in module.modules() if (found := vars(inner).get(LAYOUT)) is not None)
     for layout in layouts:
         further = copies if layout.module is module else ()
         present = set(layout.module.modules())
@@ -79,7 +80,7 @@ def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
         for held in dict.fromkeys([layout.module, *layout.copies, *further, *removed]):
             stay_whole(held, layout.plan, layout.mesh, layout.device)
         for inner in layout.modules:
-            vars(inner).pop(_LAYOUT, None)
+            vars(inner).pop(LAYOUT, None)
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
