@@ -28,14 +28,12 @@ from lightning_3d.checkpoint import (
     full_model_state,
     full_optimizer_state,
     hooks_see_saving,
-    is_sharded_checkpoint,
     load_full,
     load_optimizers,
     load_sharded,
     optimizer_state,
     read_full,
     read_sharded,
-    remove_sharded,
     save_sharded,
     saved_optimizers,
     shown_parts,
@@ -43,7 +41,9 @@ from lightning_3d.checkpoint import (
     states_apart,
     states_read,
     states_whole,
+    write_full,
 )
+from lightning_3d.checkpoint.atomic import completed, is_local, remove
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.further_states import has_further
 from lightning_3d.checkpoint.own_state import state_of, unwrapped
@@ -790,6 +790,11 @@ class ThreeDStrategy(ParallelStrategy):
             checkpoint = modules_whole(checkpoint, self._module, summoned, is_saved_here=self.is_global_zero)
         own, self._saved_state = self._saved_state, {}
         if self._saves_folders:
+            if not is_local(filepath):
+                raise CheckpointError(
+                    f"{filepath} is on a remote file system, where checkpoint folders can't be written: set"
+                    " save_distributed_checkpoint=False for a file there, or write to a file system that is mounted."
+                )
             if storage_options is not None:
                 raise CheckpointError(
                     "storage_options are for a CheckpointIO, but a checkpoint folder is written without one: give the"
@@ -800,10 +805,25 @@ class ThreeDStrategy(ParallelStrategy):
             return
         checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"))
         with failing_alike(f"write the checkpoint {filepath}"):
-            if self.is_global_zero:
-                if is_sharded_checkpoint(Path(filepath)):
-                    remove_sharded(Path(filepath))
+            if not self.is_global_zero:
+                pass
+            elif storage_options is None and self._writes_itself(filepath):
+                write_full(checkpoint, Path(filepath))
+            else:
                 super().save_checkpoint(checkpoint, str(filepath), storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if not self.is_global_zero:
+            return
+        if self._writes_itself(filepath) and os.path.lexists(filepath):
+            remove(Path(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    def _writes_itself(self, filepath: str | os.PathLike[str]) -> bool:
+        """Whether no ``CheckpointIO`` writes checkpoints there: the user's, or Lightning's to remote file systems."""
+        return not lightning_helpers.has_own_io(self) and is_local(filepath)
 
     @override
     def load_checkpoint(
@@ -813,7 +833,7 @@ class ThreeDStrategy(ParallelStrategy):
         ``on_load_checkpoint`` its turn.
         """
         checkpoint_path = self.broadcast(checkpoint_path)
-        path = Path(checkpoint_path)
+        path = completed(Path(checkpoint_path)) if is_local(checkpoint_path) else Path(checkpoint_path)
         weights_only = self._asked_weights_only if weights_only is None else weights_only
         self._restores = None
         if path.is_dir():
@@ -822,7 +842,7 @@ class ThreeDStrategy(ParallelStrategy):
             checkpoint["state_dict"] = SavedState(self._restores, ("state_dict",))
             if "lr_schedulers" in rest:  # they are saved with the optimizers
                 checkpoint["optimizer_states"] = saved_optimizers(self._restores)
-        elif lightning_helpers.has_own_io(self):
+        elif not self._writes_itself(checkpoint_path):
             checkpoint = super().load_checkpoint(str(checkpoint_path), weights_only=weights_only)
         else:
             checkpoint = read_full(path, weights_only=weights_only)

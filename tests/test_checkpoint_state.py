@@ -40,9 +40,9 @@ from lightning_3d.checkpoint import (
     optimizer_state,
     read_full,
     read_sharded,
-    remove_sharded,
     save_sharded,
     saved_optimizers,
+    write_full,
 )
 from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.checkpoint.fail_alike import failing_alike
@@ -673,8 +673,9 @@ def test_a_file_takes_the_place_of_a_folder_but_not_of_other_files(tmp_path: Pat
         (folder / name).touch()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"last.ckpt .* holds 1 files that are no part of the .* \(notes.txt\)"):
-        remove_sharded(folder)
+        write_full({"epoch": 1}, folder)
     assert len(list(folder.iterdir())) == 4
     (folder / "notes.txt").unlink()
-    remove_sharded(folder)
-    assert not folder.exists()
+    write_full({"epoch": 1}, folder)
+    assert torch.load(folder, weights_only=True) == {"epoch": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]

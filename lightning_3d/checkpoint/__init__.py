@@ -8,13 +8,12 @@ torch.distributed.checkpoint; `file` gathers on rank 0 and takes parts out of fu
 
 from __future__ import annotations
 
-from lightning_3d.checkpoint.file import full_model_state, full_optimizer_state, load_full, read_full
+from lightning_3d.checkpoint.file import full_model_state, full_optimizer_state, load_full, read_full, write_full
 from lightning_3d.checkpoint.folder import (
     Folder,
     is_sharded_checkpoint,
     load_sharded,
     read_sharded,
-    remove_sharded,
     save_sharded,
 )
 from lightning_3d.checkpoint.further_states import states_apart, states_read, states_whole
@@ -39,7 +38,6 @@ __all__ = [
     "read_folder",
     "read_full",
     "read_sharded",
-    "remove_sharded",
     "save_sharded",
     "saved_optimizers",
     "shown_parts",
@@ -47,4 +45,5 @@ __all__ = [
     "states_apart",
     "states_read",
     "states_whole",
+    "write_full",
 ]

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish
 from lightning_3d.checkpoint.box import TensorInfo, check_placements, full_value
 from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.folder import check_no_others
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
     Key,
@@ -159,6 +161,25 @@ def _on_cpu(tensor: Tensor) -> Tensor:
     # A view of something larger (gathered with padding) would be written to the file with all of it.
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def write_full(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write a `.ckpt` file, in place of a file or checkpoint folder there; on one rank.
+
+    Raises:
+        CheckpointError: There is a folder with files of others; nothing is changed.
+        OSError: It can't be written; what was there stays.
+
+    """
+    check_no_others(path)
+    make_room(path, lambda file: True)
+    try:
+        with aside(path).open("wb") as file:
+            torch.save(dict(checkpoint), file)
+        publish(path, lambda file: True)
+    except BaseException:
+        give_up(path)
+        raise
 
 
 # --------------------------------------------------------------------------------------------------------------- load

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish
 from lightning_3d.checkpoint.box import TensorInfo, as_box, check_placements, take_box
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.match import check_model
@@ -89,13 +90,14 @@ def save_sharded(
         section: {fqn: value for fqn, value in values.items() if owner[section, fqn] == here}
         for section, values in sections.items()
     }
+    staged = aside(path)
     with failing_alike(f"write the checkpoint {path}"):
         for section in models:
             check_placements(mine[section])
         for section in optimizers:
             check_placements({f"{n} of {fqn}": v for fqn, named in mine[section].items() for n, v in named.items()})
         if dist.get_rank() == 0:
-            _make_room(path)
+            make_room(path, _is_own)
     state: dict[str, Any] = {
         section: {fqn: _boxed(value) for fqn, value in mine.pop(section).items()} for section in models
     }
@@ -103,45 +105,37 @@ def save_sharded(
         state[section] = {"state": {fqn: {n: _boxed(v) for n, v in named.items()} for fqn, named in values.items()}}
         if dist.get_rank() == 0:
             state[section]["param_groups"] = optimizers[section]["param_groups"]
-    with failing_alike(f"write the checkpoint {path}"):
-        save(state, checkpoint_id=path)
-    with failing_alike(f"write {path / META}"):
+    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
+    try:
+        with failing_alike(f"write the checkpoint {path}"):
+            save(state, checkpoint_id=staged)
+        with failing_alike(f"write {path / META}"):
+            if dist.get_rank() == 0:
+                torch.save(rest, staged / META)
+                publish(path, _is_own)
+    except CheckpointError:
         if dist.get_rank() == 0:
-            rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-            torch.save(rest, path / f"{META}.part")
-            (path / f"{META}.part").replace(path / META)
+            give_up(path)
+        raise
 
 
-def _make_room(path: Path) -> None:
-    """Make the folder, without a file or the files of another checkpoint in its place; files of others stay."""
-    if path.is_file():
-        path.unlink()
-    path.mkdir(parents=True, exist_ok=True)
-    for file in _own_files(path):
-        file.unlink()
-
-
-def _own_files(path: Path) -> list[Path]:
-    own = {META, f"{META}.part", ".metadata"}
-    return [file for file in path.iterdir() if file.name in own or file.suffix == ".distcp"]
-
-
-def remove_sharded(path: Path) -> None:
-    """Remove a checkpoint folder, for a file to take its place; on one rank.
+def check_no_others(path: Path) -> None:
+    """Raise where a file is to take the place of a checkpoint folder that has files of others.
 
     Raises:
-        CheckpointError: It holds files of others, which stay; nothing is removed.
+        CheckpointError: It has.
 
     """
-    own = _own_files(path)
-    if others := sorted(file.name for file in set(path.iterdir()).difference(own)):
+    if others := sorted(file.name for file in path.iterdir() if not _is_own(file)) if path.is_dir() else ():
         raise CheckpointError(
             f"{path} is a checkpoint folder, and a file is to take its place, but it holds {len(others)} files that are"
             f" no part of the checkpoint ({', '.join(others[:3])}). Move them away, or write to another path"
         )
-    for file in own:
-        file.unlink()
-    path.rmdir()
+
+
+def _is_own(file: Path) -> bool:
+    """Whether a file in the folder of a checkpoint is a part of it."""
+    return file.name in (META, ".metadata") or file.suffix == ".distcp"
 
 
 def _boxed(value: object) -> object:

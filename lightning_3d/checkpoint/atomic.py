@@ -1,0 +1,131 @@
+"""A checkpoint, folder or file, exists entirely or not at all: it is written aside, and takes its place by one rename.
+
+    .last.ckpt.saving/    being written, on the same file system; then synced
+    last.ckpt/            the one before, until both change places
+    .last.ckpt.saving/    the one before, until it is removed
+
+What a killed save leaves aside is found by nobody who looks for checkpoints, and removed by the next save to that path.
+Names change places by ``renameat2(..., RENAME_EXCHANGE)`` of Linux. Where the system or its file system has none, the
+one before moves away first, to ``.last.ckpt.before``; ``completed`` finds it there if the process is killed in between.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+
+
+def is_local(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is of this machine's file systems, and no URL of another that ``fsspec`` knows."""
+    return "://" not in os.fspath(path)
+
+
+def aside(path: Path) -> Path:
+    """Where a checkpoint is written that goes to this path."""
+    return path.with_name(f".{path.name}.saving")
+
+
+def completed(path: Path) -> Path:
+    """Where the checkpoint of this path is: there, or where a killed save had moved it."""
+    before = _before(path)
+    return before if not os.path.lexists(path) and before.exists() else path
+
+
+def make_room(path: Path, is_own: Callable[[Path], bool]) -> None:
+    """Let there be nothing where a checkpoint is written that goes to this path, and a folder to write it in.
+
+    Args:
+        is_own: Whether a file in the folder of a checkpoint is a part of it; others, of one that was to be removed, go
+            back to the path.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if completed(path) != path:  # half of a replacement
+        _before(path).rename(path)
+    _remove(aside(path), keep_in=path, is_own=is_own)
+
+
+def give_up(path: Path) -> None:
+    """Remove what was written aside for this path, as it can't be finished."""
+    with suppress(OSError):
+        _remove(aside(path))
+
+
+def publish(path: Path, is_own: Callable[[Path], bool]) -> None:
+    """Let what was written aside take its place, and remove what was there.
+
+    Args:
+        path: The path of the checkpoint.
+        is_own: As in ``make_room``.
+    """
+    staged = aside(path)
+    _sync(staged)
+    if not os.path.lexists(path):
+        staged.rename(path)
+        old = None
+    elif _exchanged(staged, path):
+        old = staged
+    else:
+        old = _before(path)
+        _remove(old, keep_in=path, is_own=is_own)
+        path.rename(old)
+        staged.rename(path)
+    _sync(path.parent)
+    if old is not None:
+        _remove(old, keep_in=path, is_own=is_own)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; killed in between, it is gone for those who look for it."""
+    gone = aside(path)
+    _remove(gone)
+    path.rename(gone)
+    _remove(gone)
+
+
+def _before(path: Path) -> Path:
+    return path.with_name(f".{path.name}.before")
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Let two names change places; False where the system can't."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    if (number := ctypes.get_errno()) in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+def _remove(path: Path, *, keep_in: Path | None = None, is_own: Callable[[Path], bool] = lambda file: True) -> None:
+    """Remove a file, link or folder, if it is there; files of others in a folder move to another."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        if keep_in is not None and keep_in.is_dir():
+            for file in _others(path, is_own):
+                file.rename(keep_in / file.name)
+        shutil.rmtree(path)
+
+
+def _others(folder: Path, is_own: Callable[[Path], bool]) -> Collection[Path]:
+    return [file for file in folder.iterdir() if not is_own(file)]
+
+
+def _sync(path: Path) -> None:
+    """Have the system write a file or the names in a folder, and all that is in it, to its disk."""
+    for inner in path.iterdir() if path.is_dir() and not path.is_symlink() and path.suffix == ".saving" else ():
+        _sync(inner)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

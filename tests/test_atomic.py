@@ -1,0 +1,150 @@
+"""Replacing a checkpoint, killed at every call of the file system: the one before or the new one is there, entirely."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_3d.checkpoint import atomic
+
+_EVENTS = ("open", "os.", "shutil.", "ctypes.call_function")
+NUM_MOST = 60
+
+
+def _is_own(file: Path) -> bool:
+    return file.suffix == ".part"
+
+
+def _save(path: Path, content: str, *, as_file: bool) -> None:
+    atomic.make_room(path, _is_own)
+    staged = atomic.aside(path)
+    if as_file:
+        staged.write_text(content)
+    else:
+        staged.mkdir()
+        for name in ("a.part", "b.part"):
+            (staged / name).write_text(content)
+    atomic.publish(path, _is_own)
+
+
+def _content(path: Path) -> str | None:
+    """The content of a complete checkpoint; None if there is none."""
+    found = atomic.completed(path)
+    if not found.exists():
+        return None
+    if found.is_file():
+        return found.read_text()
+    contents = {(found / name).read_text() for name in ("a.part", "b.part")}
+    (content,) = contents
+    return content
+
+
+def _killed_at(number: int, act: Callable[[], None]) -> bool:
+    """Whether a process that runs this was killed at a call of the file system, or ended before it came to it."""
+    child = os.fork()
+    if child == 0:
+        calls = 0
+
+        def count(event: str, arguments: Any) -> None:
+            nonlocal calls
+            if event.startswith(_EVENTS):
+                calls += 1
+                if calls == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        try:
+            act()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+@pytest.fixture(params=["exchanged", "in two steps"])
+def exchanges(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in two steps":
+        monkeypatch.setattr(atomic, "_exchanged", lambda first, second: False)
+
+
+@pytest.mark.usefixtures("exchanges")
+@pytest.mark.parametrize("as_file", [True, False], ids=["file", "folder"])
+@pytest.mark.parametrize("before", ["nothing", "file", "folder"])
+def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, before: str, as_file: bool) -> None:
+    was_killed, number, outcomes = True, 0, set()
+    while was_killed:
+        number += 1
+        path = tmp_path / str(number) / "last.ckpt"
+        path.parent.mkdir()
+        if before != "nothing":
+            _save(path, "old", as_file=before == "file")
+        was_killed = _killed_at(number, lambda path=path: _save(path, "new", as_file=as_file))
+        outcomes.add(_content(path))
+        shown = [file.name for file in path.parent.iterdir() if file.suffix == ".ckpt"]
+        assert shown in ([], ["last.ckpt"])
+        _save(path, "next", as_file=as_file)
+        assert _content(path) == "next"
+        assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"], "nothing is left of a killed save"
+        assert number < NUM_MOST
+    assert number > 5
+    assert outcomes == {None if before == "nothing" else "old", "new"}
+
+
+def test_a_killed_removal_leaves_all_or_nothing(tmp_path: Path) -> None:
+    was_killed, number = True, 0
+    while was_killed:
+        number += 1
+        path = tmp_path / str(number) / "last.ckpt"
+        path.parent.mkdir()
+        _save(path, "old", as_file=False)
+        was_killed = _killed_at(number, lambda path=path: atomic.remove(path))
+        assert _content(path) in ("old", None)
+    assert _content(path) is None
+    assert number > 3
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    _save(path, "old", as_file=False)
+    (path / "notes.txt").write_text("mine")
+    _save(path, "new", as_file=False)
+    assert _content(path) == "new"
+    assert (path / "notes.txt").read_text() == "mine"
+
+
+def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:
+    best, last = tmp_path / "best.ckpt", tmp_path / "last.ckpt"
+    _save(best, "best", as_file=False)
+    last.symlink_to(best.name)
+    _save(last, "new", as_file=False)
+    assert (_content(best), _content(last)) == ("best", "new")
+    assert not last.is_symlink()
+
+
+KILLS = [
+    ("pp2", "folder", 0),
+    ("pp2", "folder", 1),
+    ("dp2", "folder", 0),
+    ("dp2", "folder", 1),
+    ("tp2", "folder", 0),
+    ("tp2", "file", 0),
+]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("layout", "kind", "victim"), KILLS)
+def test_a_killed_rank_leaves_a_whole_checkpoint(tmp_path: Path, layout: str, kind: str, victim: int) -> None:
+    command = [sys.executable, "-m", "tests.scripts.killed_saves", layout, kind, str(victim), str(tmp_path)]
+    done = subprocess.run(command, check=False, timeout=280, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == sorted(found), "until it takes its place, the one before is there"
+    assert set(found) == {1, 2}
