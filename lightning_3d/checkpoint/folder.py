@@ -22,8 +22,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -42,6 +40,7 @@ from lightning_3d.checkpoint.own_state import (
     restore_model,
     state_of,
 )
+from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader
 from lightning_3d.errors import CheckpointError
 
 TreePath = tuple[str | int, ...]
@@ -163,7 +162,7 @@ def read_sharded(path: Path, *, weights_only: bool | None = None) -> tuple[Folde
     with failing_alike(f"read the checkpoint {path}"):
         if not is_sharded_checkpoint(path):
             raise CheckpointError(f"{path} is not a complete checkpoint folder: it has no {META}")
-        folder = Folder.open(path)
+        folder = Folder.open(path, weights_only=weights_only)
         rest = torch.load(path / META, map_location="cpu", weights_only=weights_only)
     return folder, rest
 
@@ -220,16 +219,18 @@ class Folder:
 
     location: Path
     entries: Mapping[TreePath, Entry]
+    weights_only: bool | None = None
+    """As in ``torch.load``, for values that are no tensors."""
 
     @classmethod
-    def open(cls, location: Path) -> Self:
+    def open(cls, location: Path, *, weights_only: bool | None = None) -> Self:
         """Read the index.
 
         Raises:
             CheckpointError: The index has no paths, because another program wrote the folder.
 
         """
-        metadata = FileSystemReader(location).read_metadata()
+        metadata = FolderReader(location).read_metadata()
         if metadata.planner_data is None:
             raise CheckpointError(f"{location} was not written by this strategy or Lightning: its index has no paths")
         entries = {}
@@ -239,7 +240,7 @@ class Folder:
             if isinstance(stored, TensorStorageMetadata):
                 tensor = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
             entries[path] = Entry(key=key, tensor=tensor)
-        return cls(location=location, entries=entries)
+        return cls(location=location, entries=entries, weights_only=weights_only)
 
     def model_tensors(self) -> dict[str, TensorInfo | None]:
         """Shapes and dtypes of the model's state, by FQN; None for what is not a tensor."""
@@ -287,9 +288,8 @@ class Folder:
             self.entries[path].key: as_box(target) if isinstance(target, Tensor) else target
             for path, target in room.items()
         }
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with failing_alike(f"read the checkpoint {self.location}"):
-            load(boxes, checkpoint_id=self.location, planner=planner)
+            load(boxes, storage_reader=FolderReader(self.location), planner=self._planner)
         leaves: list[tuple[TreePath, Any]] = []
         for path, target in room.items():
             value = boxes[self.entries[path].key]
@@ -302,8 +302,7 @@ class Folder:
     def read_alone(self, paths: Collection[TreePath]) -> list[Any]:
         """Whole values, read by this rank alone."""
         values = {self.entries[path].key: self._plain_room(path) for path in paths}
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(values, checkpoint_id=self.location, planner=planner, no_dist=True)
+        load(values, storage_reader=FolderReader(self.location), planner=self._planner, no_dist=True)
         return [values[self.entries[path].key] for path in paths]
 
     def read_below(self, path: TreePath) -> Any:
@@ -312,6 +311,10 @@ class Folder:
         return _nested(
             [(found[len(path) :], value) for found, value in zip(paths, self.read_alone(paths), strict=True)]
         )
+
+    @property
+    def _planner(self) -> FolderPlanner:
+        return FolderPlanner(weights_only=self.weights_only)
 
     def _plain_room(self, path: TreePath) -> Tensor | None:
         info = self.entries[path].tensor

@@ -20,7 +20,7 @@ def read_folder(path: object, map_location: Any, weights_only: bool | None) -> d
     """
     if not isinstance(path, str | Path) or not is_sharded_checkpoint(Path(path)):
         return None
-    folder = Folder.open(Path(path))
+    folder = Folder.open(Path(path), weights_only=weights_only)
     rest: dict[str, Any] = torch.load(folder.location / META, map_location=map_location, weights_only=weights_only)
     paths = [entry for entry in folder.entries if entry[0] == MODEL]
     state = io.BytesIO()

@@ -1,0 +1,89 @@
+"""Reading folders of torch.distributed.checkpoint without running what their files say.
+
+torch unpickles a folder's index (``.metadata``), and every value in it that is no tensor, whatever they contain. Here
+the index may name classes of an index alone, and other values are read by torch's ``weights_only`` loader unless the
+user asks for more.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from pathlib import PurePath, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from typing_extensions import override
+
+from lightning_3d.errors import CheckpointError
+from lightning_3d.torch_internals import stored_index
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(cls.__module__, cls.__qualname__): cls for cls in stored_index.CLASSES},
+    **{("pathlib", name): PurePosixPath for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")},
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): stored_index.layout_named,
+}
+"""Names in an index -> what they stand for."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickles an index, and nothing else."""
+
+    @override
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise CheckpointError(
+            f"the index of the checkpoint names {module}.{name}, as no index of torch.distributed.checkpoint does: it"
+            " was changed to run code, or is damaged. Do not load it"
+        )
+
+
+class FolderReader(FileSystemReader):
+    """Reads a folder whose index may be anybody's."""
+
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the index.
+
+        Raises:
+            CheckpointError: it contains something else, or files outside of the folder.
+        """
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            index = _IndexUnpickler(file).load()
+        if not isinstance(index, Metadata):
+            raise CheckpointError(f"the index of the checkpoint is a {type(index).__name__}: it is damaged")
+        for stored in index.storage_data.values():
+            if PurePath(stored.relative_path).name != stored.relative_path:
+                raise CheckpointError(
+                    f"the index of the checkpoint names the file {stored.relative_path}, which is none of its folder:"
+                    " it was changed. Do not load it"
+                )
+        index.storage_meta = index.storage_meta or StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+class FolderPlanner(DefaultLoadPlanner):
+    """Puts values that are no tensors where they belong.
+
+    Args:
+        weights_only: As in ``torch.load``.
+    """
+
+    def __init__(self, *, weights_only: bool | None) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=self._weights_only)
