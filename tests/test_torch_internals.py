@@ -11,6 +11,7 @@ import functools
 import importlib
 import inspect
 import logging
+import pickle
 import random
 import signal
 import typing
@@ -37,6 +38,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
@@ -62,6 +64,7 @@ from lightning_3d.torch_internals import (
     pipelining,
     process_groups,
     pytree,
+    stored_index,
     tensors,
 )
 from tests.workers import WorkerPools
@@ -1313,3 +1316,24 @@ def test_random_states() -> None:
     with pytest.raises(KeyError), lightning_helpers.random_states_kept():
         fail()
     assert draw() == drawn[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@canary(stored_index, "CLASSES", "layout_named")
+def test_the_index_of_a_folder(tmp_path: Path) -> None:
+    named = set()
+
+    class Noting(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            found = super().find_class(module, name)
+            named.add(found)
+            return found
+
+    save({"w": torch.ones(2), "step": 3}, checkpoint_id=tmp_path, no_dist=True)
+    with (tmp_path / ".metadata").open("rb") as file:
+        Noting(file).load()
+    assert {each for each in named if each.__module__.startswith("torch.distributed.checkpoint")} <= {
+        *stored_index.CLASSES
+    }
+    assert stored_index.layout_named in named
+    assert stored_index.layout_named("torch.strided") is torch.strided
