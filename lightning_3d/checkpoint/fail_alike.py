@@ -12,7 +12,7 @@ from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 
 
 @contextmanager
-def failing_alike(action: str) -> Iterator[None]:
+def failing_alike(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raise on all ranks what any of them raised in the body.
 
     Every rank must reach the end of the body whatever happens on the others, so a collective in it must come before
@@ -20,6 +20,7 @@ def failing_alike(action: str) -> Iterator[None]:
 
     Args:
         action: The action of the body, for the message: "write the checkpoint /path".
+        group: A group of all ranks; the default one without it.
 
     Raises:
         CheckpointError: On every rank, with the first failing rank's reason.
@@ -32,7 +33,8 @@ def failing_alike(action: str) -> Iterator[None]:
     except (Exception, CheckpointException) as raised:  # the latter is a BaseException
         error = raised
     reasons: list[tuple[str, bool] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, None if error is None else (_reason(error), isinstance(error, FileNotFoundError)))
+    own = None if error is None else (_reason(error), isinstance(error, FileNotFoundError))
+    dist.all_gather_object(reasons, own, group)
     failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if failures:
         rank, (reason, is_missing) = next(iter(failures.items()))

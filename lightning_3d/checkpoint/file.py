@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish
 from lightning_3d.checkpoint.box import TensorInfo, check_placements, full_value
+from lightning_3d.checkpoint.damage import check_files
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import check_no_others
 from lightning_3d.checkpoint.match import check_model
@@ -197,6 +198,7 @@ def read_full(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
     """
     checkpoint: dict[str, Any] = {}
+    check_files(path)
     with failing_alike(f"read the checkpoint {path}"):
         checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     return checkpoint

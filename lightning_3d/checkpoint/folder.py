@@ -13,6 +13,7 @@ were saved: ("state_dict", fqn), ("optimizer_0", "state", fqn, name), ("optimize
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish
 from lightning_3d.checkpoint.box import TensorInfo, as_box, check_placements, take_box
+from lightning_3d.checkpoint.damage import REPAIR, check_files
 from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.manifest import MANIFEST, META, is_own
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
     exchange,
@@ -41,15 +42,13 @@ from lightning_3d.checkpoint.own_state import (
     state_of,
 )
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader
+from lightning_3d.checkpoint.writing import HAS_MANIFEST, write_folder
 from lightning_3d.errors import CheckpointError
 
 TreePath = tuple[str | int, ...]
 
 MODEL = "state_dict"
 """Section of the model's state."""
-
-META = "meta.pt"
-"""File with everything that is not a state of the model or an optimizer. Written last: with it a folder is complete."""
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -89,14 +88,11 @@ def save_sharded(
         section: {fqn: value for fqn, value in values.items() if owner[section, fqn] == here}
         for section, values in sections.items()
     }
-    staged = aside(path)
     with failing_alike(f"write the checkpoint {path}"):
         for section in models:
             check_placements(mine[section])
         for section in optimizers:
             check_placements({f"{n} of {fqn}": v for fqn, named in mine[section].items() for n, v in named.items()})
-        if dist.get_rank() == 0:
-            make_room(path, _is_own)
     state: dict[str, Any] = {
         section: {fqn: _boxed(value) for fqn, value in mine.pop(section).items()} for section in models
     }
@@ -105,17 +101,7 @@ def save_sharded(
         if dist.get_rank() == 0:
             state[section]["param_groups"] = optimizers[section]["param_groups"]
     rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-    try:
-        with failing_alike(f"write the checkpoint {path}"):
-            save(state, checkpoint_id=staged)
-        with failing_alike(f"write {path / META}"):
-            if dist.get_rank() == 0:
-                torch.save(rest, staged / META)
-                publish(path, _is_own)
-    except CheckpointError:
-        if dist.get_rank() == 0:
-            give_up(path)
-        raise
+    write_folder(path, state, rest)
 
 
 def check_no_others(path: Path) -> None:
@@ -125,16 +111,11 @@ def check_no_others(path: Path) -> None:
         CheckpointError: It has.
 
     """
-    if others := sorted(file.name for file in path.iterdir() if not _is_own(file)) if path.is_dir() else ():
+    if others := sorted(file.name for file in path.iterdir() if not is_own(file)) if path.is_dir() else ():
         raise CheckpointError(
             f"{path} is a checkpoint folder, and a file is to take its place, but it holds {len(others)} files that are"
             f" no part of the checkpoint ({', '.join(others[:3])}). Move them away, or write to another path"
         )
-
-
-def _is_own(file: Path) -> bool:
-    """Whether a file in the folder of a checkpoint is a part of it."""
-    return file.name in (META, ".metadata") or file.suffix == ".distcp"
 
 
 def _boxed(value: object) -> object:
@@ -162,9 +143,27 @@ def read_sharded(path: Path, *, weights_only: bool | None = None) -> tuple[Folde
     with failing_alike(f"read the checkpoint {path}"):
         if not is_sharded_checkpoint(path):
             raise CheckpointError(f"{path} is not a complete checkpoint folder: it has no {META}")
+    check_files(path)
+    with failing_alike(f"read the checkpoint {path}"):
         folder = Folder.open(path, weights_only=weights_only)
-        rest = torch.load(path / META, map_location="cpu", weights_only=weights_only)
+        rest = read_rest(path, weights_only=weights_only)
     return folder, rest
+
+
+def read_rest(path: Path, *, weights_only: bool | None, map_location: Any = "cpu") -> dict[str, Any]:
+    """The Trainer's checkpoint without the states in a folder; on this rank alone.
+
+    Args:
+        map_location: As in `torch.load`.
+
+    Raises:
+        CheckpointError: The folder has lost its manifest.
+
+    """
+    rest: dict[str, Any] = torch.load(path / META, map_location=map_location, weights_only=weights_only)
+    if rest.pop(HAS_MANIFEST, False) and not (path / MANIFEST).is_file():
+        raise CheckpointError(f"{path} is damaged: {MANIFEST} is missing. {REPAIR}")
+    return rest
 
 
 def load_sharded(
@@ -302,7 +301,9 @@ class Folder:
     def read_alone(self, paths: Collection[TreePath]) -> list[Any]:
         """Whole values, read by this rank alone."""
         values = {self.entries[path].key: self._plain_room(path) for path in paths}
-        load(values, storage_reader=FolderReader(self.location), planner=self._planner, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
+            load(values, storage_reader=FolderReader(self.location), planner=self._planner, no_dist=True)
         return [values[self.entries[path].key] for path in paths]
 
     def read_below(self, path: TreePath) -> Any:

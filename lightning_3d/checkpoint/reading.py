@@ -58,7 +58,7 @@ class FolderReader(FileSystemReader):
         Raises:
             CheckpointError: it contains something else, or files outside of the folder.
         """
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
             index = _IndexUnpickler(file).load()
         if not isinstance(index, Metadata):
             raise CheckpointError(f"the index of the checkpoint is a {type(index).__name__}: it is damaged")

@@ -1,4 +1,4 @@
-"""What the index of a folder of torch.distributed.checkpoint is made of."""
+"""The classes in the index of a folder of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from lightning_3d.checkpoint import full_model_state, model_state, save_sharded, write_full
 from lightning_3d.checkpoint.atomic import completed
-from lightning_3d.checkpoint.folder import META, MODEL, Folder
+from lightning_3d.checkpoint.damage import damage
+from lightning_3d.checkpoint.folder import MODEL, Folder, read_rest
 from tests.test_checkpoint_state import LAYOUTS, build
 
 _EVENTS = ("open", "os.", "shutil.", "ctypes.call_function")
@@ -46,10 +47,11 @@ def save(model: nn.Module, pp: Any, path: Path, kind: str, content: int) -> None
 def content_of(path: Path) -> int:
     """The content of a checkpoint; raises where it is none, or a mixture."""
     path = completed(path)
+    assert not damage(path)
     if path.is_dir():
         folder = Folder.open(path)
         values = folder.read_alone([entry for entry in folder.entries if entry[0] == MODEL])
-        epoch = torch.load(path / META, weights_only=True)["epoch"]
+        epoch = read_rest(path, weights_only=True)["epoch"]
     else:
         checkpoint = torch.load(path, weights_only=True)
         values, epoch = list(checkpoint[MODEL].values()), checkpoint["epoch"]

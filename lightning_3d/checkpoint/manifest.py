@@ -1,0 +1,122 @@
+"""The files of a checkpoint folder, and its manifest: their sizes and checksums, written when all of them are.
+
+    __0_0.distcp     tensors and other values that rank 0 wrote, and so on for every rank
+    .metadata        the index of torch.distributed.checkpoint
+    meta.pt          the rest of the Trainer's checkpoint
+    manifest.json    {"files": {"__0_0.distcp": {"size": 4096, "xxh3_64": "..."}, ...}, "xxh3_64": "..."}
+
+The manifest's last entry is the checksum of its others, so that a damaged one blames no other file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+META = "meta.pt"
+"""File with everything that is not a state of the model or an optimizer."""
+
+MANIFEST = "manifest.json"
+"""File with the sizes and checksums of the others. Folders that Lightning wrote have none."""
+
+_CHUNK = 1 << 20  # bytes
+
+
+def is_own(file: Path) -> bool:
+    """Whether a file in the folder of a checkpoint is a part of it."""
+    return file.name in (META, MANIFEST, ".metadata") or file.suffix == ".distcp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksum:
+    """Size in bytes and xxHash (XXH3, 64 bits, hexadecimal) of a file."""
+
+    size: int
+    xxh3_64: str
+
+    @staticmethod
+    def of_file(path: Path) -> Checksum:
+        """Read a file whole, a part at a time."""
+        content = xxhash.xxh3_64()
+        part, size = bytearray(_CHUNK), 0
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(part):
+                content.update(memoryview(part)[:count])
+                size += count
+        return Checksum(size=size, xxh3_64=content.hexdigest())
+
+
+class ChecksummedFile:
+    """A file that is being written from its start to its end, and its checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._size = file, 0
+        self._content = xxhash.xxh3_64()
+
+    def write(self, part: bytes | memoryview) -> int:
+        """Write all of it; files that are buffered or on a disk take no less."""
+        self._content.update(part)
+        self._size += memoryview(part).nbytes
+        return self._file.write(part)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    @property
+    def checksum(self) -> Checksum:
+        """The checksum of what was written so far."""
+        return Checksum(size=self._size, xxh3_64=self._content.hexdigest())
+
+
+def manifest_of(files: Mapping[str, Checksum]) -> str:
+    """The text of a manifest of these files, by name."""
+    listed = {name: asdict(files[name]) for name in sorted(files)}
+    return json.dumps({"files": listed, "xxh3_64": _of_listed(listed)}, indent=1)
+
+
+def read_manifest(folder: Path) -> dict[str, Checksum] | None:
+    """The files in the manifest of a folder, by name; None if it has no manifest.
+
+    Raises:
+        ValueError: The manifest is damaged.
+    """
+    try:
+        text = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(text)
+        listed = found["files"]
+        if found["xxh3_64"] != _of_listed(listed):
+            raise ValueError("its checksum is another")
+        return {name: Checksum(**entry) for name, entry in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is damaged: {error}") from None
+
+
+def damaged(folder: Path, files: Mapping[str, Checksum], names: Iterable[str]) -> list[str]:
+    """A line for each of some files in a folder that differs from the manifest."""
+    return [problem for name in names if (problem := _problem(folder / name, files[name]))]
+
+
+def _problem(path: Path, listed: Checksum) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != listed.size:
+            return f"{path.name} has {size} bytes and had {listed.size} when it was written"
+        if Checksum.of_file(path) != listed:
+            return f"{path.name} has another content than was written (its checksum differs)"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} can't be read ({error})"
+    return None
+
+
+def _of_listed(listed: Mapping[str, Mapping[str, Any]]) -> str:
+    return xxhash.xxh3_64(json.dumps(listed, sort_keys=True).encode()).hexdigest()

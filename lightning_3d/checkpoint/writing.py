@@ -1,0 +1,119 @@
+"""Writing a folder of torch.distributed.checkpoint aside, with the checksums of its files, and putting it in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import IOBase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.utils.serialization import config
+from typing_extensions import override
+
+from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish
+from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.manifest import (
+    MANIFEST,
+    META,
+    Checksum,
+    ChecksummedFile,
+    is_own,
+    manifest_of,
+)
+from lightning_3d.errors import CheckpointError
+
+HAS_MANIFEST = "lightning_3d_manifest"
+"""Entry in the rest of a checkpoint that came with a manifest."""
+
+
+def write_folder(
+    path: Path, state: Mapping[str, Any], rest: Mapping[str, Any], group: dist.ProcessGroup | None = None
+) -> None:
+    """Write a checkpoint folder, in place of what is there; a collective of all ranks.
+
+    Args:
+        path: The same on all ranks, on a file system that all of them share.
+        state: Nested dictionaries of what this rank writes.
+        rest: Written by rank 0, to a file of its own.
+        group: A group of all ranks for CPU tensors; the default one without it.
+
+    Raises:
+        CheckpointError: It can't be written; on all ranks. What was there stays.
+    """
+    action, is_first = f"write the checkpoint {path}", dist.get_rank() == 0
+    try:
+        with failing_alike(action, group):
+            if is_first:
+                make_room(path, is_own)
+        writer = FolderWriter(aside(path))
+        with failing_alike(action, group):
+            save(dict(state), storage_writer=writer, process_group=group)
+        with failing_alike(f"write {path / META}", group):
+            every: list[dict[str, Checksum]] | None = [{}] * dist.get_world_size() if is_first else None
+            dist.gather_object(writer.checksums, every, group=group)
+            if every is not None:
+                writer.finish_with(rest, every)
+        with failing_alike(action, group):
+            if is_first:
+                publish(path, is_own)
+    except CheckpointError:
+        if is_first:
+            give_up(path)
+        raise
+
+
+class FolderWriter(FileSystemWriter):
+    """Writes this rank's files to a folder.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._files = _ChecksummedFiles()
+        self.fs = self._files
+
+    def finish_with(self, rest: Mapping[str, Any], every: list[dict[str, Checksum]]) -> None:
+        """Write the rest, and the manifest of all files.
+
+        Args:
+            every: What each rank has written.
+        """
+        with self.fs.create_stream(Path(self.path) / META, "wb") as file:
+            torch.save({**rest, HAS_MANIFEST: True}, cast(Any, file))
+        files = {name: checksum for of_rank in (*every, self.checksums) for name, checksum in of_rank.items()}
+        (Path(self.path) / MANIFEST).write_text(manifest_of(files))
+
+    @property
+    def checksums(self) -> dict[str, Checksum]:
+        """Checksums of the files that this rank has written, by name."""
+        # torch writes the index to another name first
+        return {name.removesuffix(".tmp"): checksum for name, checksum in self._files.checksums.items()}
+
+    @override
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        with cast(Any, config).patch("save.compute_crc32", False):  # each tensor's own, which nobody would read
+            return super().write_data(*args, **kwargs)
+
+
+class _ChecksummedFiles(FileSystem):
+    def __init__(self) -> None:
+        self.checksums: dict[str, Checksum] = {}
+
+    @contextmanager
+    @override
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+        with super().create_stream(path, mode) as file:
+            if mode != "wb":
+                yield file
+                return
+            written = ChecksummedFile(cast(Any, file))
+            yield cast(IOBase, written)
+            self.checksums[Path(path).name] = written.checksum

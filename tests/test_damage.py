@@ -1,0 +1,204 @@
+"""Checkpoints that were damaged after they were written: found and named, alike on every rank, before they are used."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_3d.checkpoint import full_model_state, model_state, read_full, read_sharded, save_sharded, write_full
+from lightning_3d.checkpoint.box import fill
+from lightning_3d.checkpoint.damage import damage
+from lightning_3d.checkpoint.folder import MODEL
+from lightning_3d.checkpoint.manifest import MANIFEST, META
+from lightning_3d.checkpoint.whole_folder import read_folder
+from lightning_3d.errors import CheckpointError
+from tests.test_checkpoint_state import LAYOUTS, build, value_of
+from tests.workers import WorkerPools
+
+NUM_FLIPS = 120  # for each kind of checkpoint
+
+
+def _saved(path: Path, *, as_file: bool = False, add: float = 0.0) -> None:
+    """Save a model whose values are known; a collective of all ranks."""
+    model, pp = build(LAYOUTS["pp2"])
+    with torch.no_grad():
+        for fqn, parameter in model.named_parameters():
+            if not parameter.is_meta:
+                fill(parameter, value_of(fqn, torch.empty(parameter.shape)) + add)
+    if not as_file:
+        save_sharded(path, {MODEL: model_state(model), "epoch": 3}, pp)
+        return
+    full = full_model_state(model, pp)
+    if dist.get_rank() == 0:
+        write_full({MODEL: full, "epoch": 3}, path)
+    dist.barrier()
+
+
+def _flip(file: Path, position: int, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def _tried(read: Callable[[], Any]) -> Any:
+    """The error, or what was read."""
+    try:
+        return read()
+    except CheckpointError as error:
+        return str(error)
+
+
+def _alike(found: Any) -> Any:
+    """What all ranks found, if it is alike."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    assert everyone == [found] * dist.get_world_size(), everyone
+    return found
+
+
+def _flips_in_folders(folder: Path) -> None:
+    path, places = folder / "saved", random.Random(0)
+    _saved(path)
+    files = sorted(path.iterdir())
+    for number in range(NUM_FLIPS):
+        file = files[number % len(files)]
+        position, bit = places.randrange(file.stat().st_size), places.randrange(8)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            whole = file.read_bytes()
+            _flip(file, position, bit)
+        dist.barrier()
+        said = _alike(_tried(lambda: read_sharded(path, weights_only=True)[1]))
+        assert isinstance(said, str), f"bit {bit} of byte {position} of {file.name} is not noticed"
+        assert f"{path} is damaged: {file.name} " in said
+        assert "Load another checkpoint" in said
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(whole)
+    dist.barrier()
+    assert read_sharded(path, weights_only=True)[1] == {"epoch": 3}
+
+
+def _flips_in_files(folder: Path) -> None:
+    path, places = folder / "saved.ckpt", random.Random(1)
+    _saved(path, as_file=True)
+    right = torch.load(path, weights_only=True)
+    whole, num_found = path.read_bytes(), 0
+    for _ in range(NUM_FLIPS):
+        position, bit = places.randrange(len(whole)), places.randrange(8)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _flip(path, position, bit)
+        dist.barrier()
+        found = _tried(lambda: read_full(path, weights_only=True))
+        if isinstance(_alike(found if isinstance(found, str) else None), str):
+            assert "saved.ckpt" in found
+            num_found += 1
+        else:  # between the records, where nothing is
+            torch.testing.assert_close(found, right, rtol=0, atol=0)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(whole)
+        dist.barrier()
+    assert num_found > NUM_FLIPS // 4
+
+
+@pytest.mark.parametrize("flips", [_flips_in_folders, _flips_in_files])
+def test_one_bit(workers: WorkerPools, tmp_path: Path, flips: Callable[[Path], None]) -> None:
+    workers(2).run(flips, tmp_path)
+
+
+def _truncate(path: Path) -> str:
+    file = next(path.glob("__1_*"))
+    file.write_bytes(file.read_bytes()[:-7])
+    return f"{file.name} has {file.stat().st_size} bytes and had {file.stat().st_size + 7}"
+
+
+def _remove(path: Path) -> str:
+    (path / ".metadata").unlink()
+    return ".metadata is missing"
+
+
+def _take_of_another_run(path: Path) -> str:
+    shutil.copy(path.with_name("other") / "__0_0.distcp", path)
+    return "__0_0.distcp has another content than was written"
+
+
+def _take_all_parts_of_another_run(path: Path) -> str:
+    for file in path.with_name("other").glob("*.distcp"):
+        shutil.copy(file, path)
+    return "__0_0.distcp has another content than was written (its checksum differs); __1_0.distcp has another"
+
+
+def _lose_the_manifest(path: Path) -> str:
+    (path / MANIFEST).unlink()
+    return f"{MANIFEST} is missing"
+
+
+def _change_the_rest(path: Path) -> str:
+    torch.save({"epoch": 4}, path / META)
+    return f"{META} has "
+
+
+HURTS = [_truncate, _remove, _take_of_another_run, _take_all_parts_of_another_run, _lose_the_manifest, _change_the_rest]
+
+
+def _hurt(folder: Path) -> None:
+    _saved(folder / "other", add=1.0)
+    for hurt in HURTS:
+        path, said = folder / "saved", [""]
+        _saved(path)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            said = [hurt(path)]
+        dist.broadcast_object_list(said)
+        found = _alike(_tried(lambda path=path: read_sharded(path, weights_only=True)[1]))
+        assert said[0] in found, (hurt.__name__, found)
+        with pytest.raises(CheckpointError) as raised:  # for load_from_checkpoint
+            read_folder(path, "cpu", True)
+        assert said[0] in str(raised.value)
+        dist.barrier()
+
+
+def test_files_that_are_not_those_of_the_checkpoint(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(_hurt, tmp_path)
+
+
+def _cut_off(folder: Path) -> None:
+    path = folder / "saved.ckpt"
+    _saved(path, as_file=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_bytes(path.read_bytes()[:-100])
+    dist.barrier()
+    assert "saved.ckpt was cut off" in _alike(_tried(lambda: read_full(path, weights_only=True)))
+
+
+def test_a_file_that_was_cut_off(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(_cut_off, tmp_path)
+
+
+def test_files_whose_checksums_were_not_computed(tmp_path: Path) -> None:
+    from torch.utils.serialization import config
+
+    path = tmp_path / "saved.ckpt"
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+        torch.save({"w": torch.ones(3)}, path)
+    assert damage(path) == []
+
+
+def test_what_is_whole(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(_saved, tmp_path / "folder")
+    path = tmp_path / "folder"
+    assert damage(path) == []
+    found = read_folder(path, "cpu", True)
+    assert found is not None
+    assert found.keys() == {"epoch", MODEL}
+    assert torch.equal(found[MODEL]["scale"], value_of("scale", found[MODEL]["scale"]))
