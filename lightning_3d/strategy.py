@@ -45,8 +45,9 @@ from lightning_3d.checkpoint import (
 )
 from lightning_3d.checkpoint.atomic import completed, is_local, remove
 from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.folder import TIED
 from lightning_3d.checkpoint.further_states import has_further
-from lightning_3d.checkpoint.own_state import state_of, unwrapped
+from lightning_3d.checkpoint.own_state import state_of, tied_fqns, unwrapped
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
@@ -801,6 +802,7 @@ class ThreeDStrategy(ParallelStrategy):
                     " Trainer one (plugins=[...]), which writes files."
                 )
             left, further = states_apart(checkpoint, self._module, own)
+            further[TIED] = tied_fqns(self._module)
             save_sharded(Path(filepath), left, self.mesh.axis("pp"), further)
             return
         checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"))

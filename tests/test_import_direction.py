@@ -31,6 +31,7 @@ ROOMS = (
     "trainer",
     "strategy",
     "callbacks",
+    "cli",
     "__init__",
 )
 """A room may import those before it. Files at the top are rooms of their own."""

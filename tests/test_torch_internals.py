@@ -64,6 +64,7 @@ from lightning_3d.torch_internals import (
     pipelining,
     process_groups,
     pytree,
+    stored_file,
     stored_index,
     tensors,
 )
@@ -1337,3 +1338,24 @@ def test_the_index_of_a_folder(tmp_path: Path) -> None:
     }
     assert stored_index.layout_named in named
     assert stored_index.layout_named("torch.strided") is torch.strided
+
+
+@canary(stored_file, "read_header", "save_from")
+def test_files_of_one_tensor_at_a_time(tmp_path: Path) -> None:
+    first, second = torch.arange(6.0).view(2, 3), torch.arange(4).to(torch.uint8)
+    other = torch.full((10,), 7.0)  # larger than what it stands for
+
+    def content(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        return other.untyped_storage() if storage.data_ptr() == first.data_ptr() else storage
+
+    stored_file.save_from({"a": first, "b": [second, first], "c": "text"}, tmp_path / "x", content)
+    loaded = torch.load(tmp_path / "x", weights_only=True)
+    assert torch.equal(loaded["a"], torch.full((2, 3), 7.0))
+    assert loaded["b"][1].data_ptr() == loaded["a"].data_ptr()
+    assert torch.equal(loaded["b"][0], second)
+    torch.save(second[1:].clone(), tmp_path / "y")
+    with (tmp_path / "y").open("rb") as file:
+        header, start = stored_file.read_header(file)
+        file.seek(start)
+        assert file.read(3) == bytes([1, 2, 3])
+    assert (header.shape, header.dtype, header.stride()) == ((3,), torch.uint8, (1,))

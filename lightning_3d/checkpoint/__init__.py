@@ -3,11 +3,12 @@
 Both formats name everything by FQN, so the numbers of stages, data-parallel and tensor-parallel ranks that wrote a
 checkpoint do not matter to those that read it. `own_state` is what one rank holds; `folder` writes and reads folders of
 torch.distributed.checkpoint; `file` gathers on rank 0 and takes parts out of full tensors; `shown_state` and
-`saved_state` are what the user's hooks see of both.
+`saved_state` are what the user's hooks see of both. `export` converts them.
 """
 
 from __future__ import annotations
 
+from lightning_3d.checkpoint.export import export_checkpoint
 from lightning_3d.checkpoint.file import full_model_state, full_optimizer_state, load_full, read_full, write_full
 from lightning_3d.checkpoint.folder import (
     Folder,
@@ -26,6 +27,7 @@ from lightning_3d.checkpoint.whole_folder import read_folder
 __all__ = [
     "Folder",
     "SavedState",
+    "export_checkpoint",
     "full_model_state",
     "full_optimizer_state",
     "hooks_see_saving",

@@ -7,6 +7,8 @@ The layout is that of Lightning's ModelParallelStrategy: files of torch.distribu
     optimizer_0.state.{fqn}.{name}                     optimizer state, placed as its parameter, or a scalar
     optimizer_0.param_groups.{group}.{hyperparameter}  "params" lists FQNs; written by rank 0
 
+Lightning's FSDPStrategy calls the first section `model`.
+
 Reading makes room for some of its values and lets DCP fill it. A path is the way through the nested dictionaries that
 were saved: ("state_dict", fqn), ("optimizer_0", "state", fqn, name), ("optimizer_0", "param_groups", 0, "lr").
 """
@@ -49,6 +51,12 @@ TreePath = tuple[str | int, ...]
 
 MODEL = "state_dict"
 """Section of the model's state."""
+
+FSDP_MODEL = "model"
+"""The same in folders of Lightning's FSDPStrategy."""
+
+TIED = "tied"
+"""Section with the first names of values that have several, by their other names: both are in the model's section."""
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -233,8 +241,10 @@ class Folder:
         if metadata.planner_data is None:
             raise CheckpointError(f"{location} was not written by this strategy or Lightning: its index has no paths")
         entries = {}
+        is_of_fsdp = MODEL not in {path[0] for path in metadata.planner_data.values()}
         for key, stored in metadata.state_dict_metadata.items():
             path: TreePath = tuple(metadata.planner_data[key])
+            path = (MODEL, *path[1:]) if is_of_fsdp and path[0] == FSDP_MODEL else path
             tensor = None
             if isinstance(stored, TensorStorageMetadata):
                 tensor = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
@@ -258,8 +268,8 @@ class Folder:
     def read_groups(self, sections: Sequence[str]) -> list[list[dict[str, Any]]]:
         """The parameter groups of these sections, with FQNs in "params"; a collective of all ranks."""
         paths = [path for path in self.entries if path[0] in sections and path[1] == "param_groups"]
-        nested = self.read({path: self._plain_room(path) for path in paths})
-        return [nested[section]["param_groups"] for section in sections]
+        read = self.read({path: self._plain_room(path) for path in paths})
+        return [read[section]["param_groups"] for section in sections]
 
     def room_for_model(self, own: Mapping[str, Any]) -> dict[TreePath, Any]:
         """Where to read the model's state to: the tensors of `own` (by FQN) themselves, and room for other values."""
@@ -296,7 +306,7 @@ class Folder:
                 take_box(target, value)
                 value = target
             leaves.append((path, value))
-        return _nested(leaves) if leaves else {}
+        return nested(leaves) if leaves else {}
 
     def read_alone(self, paths: Collection[TreePath]) -> list[Any]:
         """Whole values, read by this rank alone."""
@@ -309,9 +319,7 @@ class Folder:
     def read_below(self, path: TreePath) -> Any:
         """Everything that was saved under a path, whole and nested as it was, read by this rank alone."""
         paths = [found for found in self.entries if found[: len(path)] == path]
-        return _nested(
-            [(found[len(path) :], value) for found, value in zip(paths, self.read_alone(paths), strict=True)]
-        )
+        return nested([(found[len(path) :], value) for found, value in zip(paths, self.read_alone(paths), strict=True)])
 
     @property
     def _planner(self) -> FolderPlanner:
@@ -322,12 +330,13 @@ class Folder:
         return None if info is None else torch.empty(info.shape, dtype=info.dtype)
 
 
-def _nested(leaves: Sequence[tuple[TreePath, Any]]) -> Any:
+def nested(leaves: Sequence[tuple[TreePath, Any]]) -> Any:
+    """Values by path as the nested dictionaries and lists that they came from."""
     if len(leaves) == 1 and leaves[0][0] == ():
         return leaves[0][1]
     branches: dict[str | int, list[tuple[TreePath, Any]]] = {}
     for path, value in leaves:
         branches.setdefault(path[0], []).append((path[1:], value))
     if all(isinstance(step, int) for step in branches):
-        return [_nested(branches[i]) for i in range(len(branches))]
-    return {step: _nested(branch) for step, branch in branches.items()}
+        return [nested(branches[i]) for i in range(len(branches))]
+    return {step: nested(branch) for step, branch in branches.items()}

@@ -6,7 +6,7 @@ stands in their place; in a file they are whole. Those that are read have this r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -94,6 +94,13 @@ def states_read(rest: dict[str, Any], folder: Folder, module: nn.Module) -> dict
                 room[section, key] = torch.empty_like(like, dtype=info.dtype, requires_grad=False)
         state |= folder.read(room).get(section, {}) if room else {}
         rest = _replaced(rest, place, in_grouped_order(state, _by_key(names, parts)))
+    return rest
+
+
+def sections_inside(rest: dict[str, Any], read: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    """A checkpoint that `states_apart` left, with its sections, as they are read by name, where they were."""
+    for place in [place for place, node in _walk(rest) if _NOTE in node]:
+        rest = _replaced(rest, place, read(_at(rest, place)[_NOTE]))
     return rest
 
 

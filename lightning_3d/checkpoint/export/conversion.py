@@ -1,0 +1,167 @@
+"""Converting a checkpoint of any layout, in one process, without GPUs and without the processes that wrote it."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lightning_3d.checkpoint.atomic import aside, completed, give_up, make_room, publish
+from lightning_3d.checkpoint.export import safetensors
+from lightning_3d.checkpoint.export.lightning_file import write_file
+from lightning_3d.checkpoint.export.renamed_folder import write_renamed
+from lightning_3d.checkpoint.export.source import Source, open_source
+from lightning_3d.checkpoint.export.stored_tensor import StoredTensor
+from lightning_3d.checkpoint.folder import check_no_others
+from lightning_3d.checkpoint.manifest import is_own as is_own_file
+from lightning_3d.errors import CheckpointError
+
+Format = Literal["safetensors", "file", "folder", "fsdp"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_OF_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
+"""Entries that Lightning leaves out with ``save_weights_only``."""
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def export_checkpoint(
+    source: str | PathLike[str],
+    target: str | PathLike[str],
+    *,
+    format: Format = "safetensors",
+    prefix: str = "",
+    leave_out: Sequence[str] = (),
+    max_shard_size: int | str = "5GB",
+    optimizer_states: bool | None = None,
+    overwrite: bool = False,
+    weights_only: bool = True,
+) -> None:
+    """Convert a checkpoint; memory holds one tensor of it at a time, or a piece of one.
+
+    Args:
+        source: A checkpoint folder of this strategy, of Lightning's ModelParallelStrategy or its FSDPStrategy, or a
+            plain Lightning file.
+        target: It appears when it is complete.
+        format: "safetensors": a folder with the weights, as `transformers` reads them; "file": one plain Lightning
+            file, which every strategy resumes from; "folder", "fsdp": a folder that Lightning's ModelParallelStrategy
+            and this one, or its FSDPStrategy, resume from.
+        prefix: Taken off the names of weights for "safetensors", as in "model." where the LightningModule holds the
+            model of `transformers` as `self.model`.
+        leave_out: Patterns (`*`) of names of weights that do not go into "safetensors".
+        max_shard_size: Bytes of a file of "safetensors", as a number or as in "5GB" and "500MiB".
+        optimizer_states: For "file": `True` requires the states of optimizers, `False` leaves out all but the weights
+            and where training was, `None` takes what there is.
+        overwrite: Whether a checkpoint, or an export, may be there, and is replaced.
+        weights_only: As in `torch.load`; `False` unpickles everything, which may run code.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        CheckpointError: It can't be read or does not fit the format, or there is something at the target.
+
+    """
+    there, path = Path(source), Path(target)
+    if format not in FORMATS:
+        raise CheckpointError(f"format {format!r} is none of {', '.join(FORMATS)}")
+    shard_size = _num_bytes(max_shard_size)
+    if optimizer_states is not None and format != "file":
+        raise CheckpointError(f"optimizer_states={optimizer_states} is for format 'file', and this is {format!r}")
+    if format != "safetensors" and (prefix or leave_out):
+        raise CheckpointError(f"prefix and leave_out are for format 'safetensors', and this is {format!r}")
+    opened = open_source(there, weights_only=weights_only)
+    is_own: Callable[[Path], bool] = safetensors.is_own if format == "safetensors" else is_own_file
+    _check_target(path, opened.path, is_own, is_file=format == "file", overwrite=overwrite)
+    if format == "safetensors":
+        weights = _named(opened, prefix, leave_out)
+        write = partial(safetensors.write_safetensors, weights, max_shard_size=shard_size)
+    elif format == "file":
+        write = partial(write_file, _asked(opened, optimizer_states))
+    elif opened.path.is_file():
+        raise CheckpointError(
+            f"{opened.path} is a file, which has no names of optimizers' states for a folder: Lightning's strategies"
+            " and this one load it as it is"
+        )
+    else:
+        write = partial(write_renamed, opened.path, for_fsdp=format == "fsdp")
+    make_room(path, is_own)
+    try:
+        write(aside(path))
+        publish(path, is_own)
+    except BaseException:
+        give_up(path)
+        raise
+
+
+def _check_target(path: Path, source: Path, is_own: Callable[[Path], bool], *, is_file: bool, overwrite: bool) -> None:
+    there = completed(path)
+    if there.resolve() == source.resolve():
+        raise CheckpointError(f"{path} is the checkpoint itself: export to another path")
+    if not there.exists():
+        return
+    if not overwrite:
+        raise CheckpointError(f"{path} is there already: export to another path, or set overwrite=True (--overwrite)")
+    if is_file and there.is_file() and zipfile.is_zipfile(there):
+        return
+    if is_file and there.is_dir() and any(map(is_own, there.iterdir())):
+        check_no_others(there)
+        return
+    if not is_file and there.is_dir() and any(map(is_own, there.iterdir())):
+        return
+    raise CheckpointError(f"{path} is there already, and is no such checkpoint: overwrite does not replace it")
+
+
+def _asked(source: Source, optimizer_states: bool | None) -> Mapping[str, Any]:
+    checkpoint = source.checkpoint()
+    if optimizer_states and not checkpoint.get("optimizer_states"):
+        raise CheckpointError(
+            f"{source.path} has no states of optimizers: it was saved with save_weights_only=True, or by a module"
+            " without optimizers. Export another checkpoint, or the weights alone"
+        )
+    left_out = _OF_TRAINING if optimizer_states is False else ()
+    return {key: value for key, value in checkpoint.items() if key not in left_out}
+
+
+def _named(source: Source, prefix: str, leave_out: Sequence[str]) -> dict[str, StoredTensor]:
+    """The weights under the names that they get."""
+    weights = source.weights()
+    if unused := [pattern for pattern in leave_out if not any(fnmatchcase(fqn, pattern) for fqn in weights)]:
+        raise CheckpointError(f"leave_out has {unused[0]!r}, which no name in {source.path} matches: {_some(weights)}")
+    kept = {fqn: value for fqn, value in weights.items() if not any(fnmatchcase(fqn, p) for p in leave_out)}
+    if strangers := [fqn for fqn, value in kept.items() if not isinstance(value, StoredTensor)]:
+        raise CheckpointError(f"{_some(strangers)} in {source.path}: no tensor, as safetensors needs it. Leave it out")
+    if others := [fqn for fqn in kept if not fqn.startswith(prefix) or fqn == prefix]:
+        raise CheckpointError(
+            f"{_some(others)} in {source.path} do not begin with the prefix {prefix!r}: leave them out (leave_out), or"
+            " give another prefix"
+        )
+    if not kept:
+        raise CheckpointError(f"{source.path} has no weights" + (" but those that are left out" if weights else ""))
+    return {fqn.removeprefix(prefix): value for fqn, value in kept.items()}
+
+
+def _some(names: Sequence[str] | Mapping[str, object]) -> str:
+    first = list(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - len(first)} more" if len(names) > len(first) else "")
+
+
+def _num_bytes(size: int | str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(size).strip())
+    if found is None or found[2].upper() not in _UNITS or not int(found[1]):
+        raise CheckpointError(f"max_shard_size {size!r} is no number of bytes: write 5GB, 500MB, 2GiB or 1000000")
+    return int(found[1]) * _UNITS[found[2].upper()]

@@ -1,0 +1,376 @@
+"""Checkpoints converted to the formats of others, by one process and with little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_3d.checkpoint import export_checkpoint
+from lightning_3d.cli import main
+from lightning_3d.errors import CheckpointError
+from tests.hugging_face import hugging_face
+from tests.models import TinyGPT
+from tests.parity import Layout, fitted, whole_state
+from tests.test_checkpoint_security import Malicious
+from tests.workers import WorkerPools
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled.*to save")  # by torch's own save
+
+GPT2 = {"vocab_size": 48, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+LLAMA = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2, tied": ("GPT2Config", "GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"tie_word_embeddings": False}),
+    "llama, tied": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
+}
+
+
+def _language_model(name: str) -> Any:
+    config, model_class, settings = MODELS[name]
+    return hugging_face(config, model_class, **settings)
+
+
+def _texts(count: int) -> Any:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(48, (8,), generator=generator) for _ in range(count)]
+    return [{"input_ids": one, "labels": one} for one in ids]
+
+
+def _saved(layout: Layout, model: Callable[[], L.LightningModule], data: Any, path: Path, **trainer: Any) -> Any:
+    """Train and save; the whole state."""
+    runs, _ = fitted(layout, model, data=data, epochs=1, **trainer)
+    runs.save_checkpoint(path)
+    return whole_state(runs)
+
+
+class Small(L.LightningModule):
+    """Tensors of several dtypes and shapes, tied ones, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 6)
+        self.second.bias = nn.Parameter(torch.zeros(6))
+        self.again = self.first
+        self.register_buffer("flag", torch.tensor([True, False, True]))
+        self.register_buffer("sixteen", torch.randn(3, 4).bfloat16())
+        self.register_buffer("count", torch.tensor(7))
+        self.register_buffer("none", torch.empty(0, 3))
+        self.register_buffer("turned", torch.randn(4, 3).t())
+
+
+# --------------------------------------------------------------------------------------------------------- safetensors
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), Layout(dp=2, zero=3)], ids=str)
+def test_transformers_reads_what_a_layout_saved(
+    workers: WorkerPools, tmp_path: Path, layout: Layout, name: str
+) -> None:
+    folders = Layout(**{**vars(layout), "save_distributed_checkpoint": True})
+    states = workers(2).run(_saved, folders, _Named(name), _texts, tmp_path / "saved.ckpt")
+    main(["checkpoint", "export", str(tmp_path / "saved.ckpt"), str(tmp_path / "out"), "--prefix", "model."])
+    model = _language_model(name).model
+    model.config.save_pretrained(tmp_path / "out")
+    loaded, said = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(said.values()), said
+    state = {fqn.removeprefix("model."): value for fqn, value in states[0].items()}
+    assert loaded.state_dict().keys() == state.keys()
+    for fqn, value in loaded.state_dict().items():
+        assert torch.equal(value, state[fqn]), fqn
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert ("lm_head.weight" in written) != ("tied" in name)
+
+
+class _Named:
+    """Makes a language model by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> Any:
+        return _language_model(self.name)
+
+
+def test_shards_are_as_large_as_asked(tmp_path: Path) -> None:
+    model = _language_model("llama, tied")
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "plain.ckpt")
+    export_checkpoint(tmp_path / "plain.ckpt", tmp_path / "out", prefix="model.", max_shard_size="4KB")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert set(index["weight_map"].values()) == set(files)
+    sizes = {}
+    for file in files:
+        with safe_open(tmp_path / "out" / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            tensors = {fqn: opened.get_tensor(fqn) for fqn in opened.keys()}  # noqa: SIM118
+        assert {index["weight_map"][fqn] for fqn in tensors} == {file}
+        sizes[file] = sum(tensor.nbytes for tensor in tensors.values())
+        assert sizes[file] <= 4000 or len(tensors) == 1
+    assert len(files) > 2
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    model.model.config.save_pretrained(tmp_path / "out")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    for fqn, value in loaded.state_dict().items():
+        assert torch.equal(value, model.model.state_dict()[fqn]), fqn
+
+
+@pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
+def test_all_kinds_of_tensors(tmp_path: Path, is_folder: bool) -> None:
+    state = Small().state_dict()
+    _write(tmp_path / "saved", state, is_folder=is_folder)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    missing = state.keys() - written.keys()
+    assert missing == (set() if is_folder else {"again.weight", "again.bias"})  # no section says what is tied
+    for fqn, value in written.items():
+        assert value.dtype == state[fqn].dtype
+        assert torch.equal(value, state[fqn]), fqn
+
+
+def _write(path: Path, state: dict[str, Any], *, is_folder: bool, **rest: Any) -> None:
+    if is_folder:
+        save({"state_dict": state}, checkpoint_id=path, no_dist=True)
+        torch.save(rest, path / "meta.pt")
+    else:
+        torch.save({"state_dict": state, **rest}, path)
+
+
+# ------------------------------------------------------------------------------------------------------------- one file
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), Layout(dp=2), Layout(dp=2, zero=3)], ids=str)
+def test_a_folder_becomes_the_file_that_would_have_been_saved(
+    workers: WorkerPools, tmp_path: Path, layout: Layout
+) -> None:
+    workers(2).run(_saved_twice, layout, tmp_path)
+    export_checkpoint(tmp_path / "folder", tmp_path / "out.ckpt", format="file", optimizer_states=True)
+    with zipfile.ZipFile(tmp_path / "out.ckpt") as file:
+        assert file.testzip() is None
+    ours, theirs = (torch.load(tmp_path / name, weights_only=True) for name in ("out.ckpt", "file.ckpt"))
+    _assert_same(ours, theirs, "")
+    state = ours["state_dict"]
+    assert state["head.weight"].data_ptr() == state["tokens.weight"].data_ptr()
+
+
+def _saved_twice(layout: Layout, path: Path) -> None:
+    runs, _ = fitted(layout, _Tied(), epochs=1)
+    for name, is_folder in (("folder", True), ("file.ckpt", False)):
+        runs.strategy.config = type(runs.strategy.config)(save_distributed_checkpoint=is_folder)  # type: ignore[attr-defined]
+        runs.save_checkpoint(path / name)
+
+
+class _Tied:
+    def __call__(self) -> L.LightningModule:
+        return TinyGPT(tied=True)
+
+
+def _assert_same(ours: Any, theirs: Any, where: str) -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key, value in theirs.items():
+            _assert_same(ours[key], value, f"{where}.{key}")
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs), where
+        for i, value in enumerate(theirs):
+            _assert_same(ours[i], value, f"{where}.{i}")
+    elif isinstance(theirs, Tensor):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+        assert torch.equal(ours, theirs), where
+    else:
+        assert ours == theirs, where
+
+
+def test_the_weights_alone(tmp_path: Path) -> None:
+    _write(tmp_path / "saved", Small().state_dict(), is_folder=True, epoch=3, callbacks={"x": 1}, lr_schedulers=[])
+    export_checkpoint(tmp_path / "saved", tmp_path / "out.ckpt", format="file", optimizer_states=False)
+    assert torch.load(tmp_path / "out.ckpt", weights_only=True).keys() == {"epoch", "state_dict"}
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+NUM_TENSORS, MIB_OF_EACH = 20, 8
+
+_MEASURED = """
+import sys
+import threading
+import time
+from pathlib import Path
+from lightning_3d.checkpoint import export_checkpoint
+
+def megabytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+anonymous = [megabytes("RssAnon")]
+
+def sample():
+    while True:
+        anonymous.append(megabytes("RssAnon"))
+        time.sleep(0.001)
+
+threading.Thread(target=sample, daemon=True).start()
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = megabytes("VmRSS")
+export_checkpoint(*sys.argv[1:3], format=sys.argv[3])
+print(megabytes("VmHWM") - before, max(anonymous) - anonymous[0])
+"""
+
+
+@pytest.mark.parametrize("format", ["safetensors", "file", "folder"])
+def test_memory_holds_one_tensor(tmp_path: Path, format: str) -> None:
+    """160 MiB in tensors of 8 MiB; the peak of all that is resident, beside what Python and torch themselves take."""
+    _write(tmp_path / "saved", _large(), is_folder=True)
+    used, _ = _peak(tmp_path, format)
+    assert used < MIB_OF_EACH + 40, f"{used} MiB for {NUM_TENSORS * MIB_OF_EACH} MiB"
+
+
+def test_memory_of_a_mapped_file(tmp_path: Path) -> None:
+    """The pages of a file that is mapped count as resident as long as nobody else needs the memory."""
+    _write(tmp_path / "saved", _large(), is_folder=False)
+    _, used = _peak(tmp_path, "safetensors")
+    assert used < MIB_OF_EACH + 40, f"{used} MiB for {NUM_TENSORS * MIB_OF_EACH} MiB"
+
+
+def _large() -> dict[str, Tensor]:
+    rows = MIB_OF_EACH * 2**18 // 1024
+    return {f"weight{i}": torch.full((rows, 1024), float(i)) for i in range(NUM_TENSORS)}
+
+
+def _peak(path: Path, format: str) -> tuple[float, float]:
+    """MiB by which the resident memory of a process grows, and that which is of no file."""
+    arguments = [path / "saved", path / "out", format]
+    command = [sys.executable, "-W", "ignore", "-c", _MEASURED, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert result.returncode == 0, result.stderr
+    resident, anonymous = result.stdout.splitlines()[-1].split()
+    return float(resident), float(anonymous)
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+ERRORS: dict[str, tuple[list[str], str]] = {
+    "nothing there": (["other", "out"], "there is no checkpoint other"),
+    "a folder of something else": (["empty", "out"], "empty is no checkpoint: a folder of one has the file meta.pt"),
+    "a file of something else": (["text", "out"], "text is no checkpoint: torch.save writes zip files, and it is none"),
+    "a file of torch.save of something else": (["list.pt", "out"], "list.pt is no checkpoint of a Trainer: it has no"),
+    "there": (["saved", "full"], "full is there already: export to another path, or set overwrite=True (--overwrite)"),
+    "no export there": (["saved", "full", "--overwrite"], "full is there already, and is no such checkpoint"),
+    "a file there": (["saved", "text", "--overwrite"], "text is there already, and is no such checkpoint"),
+    "no file of ours there": (["saved", "text", "--format=file", "--overwrite"], "text is there already, and is no"),
+    "itself": (["saved", "saved", "--format=folder", "--overwrite"], "saved is the checkpoint itself"),
+    "prefix": (["saved", "out", "--prefix=model."], "flag, sixteen, count and 8 more in saved do not begin with"),
+    "nothing left out": (["saved", "out", "--leave-out", "x.*"], "leave_out has 'x.*', which no name in saved matches"),
+    "all left out": (["saved", "out", "--leave-out", "*"], "saved has no weights but those that are left out"),
+    "size": (["saved", "out", "--max-shard-size=5 apples"], "max_shard_size '5 apples' is no number of bytes"),
+    "option of another format": (
+        ["saved", "out", "--format=file", "--prefix=a"],
+        "prefix and leave_out are for format",
+    ),
+    "states of weights": (["saved", "out", "--optimizer-states=omit"], "optimizer_states=False is for format 'file'"),
+    "no states": (["saved", "out", "--format=file", "--optimizer-states=require"], "saved has no states of optimizers"),
+    "a file to a folder": (["plain.ckpt", "out", "--format=fsdp"], "plain.ckpt is a file, which has no names of"),
+    "no tensor": (["extra.ckpt", "out"], "extra in extra.ckpt: no tensor, as safetensors needs it. Leave it out"),
+    "dtype": (["complex.ckpt", "out"], "x is torch.complex128, a dtype that safetensors does not have"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_one_line_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(Path("saved"), Small().state_dict(), is_folder=True)
+    _write(Path("plain.ckpt"), Small().state_dict(), is_folder=False)
+    _write(Path("extra.ckpt"), {"x": torch.ones(2), "extra": 3}, is_folder=False)
+    _write(Path("complex.ckpt"), {"x": torch.ones(2, dtype=torch.complex128)}, is_folder=False)
+    torch.save([1], "list.pt")
+    for folder in ("empty", "full"):
+        Path(folder).mkdir()
+    for file in ("text", "full/notes"):
+        Path(file).write_text("mine")
+    before = _contents(Path())
+    arguments, said = ERRORS[name]
+    with pytest.raises(SystemExit) as raised:
+        main(["checkpoint", "export", *arguments])
+    assert raised.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"lightning-3d: {said}"), error
+    assert error.count("\n") == 1
+    assert _contents(Path()) == before
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_format_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path / "saved", Small().state_dict(), is_folder=True)
+    with pytest.raises(SystemExit):
+        main(["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "out"), "--format=gguf"])
+    assert "safetensors" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="format 'gguf' is none of safetensors, file, folder, fsdp"):
+        export_checkpoint(tmp_path / "saved", tmp_path / "out", format="gguf")  # type: ignore[arg-type]
+
+
+def test_overwriting_keeps_the_files_of_others(tmp_path: Path) -> None:
+    state = Small().state_dict()
+    _write(tmp_path / "saved", state, is_folder=True)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", max_shard_size=100)
+    (tmp_path / "out" / "config.json").write_text("mine")
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", overwrite=True)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    export_checkpoint(tmp_path / "saved", tmp_path / "out.ckpt", format="file")
+    export_checkpoint(tmp_path / "saved", tmp_path / "out.ckpt", format="file", overwrite=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "out", "out.ckpt"}
+
+
+def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    _write(tmp_path / "saved", Small().state_dict(), is_folder=True)
+    export_checkpoint(tmp_path / "saved", tmp_path / "out")
+    before = _contents(tmp_path / "out")
+    for file in (tmp_path / "saved").glob("*.distcp"):
+        os.truncate(file, file.stat().st_size // 2)
+    # Without a manifest, as Lightning writes folders, it is found while it is read.
+    for target, overwrite in (("out", True), ("new", False)):
+        with pytest.raises(CheckpointError, match=r"\.distcp .*damaged"):
+            export_checkpoint(tmp_path / "saved", tmp_path / target, overwrite=overwrite)
+    assert _contents(tmp_path / "out") == before
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "out"}
+
+
+@pytest.mark.parametrize("place", ["file", "rest"])
+def test_nothing_is_unpickled_that_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    _write(Path("saved"), Small().state_dict(), is_folder=place == "rest", more=Malicious())
+    with pytest.raises(CheckpointError, match="holds objects of classes that are not unpickled, as they may run code"):
+        export_checkpoint("saved", "out.ckpt", format="file")
+    assert not Path("ran").exists()
+    assert not Path("out.ckpt").exists()
+    export_checkpoint("saved", "out.ckpt", format="file", weights_only=False)
+    assert Path("ran").exists()
