@@ -328,7 +328,13 @@ class ThreeDStrategy(ParallelStrategy):
             check_same_settings(self._module.trainer, self.config, self.root_device)
         warn_of_slow_groups(shape, self.num_processes)
         zero = self.config.zero
-        self._mesh = shared_mesh(shape, self.root_device, zero_stage=zero.stage, shard_size=zero.shard_size)
+        self._mesh = shared_mesh(
+            shape,
+            device_type=self.root_device.type,
+            zero_stage=zero.stage,
+            shard_size=zero.shard_size,
+            timeout=self._timeout,
+        )
         if not is_laid_out(self._module, self._layout):  # by this strategy, and as it is now
             copies = copies_of(self._module, lightning_helpers.callbacks_of(self._module.trainer))
             leave_layouts(self._module, copies)

@@ -6,6 +6,8 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -169,14 +171,20 @@ def test_tensor_parallel_groups_across_nodes_warn() -> None:
 
 
 def _shared_twice() -> list[bool]:
-    shape, cpu = MeshShape(pp=2, dp=1, cp=1, tp=1), torch.device("cpu")
-    first, again = (shared_mesh(shape, cpu, zero_stage=1, shard_size="auto") for _ in range(2))
-    other = shared_mesh(shape, cpu, zero_stage=0, shard_size="auto")
+    make = partial(
+        shared_mesh,
+        MeshShape(pp=2, dp=1, cp=1, tp=1),
+        device_type="cpu",
+        shard_size="auto",
+        timeout=timedelta(minutes=1),
+    )
+    first, again, other = make(zero_stage=1), make(zero_stage=1), make(zero_stage=0)
     if dist.get_rank() == 1:
         forget_meshes()  # its run alone has failed
-    anew = shared_mesh(shape, cpu, zero_stage=1, shard_size="auto")
-    return [again is first, other is first, anew is first]
+    anew = make(zero_stage=1)
+    groups = [mesh.group("replica").group_name for mesh in (first, other, anew)]
+    return [again is first, other is first, anew is first, groups[1] == groups[0], groups[2] == groups[0]]
 
 
 def test_runs_share_process_groups_until_one_rank_has_failed(workers: WorkerPools) -> None:
-    assert workers(2).run(_shared_twice) == [[True, False, False]] * 2
+    assert workers(2).run(_shared_twice) == [[True, False, False, True, False]] * 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import gc
 import importlib
 import inspect
 import logging
@@ -15,6 +16,7 @@ import pickle
 import random
 import signal
 import typing
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -795,6 +797,24 @@ def _parts_of_dtensors() -> None:
 @canary(dtensor, "all_gather_single", "all_reduce", "reduce_scatter_single")
 def test_parts_of_dtensors(workers: WorkerPools) -> None:
     workers(4).run(_parts_of_dtensors)
+
+
+def _meshes_forgotten() -> tuple[bool, bool]:
+    mesh = init_device_mesh("cpu", (2,))
+    gone = weakref.ref(mesh)
+    tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    (tensor.cos() * 2).redistribute(placements=[Replicate()]).sum().full_tensor()
+    del mesh, tensor
+    gc.collect()
+    is_held = gone() is not None
+    dtensor.clear_caches()
+    gc.collect()
+    return is_held, gone() is None
+
+
+@canary(dtensor, "clear_caches")
+def test_caches_of_dtensor_hold_meshes_until_they_are_cleared(workers: WorkerPools) -> None:
+    assert workers(2).run(_meshes_forgotten) == [(True, True)] * 2
 
 
 def _finished_backward() -> list[float]:

@@ -7,18 +7,20 @@ parallel stays inside a node. Nothing here communicates beyond making groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.agreement import gather_numbers
+from lightning_3d.distributed.groups import GroupPool, KeptState, MeshGroups
 from lightning_3d.errors import ConfigError
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
@@ -80,7 +82,7 @@ class MeshShape:
         return [[stage * ranks_per_stage + index for stage in range(self.pp)] for index in range(ranks_per_stage)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class Mesh:
     """The mesh as seen by this process: its coordinate, and a process group along every axis."""
 
@@ -99,6 +101,9 @@ class Mesh:
 
     replica_group: dist.ProcessGroup
     """All ranks of this rank's model replica: pp x cp x tp."""
+
+    groups: MeshGroups
+    """All groups of the mesh."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         """Itself: process groups belong to the process."""
@@ -197,63 +202,101 @@ def warn_of_slow_groups(shape: MeshShape, ranks_per_node: int) -> None:
 
 
 def build_mesh(
-    shape: MeshShape, *, zero_stage: int, device_type: str, shard_size: int | Literal["auto"] = "auto"
+    shape: MeshShape,
+    *,
+    zero_stage: int,
+    device_type: str,
+    shard_size: int | Literal["auto"] = "auto",
+    groups: MeshGroups | None = None,
 ) -> Mesh:
-    """Make the process groups of a mesh; every rank calls it at the same point, with the same arguments.
+    """Make a mesh and the process groups that it lacks; every rank calls it at the same point, with the same arguments.
 
     Args:
         shape: Sizes of the axes; their product is the world size of the initialised default process group.
         zero_stage: 0 puts the data-parallel ranks on the axis ``dp_replicate``, 1 to 3 on ``dp_shard``.
         device_type: ``"cpu"``, ``"cuda"``, ...
         shard_size: Ranks along ``dp_shard``, if not all.
+        groups: Where it takes them from; by default it shares none with another mesh.
 
     """
     assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
+    groups = MeshGroups(GroupPool()) if groups is None else groups
     num_shards = shape.dp if shard_size == "auto" else shard_size
     dp_shard = 1 if zero_stage == 0 else num_shards
-    device_mesh = init_device_mesh(
-        device_type,
-        (shape.pp, shape.dp // dp_shard, dp_shard, shape.cp, shape.tp),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    sizes = (shape.pp, shape.dp // dp_shard, dp_shard, shape.cp, shape.tp)
+    ranks = torch.arange(shape.world_size).view(sizes)
+    of_axes = [_own(groups.take(ranks.movedim(axis, -1).flatten(0, -2).tolist())) for axis in range(len(sizes))]
+    device_mesh = DeviceMesh.from_group(
+        of_axes, device_type, ranks, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp")
     )
     # Slicing an axis flattened from `device_mesh` is deprecated (torch 2.13), so the replica has a group of its own.
-    replicas = [shape.replica_ranks(dp) for dp in range(shape.dp)]
-    replica_group, _ = dist.new_subgroups_by_enumeration(replicas)
+    replica_group = _own(groups.take([shape.replica_ranks(dp) for dp in range(shape.dp)]))
     if dp_shard in (1, shape.dp):
         dp_group = device_mesh["dp_replicate" if dp_shard == 1 else "dp_shard"].get_group()
     else:
-        dp_group, _ = dist.new_subgroups_by_enumeration(shape.data_parallel_ranks())
+        dp_group = _own(groups.take(shape.data_parallel_ranks()))
+    groups.serve(device_mesh)
     return Mesh(
         shape=shape,
         coordinate=shape.coordinate(dist.get_rank()),
         device_mesh=device_mesh,
         dp_group=dp_group,
         replica_group=replica_group,
+        groups=groups,
     )
 
 
-_meshes: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Mesh]] = {}
-"""Meshes of earlier runs of this process, with the default process group of the time."""
+def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    assert group is not None, "an axis goes through every rank"
+    return group
 
 
-def shared_mesh(shape: MeshShape, device: torch.device, *, zero_stage: int, shard_size: int | Literal["auto"]) -> Mesh:
-    """The mesh of an earlier run, if no rank has forgotten it, or else a new one. Every rank calls it.
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Groups and meshes that the runs of one process share, as long as its default process group is there."""
 
-    Process groups are kept until the process ends: each takes threads of gloo, or memory of NCCL.
+    pool: GroupPool = field(default_factory=GroupPool)
+    meshes: WeakValueDictionary[tuple[object, ...], Mesh] = field(default_factory=WeakValueDictionary)
+
+
+_of_process: list[_Shared] = []
+"""Has one after the first run, and none before it."""
+
+
+def shared_mesh(
+    shape: MeshShape, *, device_type: str, zero_stage: int, shard_size: int | Literal["auto"], timeout: timedelta
+) -> Mesh:
+    """The mesh of an earlier run, if it is still there on all ranks, or else a new one. Every rank calls it.
+
+    It destroys the groups of meshes that are there no more.
     """
-    key = (shape, device.type, zero_stage, shard_size)
-    default, made = _meshes.get(key, (None, None))
-    is_there = made is not None and default is dist.group.WORLD
-    is_everywhere = all(gather_numbers(int(is_there), device))
-    if made is None or not is_everywhere:
-        made = build_mesh(shape, zero_stage=zero_stage, device_type=device.type, shard_size=shard_size)
-        _meshes[key] = (dist.group.WORLD, made)
+    if not _of_process or not _of_process[0].pool.is_current:
+        _of_process[:] = [_Shared()]
+    pool, meshes = _of_process[0].pool, _of_process[0].meshes
+    key = (shape, device_type, zero_stage, shard_size, timeout)
+    made = meshes.get(key)
+    mine = (made is not None, pool.states(None if made is None else made.device_mesh))
+    everyone: list[tuple[bool, list[KeptState]]] = [mine] * shape.world_size
+    dist.all_gather_object(everyone, mine)
+    if len({len(states) for _, states in everyone}) > 1:  # a run failed while groups were made
+        _of_process[:] = [_Shared()]
+        return shared_mesh(
+            shape, device_type=device_type, zero_stage=zero_stage, shard_size=shard_size, timeout=timeout
+        )
+    unused = pool.agree([states for _, states in everyone])
+    if made is None or not all(is_there for is_there, _ in everyone):
+        groups = MeshGroups(pool, timeout)
+        made = build_mesh(shape, zero_stage=zero_stage, device_type=device_type, shard_size=shard_size, groups=groups)
+        meshes[key] = made
+    pool.destroy(unused)
     return made
 
 
 def forget_meshes() -> None:
     """Let later runs make groups of their own, as those of a run that failed may still hold its messages."""
-    _meshes.clear()
+    for shared in _of_process:
+        shared.meshes.clear()
+        shared.pool.spoil()
 
 
 def is_shard(tensor: Tensor) -> bool:

@@ -117,8 +117,7 @@ def _stage_groups(
     dist.all_gather_object(everyone, set(shared))
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for stages in sorted(set().union(*(found for found in everyone if found))):
-        for ranks in mesh.shape.pipelines():
-            group = dist.new_group([ranks[stage] for stage in stages])
-            if ranks[mesh.pp_rank] == dist.get_rank() and mesh.pp_rank in stages:
-                groups[stages] = group
+        group = mesh.groups.take_once([[ranks[stage] for stage in stages] for ranks in mesh.shape.pipelines()])
+        if group is not None:
+            groups[stages] = group
     return groups
