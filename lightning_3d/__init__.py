@@ -6,6 +6,7 @@ Importing registers the strategy, for which Lightning has no entry point; ``load
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_3d.checkpoint import read_folder
+from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
@@ -28,6 +29,7 @@ from lightning_3d.torch_internals.lightning_helpers import load_folders
 
 __all__ = [
     "BatchConfig",
+    "CheckpointConfig",
     "BatchError",
     "CheckpointError",
     "CheckpointNotFoundError",

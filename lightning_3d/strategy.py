@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,6 +26,7 @@ from typing_extensions import override
 from lightning_3d.checkpoint import (
     Folder,
     SavedState,
+    folder_content,
     full_model_state,
     full_optimizer_state,
     hooks_see_saving,
@@ -34,20 +36,22 @@ from lightning_3d.checkpoint import (
     optimizer_state,
     read_full,
     read_sharded,
-    save_sharded,
     saved_optimizers,
     shown_parts,
     shown_whole,
     states_apart,
     states_read,
     states_whole,
+    write_folder,
     write_full,
 )
-from lightning_3d.checkpoint.atomic import completed, is_local, remove
+from lightning_3d.checkpoint.atomic import completed, local_path, remove
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED
 from lightning_3d.checkpoint.further_states import has_further
 from lightning_3d.checkpoint.own_state import state_of, tied_fqns, unwrapped
+from lightning_3d.checkpoint.saves import Saves
+from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
@@ -84,8 +88,10 @@ from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.report import RankReport, gather_reports
 from lightning_3d.trainer.requirements import (
+    NO_FOLDERS,
     check_optimizers,
     refuse_callbacks,
+    refuse_places,
     refuse_serving,
     refuse_unsupported,
     saves_optimizers,
@@ -116,6 +122,7 @@ class ThreeDStrategy(ParallelStrategy):
         tensor: A ``TensorConfig`` or a dict of its keys.
         batch: A ``BatchConfig`` or a dict of its keys.
         precision: A ``PrecisionConfig`` or a dict of its keys; ``Trainer(precision=...)`` picks the precision itself.
+        checkpoint: A ``CheckpointConfig`` or a dict of its keys.
         save_distributed_checkpoint: ``True`` writes a folder with every rank's part, ``False`` one ``.ckpt`` file;
             ``"auto"`` a folder, or a file where the Trainer has a ``CheckpointIO`` of yours, which writes it.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default the one for the device.
@@ -137,6 +144,7 @@ class ThreeDStrategy(ParallelStrategy):
         tensor: TensorConfig | dict[str, Any] | None = None,
         batch: BatchConfig | dict[str, Any] | None = None,
         precision: PrecisionConfig | dict[str, Any] | None = None,
+        checkpoint: CheckpointConfig | dict[str, Any] | None = None,
         save_distributed_checkpoint: bool | Literal["auto"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -154,6 +162,7 @@ class ThreeDStrategy(ParallelStrategy):
                 "tensor": tensor,
                 "batch": batch,
                 "precision": precision,
+                "checkpoint": checkpoint,
                 "save_distributed_checkpoint": save_distributed_checkpoint,
             }
         )
@@ -176,6 +185,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._restores: Folder | None = None  # the folder that is being restored
         self._restores_late: bool | None = None  # after setup; known once the model is built
         self._is_stepping = False  # inside of a step method of the user's
+        self._saves = Saves(self.config.checkpoint, timeout)
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
 
     @override
@@ -187,6 +197,7 @@ class ThreeDStrategy(ParallelStrategy):
         return {
             **state,
             **of_run,
+            "_saves": Saves(self.config.checkpoint, self._timeout),
             "_trained_with": [],
             "_unsaved": [],
             "_patches": ExitStack(),
@@ -349,6 +360,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     def _fail(self, error: BaseException) -> Exception | None:
         """Another exception to raise in place of one that ends a run, if any."""
+        self._saves.finish_alone()
         forget_meshes()
         return None if self._control is None else self._control.fail(error, self._patches)
 
@@ -413,6 +425,12 @@ class ThreeDStrategy(ParallelStrategy):
                 f"save_distributed_checkpoint=True writes folders by torch.distributed.checkpoint, not through"
                 f" {type(self.checkpoint_io).__name__}: set it to False, or leave it out, for a file through that."
             )
+        if self.config.checkpoint.async_save and lightning_helpers.has_own_io(self):
+            raise ConfigError(
+                "checkpoint.async_save=True writes checkpoints in the background, but a CheckpointIO of yours,"
+                f" {type(self.checkpoint_io).__name__}, is to write them: leave out one of them."
+            )
+        refuse_places(trainer, as_folders=self._saves_folders)
         check_same_training(self._module, self.root_device)
         self.config.precision.check_for(self._precision.precision)
         syncing = lightning_helpers.layer_sync_of(self)
@@ -672,6 +690,11 @@ class ThreeDStrategy(ParallelStrategy):
         self._parts.zero.average()
         if self._control is not None:
             self._control.heed_signals_together()
+        self._saves.wait()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._saves.finish_alone()  # of callbacks that save when there is one
 
     # ---- precision
 
@@ -792,46 +815,61 @@ class ThreeDStrategy(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         filepath = self.broadcast(filepath)
+        trainer = self._module.trainer
+        is_running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
+        if not self._saves.begins(filepath, may_skip=is_running and not trainer.should_stop):
+            return
         if self._is_in_parts:
             summoned = self.summon_full_params(writeback=False)
             checkpoint = modules_whole(checkpoint, self._module, summoned, is_saved_here=self.is_global_zero)
         own, self._saved_state = self._saved_state, {}
-        if self._saves_folders:
-            if not is_local(filepath):
-                raise CheckpointError(
-                    f"{filepath} is on a remote file system, where checkpoint folders can't be written: set"
-                    " save_distributed_checkpoint=False for a file there, or write to a file system that is mounted."
-                )
-            if storage_options is not None:
-                raise CheckpointError(
-                    "storage_options are for a CheckpointIO, but a checkpoint folder is written without one: give the"
-                    " Trainer one (plugins=[...]), which writes files."
-                )
-            left, further = states_apart(checkpoint, self._module, own)
-            further[TIED] = tied_fqns(self._module)
-            save_sharded(Path(filepath), left, self.mesh.axis("pp"), further)
+        if not self._saves_folders:
+            checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"))
+            self._saves.save(filepath, checkpoint, partial(self._write_file, filepath, storage_options), is_running)
             return
-        checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"))
-        with failing_alike(f"write the checkpoint {filepath}"):
+        if (path := local_path(filepath)) is None:
+            raise CheckpointError(f"{filepath} {NO_FOLDERS}.")
+        if storage_options is not None:
+            raise CheckpointError(
+                "storage_options are for a CheckpointIO, but a checkpoint folder is written without one: give the"
+                " Trainer one (plugins=[...]), which writes files."
+            )
+        left, further = states_apart(checkpoint, self._module, own)
+        further[TIED] = tied_fqns(self._module)
+        content = folder_content(left, self.mesh.axis("pp"), further)
+        self._saves.save(filepath, content, partial(write_folder, path), is_running)
+
+    def _write_file(
+        self,
+        filepath: str | os.PathLike[str],
+        storage_options: Any,
+        checkpoint: dict[str, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        with failing_alike(f"write the checkpoint {filepath}", group):
             if not self.is_global_zero:
                 pass
-            elif storage_options is None and self._writes_itself(filepath):
-                write_full(checkpoint, Path(filepath))
+            elif storage_options is None and (path := self._own_path(filepath)) is not None:
+                write_full(checkpoint, path)
             else:
                 super().save_checkpoint(checkpoint, str(filepath), storage_options)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        if not self.is_global_zero:
-            return
-        if self._writes_itself(filepath) and os.path.lexists(filepath):
-            remove(Path(filepath))
+        if self.is_global_zero:
+            self._saves.remove(filepath, partial(self._remove, filepath))
+
+    def _remove(self, filepath: str | Path) -> None:
+        if (path := self._own_path(filepath)) is not None and os.path.lexists(path):
+            remove(path)
         else:
             super().remove_checkpoint(filepath)
 
-    def _writes_itself(self, filepath: str | os.PathLike[str]) -> bool:
-        """Whether no ``CheckpointIO`` writes checkpoints there: the user's, or Lightning's to remote file systems."""
-        return not lightning_helpers.has_own_io(self) and is_local(filepath)
+    def _own_path(self, filepath: str | os.PathLike[str]) -> Path | None:
+        """Where this strategy writes a checkpoint; None where a ``CheckpointIO`` does: the user's, or Lightning's to
+        remote file systems.
+        """
+        return None if lightning_helpers.has_own_io(self) else local_path(filepath)
 
     @override
     def load_checkpoint(
@@ -841,16 +879,18 @@ class ThreeDStrategy(ParallelStrategy):
         ``on_load_checkpoint`` its turn.
         """
         checkpoint_path = self.broadcast(checkpoint_path)
-        path = completed(Path(checkpoint_path)) if is_local(checkpoint_path) else Path(checkpoint_path)
+        self._saves.wait()
+        path = local_path(checkpoint_path)
+        path = None if path is None else completed(path)
         weights_only = self._asked_weights_only if weights_only is None else weights_only
         self._restores = None
-        if path.is_dir():
+        if path is not None and path.is_dir():
             self._restores, rest = read_sharded(path, weights_only=weights_only)
             checkpoint = states_read(rest, self._restores, self._module)
             checkpoint["state_dict"] = SavedState(self._restores, ("state_dict",))
             if "lr_schedulers" in rest:  # they are saved with the optimizers
                 checkpoint["optimizer_states"] = saved_optimizers(self._restores)
-        elif not self._writes_itself(checkpoint_path):
+        elif path is None or lightning_helpers.has_own_io(self):
             checkpoint = super().load_checkpoint(str(checkpoint_path), weights_only=weights_only)
         else:
             checkpoint = read_full(path, weights_only=weights_only)
@@ -899,6 +939,7 @@ class ThreeDStrategy(ParallelStrategy):
         if self._control is not None:
             self._control.close()
             self._control = None
+        self._saves.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -95,6 +95,8 @@ class Layout:
     compile_backend: Literal["inductor", "aot_eager"] | None = None
     """What compiles the blocks; None leaves them eager."""
     save_distributed_checkpoint: bool = False
+    checkpoint: Mapping[str, Any] = field(default_factory=dict)
+    """How checkpoints are written."""
 
     @property
     def world_size(self) -> int:
@@ -126,6 +128,7 @@ class Layout:
                 "compile": self.compile_backend is not None,
                 "compile_backend": self.compile_backend or "inductor",
             },
+            checkpoint=dict(self.checkpoint),
             save_distributed_checkpoint=self.save_distributed_checkpoint,
         )
 

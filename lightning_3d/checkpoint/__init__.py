@@ -12,6 +12,7 @@ from lightning_3d.checkpoint.export import export_checkpoint
 from lightning_3d.checkpoint.file import full_model_state, full_optimizer_state, load_full, read_full, write_full
 from lightning_3d.checkpoint.folder import (
     Folder,
+    folder_content,
     is_sharded_checkpoint,
     load_sharded,
     read_sharded,
@@ -23,9 +24,11 @@ from lightning_3d.checkpoint.own_state import model_state, optimizer_state
 from lightning_3d.checkpoint.saved_state import SavedState
 from lightning_3d.checkpoint.shown_state import hooks_see_saving, shown_parts, shown_whole
 from lightning_3d.checkpoint.whole_folder import read_folder
+from lightning_3d.checkpoint.writing import write_folder
 
 __all__ = [
     "Folder",
+    "folder_content",
     "SavedState",
     "export_checkpoint",
     "full_model_state",
@@ -47,5 +50,6 @@ __all__ = [
     "states_apart",
     "states_read",
     "states_whole",
+    "write_folder",
     "write_full",
 ]

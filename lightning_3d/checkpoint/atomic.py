@@ -22,9 +22,12 @@ from pathlib import Path
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
-def is_local(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is of this machine's file systems, and no URL of another that ``fsspec`` knows."""
-    return "://" not in os.fspath(path)
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """The path on this machine's file systems; None for a URL of another that ``fsspec`` knows."""
+    scheme, separator, rest = os.fspath(path).partition("://")
+    if not separator:
+        return Path(path)
+    return Path(rest) if scheme in ("file", "local") else None
 
 
 def aside(path: Path) -> Path:

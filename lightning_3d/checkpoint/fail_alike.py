@@ -32,15 +32,23 @@ def failing_alike(action: str, group: dist.ProcessGroup | None = None) -> Iterat
         yield
     except (Exception, CheckpointException) as raised:  # the latter is a BaseException
         error = raised
-    reasons: list[tuple[str, bool] | None] = [None] * dist.get_world_size()
-    own = None if error is None else (_reason(error), isinstance(error, FileNotFoundError))
+    reasons: list[tuple[bool, str, bool] | None] = [None] * dist.get_world_size()
+    own = None
+    if error is not None:
+        own = _is_of_others(error), _reason(error), isinstance(error, FileNotFoundError)
     dist.all_gather_object(reasons, own, group)
     failures = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
     if failures:
-        rank, (reason, is_missing) = next(iter(failures.items()))
-        who = f"rank {rank}" + (f" and {len(failures) - 1} more" if len(failures) > 1 else "")
+        first = {rank: reason for rank, reason in failures.items() if not reason[0]} or failures
+        rank, (_, reason, is_missing) = next(iter(first.items()))
+        who = f"rank {rank}" + (f" and {len(first) - 1} more" if len(first) > 1 else "")
         kind = CheckpointNotFoundError if is_missing else CheckpointError
         raise kind(f"Could not {action} ({who}). {reason}") from error
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Whether torch.distributed.checkpoint says that other ranks have failed."""
+    return isinstance(error, CheckpointException) and dist.get_rank() not in error.failures
 
 
 def _reason(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from lightning_3d.checkpoint.box import TensorInfo, check_placements, full_value
 from lightning_3d.checkpoint.damage import check_files
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import check_no_others
+from lightning_3d.checkpoint.manifest import checksummed
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
     Key,
@@ -175,8 +176,8 @@ def write_full(checkpoint: Mapping[str, Any], path: Path) -> None:
     check_no_others(path)
     make_room(path, lambda file: True)
     try:
-        with aside(path).open("wb") as file:
-            torch.save(dict(checkpoint), file)
+        with aside(path).open("wb") as file, checksummed(file) as written:
+            torch.save(dict(checkpoint), cast(Any, written))
         publish(path, lambda file: True)
     except BaseException:
         give_up(path)

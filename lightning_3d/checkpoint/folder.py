@@ -15,6 +15,7 @@ were saved: ("state_dict", fqn), ("optimizer_0", "state", fqn, name), ("optimize
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from lightning_3d.checkpoint.own_state import (
     state_of,
 )
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader
-from lightning_3d.checkpoint.writing import HAS_MANIFEST, write_folder
+from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent, write_folder
 from lightning_3d.errors import CheckpointError
 
 TreePath = tuple[str | int, ...]
@@ -67,23 +68,21 @@ def is_sharded_checkpoint(path: Path) -> bool:
 # --------------------------------------------------------------------------------------------------------------- save
 
 
-def save_sharded(
-    path: Path,
+def folder_content(
     checkpoint: Mapping[str, Any],
     pp: DeviceMesh | None,
     further: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> None:
-    """Write a checkpoint folder; a collective of all ranks. A checkpoint at `path` is replaced.
+) -> FolderContent:
+    """The part of a checkpoint that this rank writes to a folder; a collective of all ranks.
 
     Args:
-        path: The same on all ranks, on a file system that all of them share.
         checkpoint: The Trainer's checkpoint with "state_dict" from `model_state` and "optimizer_states" (if any) from
             `optimizer_state`. The rest is taken from rank 0.
         pp: The pp axis through this rank; None without pipeline parallel.
         further: More sections like that of the model.
 
     Raises:
-        CheckpointError: The folder can't be written, or has placements that can't be saved; on all ranks.
+        CheckpointError: There are placements or values that can't be saved; on all ranks.
 
     """
     models = {MODEL: checkpoint[MODEL], **further}
@@ -96,11 +95,16 @@ def save_sharded(
         section: {fqn: value for fqn, value in values.items() if owner[section, fqn] == here}
         for section, values in sections.items()
     }
-    with failing_alike(f"write the checkpoint {path}"):
+    rest = io.BytesIO()
+    with failing_alike("gather the checkpoint"):
         for section in models:
             check_placements(mine[section])
         for section in optimizers:
             check_placements({f"{n} of {fqn}": v for fqn, named in mine[section].items() for n, v in named.items()})
+    with failing_alike(f"write {META}, which holds what is no state of the model or an optimizer"):
+        if dist.get_rank() == 0:
+            others = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
+            torch.save({**others, HAS_MANIFEST: True}, rest)
     state: dict[str, Any] = {
         section: {fqn: _boxed(value) for fqn, value in mine.pop(section).items()} for section in models
     }
@@ -108,8 +112,28 @@ def save_sharded(
         state[section] = {"state": {fqn: {n: _boxed(v) for n, v in named.items()} for fqn, named in values.items()}}
         if dist.get_rank() == 0:
             state[section]["param_groups"] = optimizers[section]["param_groups"]
-    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-    write_folder(path, state, rest)
+    return state, rest.getvalue()
+
+
+def save_sharded(
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    pp: DeviceMesh | None,
+    further: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> None:
+    """Write a checkpoint folder, in place of what is there; a collective of all ranks.
+
+    Args:
+        path: The same on all ranks, on a file system that all of them share.
+        checkpoint: As in `folder_content`.
+        pp: The same.
+        further: The same.
+
+    Raises:
+        CheckpointError: As there, or the folder can't be written; on all ranks.
+
+    """
+    write_folder(path, folder_content(checkpoint, pp, further))
 
 
 def check_no_others(path: Path) -> None:

@@ -11,7 +11,8 @@ The manifest's last entry is the checksum of its others, so that a damaged one b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -57,12 +58,18 @@ class ChecksummedFile:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._size = file, 0
         self._content = xxhash.xxh3_64()
+        self.failure: OSError | None = None
+        """The error of a write, which torch turns into one that does not name it."""
 
     def write(self, part: bytes | memoryview) -> int:
         """Write all of it; files that are buffered or on a disk take no less."""
         self._content.update(part)
         self._size += memoryview(part).nbytes
-        return self._file.write(part)
+        try:
+            return self._file.write(part)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -71,6 +78,22 @@ class ChecksummedFile:
     def checksum(self) -> Checksum:
         """The checksum of what was written so far."""
         return Checksum(size=self._size, xxh3_64=self._content.hexdigest())
+
+
+@contextmanager
+def checksummed(file: BinaryIO) -> Iterator[ChecksummedFile]:
+    """Write to a file inside.
+
+    Raises:
+        OSError: A write has failed, whatever was made of that.
+    """
+    written = ChecksummedFile(file)
+    try:
+        yield written
+    except Exception as error:
+        if written.failure is None:
+            raise
+        raise written.failure from error
 
 
 def manifest_of(files: Mapping[str, Checksum]) -> str:

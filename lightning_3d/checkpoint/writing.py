@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import IOBase
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -22,7 +21,7 @@ from lightning_3d.checkpoint.manifest import (
     MANIFEST,
     META,
     Checksum,
-    ChecksummedFile,
+    checksummed,
     is_own,
     manifest_of,
 )
@@ -32,20 +31,22 @@ HAS_MANIFEST = "lightning_3d_manifest"
 """Entry in the rest of a checkpoint that came with a manifest."""
 
 
-def write_folder(
-    path: Path, state: Mapping[str, Any], rest: Mapping[str, Any], group: dist.ProcessGroup | None = None
-) -> None:
+FolderContent = tuple[dict[str, Any], bytes]
+"""The states that a rank writes, in nested dictionaries, and the rest as `torch.save` has it, on rank 0."""
+
+
+def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | None = None) -> None:
     """Write a checkpoint folder, in place of what is there; a collective of all ranks.
 
     Args:
         path: The same on all ranks, on a file system that all of them share.
-        state: Nested dictionaries of what this rank writes.
-        rest: Written by rank 0, to a file of its own.
+        content: The part of this rank.
         group: A group of all ranks for CPU tensors; the default one without it.
 
     Raises:
         CheckpointError: It can't be written; on all ranks. What was there stays.
     """
+    state, rest = content
     action, is_first = f"write the checkpoint {path}", dist.get_rank() == 0
     try:
         with failing_alike(action, group):
@@ -53,14 +54,12 @@ def write_folder(
                 make_room(path, is_own)
         writer = FolderWriter(aside(path))
         with failing_alike(action, group):
-            save(dict(state), storage_writer=writer, process_group=group)
-        with failing_alike(f"write {path / META}", group):
+            save(state, storage_writer=writer, process_group=group)
+        with failing_alike(action, group):
             every: list[dict[str, Checksum]] | None = [{}] * dist.get_world_size() if is_first else None
             dist.gather_object(writer.checksums, every, group=group)
             if every is not None:
                 writer.finish_with(rest, every)
-        with failing_alike(action, group):
-            if is_first:
                 publish(path, is_own)
     except CheckpointError:
         if is_first:
@@ -80,14 +79,14 @@ class FolderWriter(FileSystemWriter):
         self._files = _ChecksummedFiles()
         self.fs = self._files
 
-    def finish_with(self, rest: Mapping[str, Any], every: list[dict[str, Checksum]]) -> None:
+    def finish_with(self, rest: bytes, every: list[dict[str, Checksum]]) -> None:
         """Write the rest, and the manifest of all files.
 
         Args:
             every: What each rank has written.
         """
         with self.fs.create_stream(Path(self.path) / META, "wb") as file:
-            torch.save({**rest, HAS_MANIFEST: True}, cast(Any, file))
+            cast(Any, file).write(rest)
         files = {name: checksum for of_rank in (*every, self.checksums) for name, checksum in of_rank.items()}
         (Path(self.path) / MANIFEST).write_text(manifest_of(files))
 
@@ -114,6 +113,6 @@ class _ChecksummedFiles(FileSystem):
             if mode != "wb":
                 yield file
                 return
-            written = ChecksummedFile(cast(Any, file))
-            yield cast(IOBase, written)
+            with checksummed(cast(Any, file)) as written:
+                yield cast(IOBase, written)
             self.checksums[Path(path).name] = written.checksum

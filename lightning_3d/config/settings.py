@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML ships no types; omegaconf depends on it
 
+from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.checks import Size, check_values
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
@@ -79,6 +80,9 @@ class ThreeDConfig:
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """How 16-bit numbers train a model; which numbers those are is ``Trainer(precision=...)``."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """How checkpoints are written."""
 
     save_distributed_checkpoint: bool | Literal["auto"] = "auto"
     """``True``: a folder that every rank writes its part of. ``False``: one plain Lightning ``.ckpt`` file. ``"auto"``:
@@ -179,7 +183,7 @@ def _unknown_key(cls: Any, key: str) -> ConfigError:
     prefix = f"{cls.section}." if cls.section else ""
     here = [prefix + item.name for item in fields(cls)]
     dotted = [item.name for item in fields(ThreeDConfig)]
-    for section in (ZeroConfig, PipelineConfig, TensorConfig, BatchConfig, PrecisionConfig):
+    for section in (ZeroConfig, PipelineConfig, TensorConfig, BatchConfig, PrecisionConfig, CheckpointConfig):
         dotted += [f"{section.section}.{item.name}" for item in fields(section)]
     # A key of this section wins; else one with the same last part elsewhere ("stage" -> "zero.stage").
     nearest = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -12,15 +13,21 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_3d.checkpoint.atomic import local_path
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.errors import StepError
+from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches_itself
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind, steps_apart
+
+NO_FOLDERS = (
+    "is on a remote file system, where checkpoint folders can't be written: set save_distributed_checkpoint=False for"
+    " files there, or save to a file system that is mounted"
+)
 
 
 def refuse_callbacks(trainer: Trainer, mesh: Mesh) -> None:
@@ -31,6 +38,24 @@ def refuse_callbacks(trainer: Trainer, mesh: Mesh) -> None:
             f" {mesh.shape.world_size} ranks it may run out on one of them, for which the others would wait. Set the"
             " batch size by hand."
         )
+
+
+def refuse_places(trainer: Trainer, *, as_folders: bool) -> None:
+    """Raise for callbacks that would save where checkpoints can't be.
+
+    Args:
+        as_folders: Whether checkpoints are folders.
+    """
+    for callback in callbacks_of(trainer):
+        if not isinstance(callback, ModelCheckpoint) or not callback.dirpath:
+            continue
+        if as_folders and local_path(callback.dirpath) is None:
+            raise ConfigError(f"{type(callback).__name__} saves to {callback.dirpath}, which {NO_FOLDERS}.")
+        if "file:" in Path(callback.dirpath).parts:  # Lightning takes a URL for a relative path
+            raise ConfigError(
+                f"{type(callback).__name__} saves to {callback.dirpath}, a folder of the name 'file:', as it was given"
+                " dirpath='file://...', which Lightning takes for a relative path. Give it the path without 'file://'."
+            )
 
 
 def refuse_serving(trainer: Trainer, mesh: Mesh, config: ZeroConfig) -> None:

@@ -1,0 +1,359 @@
+"""Saves in the background, saves that fail, and the removal of what they replace."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
+
+from lightning_3d import ConfigError
+from lightning_3d import strategy as strategy_module
+from lightning_3d.checkpoint import write_folder
+from lightning_3d.checkpoint.damage import damage
+from lightning_3d.checkpoint.whole_folder import read_folder
+from lightning_3d.errors import CheckpointError
+from tests.models import TinyMLP, features, training_loader
+from tests.parity import QUIET, Layout
+from tests.workers import WorkerPools
+
+LAYOUTS = [
+    Layout(dp=2, zero=3, save_distributed_checkpoint=True),
+    Layout(dp=2, zero=2),
+    Layout(pp=2, save_distributed_checkpoint=True),
+    Layout(tp=2),
+]
+NUM_STEPS = 4
+WIDTH = 160  # some 100 kB of weights
+FULL_AT = 60_000  # bytes
+
+
+def _data(layout: Layout) -> Any:
+    return training_loader(features(4 * NUM_STEPS), global_batch_size=4, data_parallel_size=layout.dp)
+
+
+def _trainer(layout: Layout, *callbacks: Callback, **settings: Any) -> L.Trainer:
+    used = {**QUIET, "max_epochs": 1, "devices": layout.world_size, "callbacks": [*callbacks], **settings}
+    return L.Trainer(strategy=layout.strategy(), **used)
+
+
+def _fit(layout: Layout, *callbacks: Callback, ckpt_path: Path | None = None, **settings: Any) -> L.Trainer:
+    L.seed_everything(1, verbose=False)
+    trainer = _trainer(layout, *callbacks, **settings)
+    trainer.fit(TinyMLP(width=WIDTH), _data(layout), ckpt_path=ckpt_path)
+    return trainer
+
+
+def _every_step(**settings: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath="saved", filename="{step}", every_n_train_steps=1, **settings)
+
+
+def _names(folder: str = "saved") -> list[str]:
+    dist.barrier()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    read = read_folder(path, "cpu", True) or torch.load(path, weights_only=True)
+    found: dict[str, Tensor] = read["state_dict"]
+    return found
+
+
+# ------------------------------------------------------------------------------------------- in the background
+
+
+def _saved_in_both_ways(layout: Layout) -> None:
+    for is_async in (False, True):
+        one = replace(layout, checkpoint={"async_save": is_async})
+        _fit(one, ModelCheckpoint(dirpath=f"async-{is_async}", save_top_k=-1, filename="{step}", every_n_train_steps=1))
+    assert _names("async-True") == _names("async-False")
+    assert len(_names("async-True")) == NUM_STEPS
+    for name in _names("async-True"):
+        assert damage(Path("async-True", name)) == []
+        first, second = _weights(Path("async-False", name)), _weights(Path("async-True", name))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[fqn], second[fqn]) for fqn in first), "training did not change it"
+    ends = [_weights_after(replace(layout, checkpoint={}), Path(f"async-{is_async}")) for is_async in (False, True)]
+    assert all(torch.equal(ends[0][fqn], ends[1][fqn]) for fqn in ends[0]), "with the states of the optimizer"
+
+
+def _weights_after(layout: Layout, folder: Path) -> dict[str, Tensor]:
+    """The weights of a run that was resumed after its second step."""
+    trainer = _fit(layout, ckpt_path=next(folder.glob("step=2*")))
+    with trainer.strategy.summon_full_params():
+        return {fqn: value.clone() for fqn, value in trainer.lightning_module.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_background_saves_the_same(workers: WorkerPools, layout: Layout) -> None:
+    workers(2).run(_saved_in_both_ways, layout)
+
+
+class _Held:
+    """Holds writes in the background until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.began = 0
+        self.ended = 0
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        def slow(*args: Any) -> None:
+            self.began += 1
+            self.let_go.wait(60)
+            write_folder(*args)
+            self.ended += 1
+
+        with patch.object(strategy_module, "write_folder", slow):
+            yield
+
+
+class _LetGo(Callback):
+    """Lets writes go after some steps."""
+
+    def __init__(self, held: _Held, step: int) -> None:
+        self.held, self.step = held, step
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.seen.append((trainer.global_step, self.held.ended))
+        if trainer.global_step == self.step:
+            self.held.let_go.set()
+
+
+def _goes_on(layout: Layout) -> None:
+    held = _Held()
+    callback = _LetGo(held, 3)
+    once = ModelCheckpoint(dirpath="saved", filename="{step}", every_n_train_steps=2)
+    with held.holding():
+        _fit(layout, callback, once)
+    assert (3, 0) in callback.seen, "it trained on while the checkpoint of step 2 was not written"
+    assert held.ended == held.began == 2, "the end of the fit waits for the last"
+    (name,) = _names()
+    assert name.startswith("step=4"), "top 1"
+    assert damage(Path("saved", name)) == []
+
+
+def test_training_goes_on(workers: WorkerPools) -> None:
+    workers(2).run(_goes_on, Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True}))
+
+
+def _skips(layout: Layout) -> list[str]:
+    held = _Held()
+    with held.holding(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(layout, _LetGo(held, 3), _every_step(save_top_k=-1))
+    told = [str(each.message) for each in caught if "is not saved" in str(each.message)]
+    if dist.get_rank() == 0:
+        assert len(told) >= 1
+        assert "checkpoint.while_saving is 'skip'" in told[0]
+    return _names()
+
+
+def test_saves_are_skipped(workers: WorkerPools) -> None:
+    settings = {"async_save": True, "while_saving": "skip"}
+    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint=settings)
+    first, second = workers(2).run(_skips, layout)
+    assert first == second
+    steps = [int(name.split("=")[1].split(".")[0].split("-")[0]) for name in first]
+    assert 1 in steps
+    assert 2 not in steps
+
+
+def _top_one_while_skipping(layout: Layout) -> None:
+    held = _Held()
+    with held.holding(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _fit(layout, _LetGo(held, 3), _every_step())
+    (name,) = _names()
+    assert damage(Path("saved", name)) == []
+
+
+def test_what_is_skipped_removes_nothing(workers: WorkerPools) -> None:
+    settings = {"async_save": True, "while_saving": "skip"}
+    workers(2).run(_top_one_while_skipping, Layout(dp=2, save_distributed_checkpoint=True, checkpoint=settings))
+
+
+class _Raise(Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            raise KeyError("at step 2")
+
+
+class _Slow:
+    """Writes take a while."""
+
+    def __call__(self, *args: Any) -> None:
+        time.sleep(1)
+        write_folder(*args)
+
+
+def _waits_for_it(layout: Layout) -> None:
+    with patch.object(strategy_module, "write_folder", _Slow()), pytest.raises(KeyError, match="at step 2"):
+        _fit(layout, _every_step(), _Raise())
+    assert [name for name in _names() if name.startswith(".")] == []
+    for name in _names():
+        assert damage(Path("saved", name)) == []
+
+
+def test_exceptions_wait_for_it(workers: WorkerPools) -> None:
+    workers(2).run(_waits_for_it, Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True}))
+
+
+class _OwnIO(TorchCheckpointIO):
+    pass
+
+
+def _own_io(layout: Layout, io: type[CheckpointIO]) -> None:
+    trainer = L.Trainer(strategy=layout.strategy(), devices=2, plugins=[io()], **QUIET)
+    with pytest.raises(ConfigError, match="a CheckpointIO of yours, _OwnIO, is to write them"):
+        trainer.fit(TinyMLP(), _data(layout))
+
+
+def test_not_beside_an_io_of_the_user(workers: WorkerPools) -> None:
+    workers(2).run(_own_io, Layout(dp=2, checkpoint={"async_save": True}), _OwnIO)
+
+
+# ------------------------------------------------------------------------------------------- failures
+
+
+class _FullDisk(Callback):
+    """The file system takes no more than some bytes for a file, from a step to another, on one rank."""
+
+    def __init__(self, rank: int, first: int, last: int) -> None:
+        self.rank, self.first, self.last = rank, first, last
+
+    def on_train_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
+        if dist.get_rank() == self.rank:
+            is_full = self.first <= trainer.global_step + 1 <= self.last
+            _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT if is_full else most, most))
+
+    def on_exception(self, *args: Any) -> None:
+        self.teardown()
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+def _on_a_full_disk(layout: Layout, rank: int) -> str:
+    with pytest.raises(CheckpointError, match="Could not write the checkpoint") as raised:
+        _fit(layout, _FullDisk(rank, 2, 2), _every_step())
+    (name,) = _names()
+    assert name.startswith("step=1"), "the one before is kept, and nothing of the other is left"
+    assert damage(Path("saved", name)) == []
+    return str(raised.value)
+
+
+FULL = [
+    (Layout(dp=2, zero=3, save_distributed_checkpoint=True), 1),
+    (Layout(pp=2, save_distributed_checkpoint=True), 0),
+    (Layout(tp=2), 0),
+    (Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True}), 1),
+]
+
+
+@pytest.mark.parametrize(("layout", "rank"), FULL)
+def test_a_full_disk(workers: WorkerPools, layout: Layout, rank: int) -> None:
+    first, second = workers(2).run(_on_a_full_disk, layout, rank)
+    assert first == second
+    assert f"(rank {rank})" in first
+    assert "File too large" in first
+
+
+def _going_on(layout: Layout, rank: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = _fit(layout, _FullDisk(rank, 2, 3), _every_step())
+    assert trainer.global_step == NUM_STEPS
+    (name,) = _names()
+    assert name.startswith(f"step={NUM_STEPS}")
+    assert damage(Path("saved", name)) == []
+    told = [str(each.message) for each in caught if "Training goes on without this checkpoint" in str(each.message)]
+    assert len(told) == (2 if dist.get_rank() == 0 else 0)
+
+
+@pytest.mark.parametrize(("layout", "rank"), FULL)
+def test_training_goes_on_without_a_checkpoint(workers: WorkerPools, layout: Layout, rank: int) -> None:
+    settings = {**layout.checkpoint, "on_save_failure": "warn"}
+    workers(2).run(_going_on, replace(layout, checkpoint=settings), rank)
+
+
+def _never_again(layout: Layout) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _fit(layout, _FullDisk(1, 2, NUM_STEPS), _every_step())
+    (name,) = _names()
+    assert name.startswith("step=1"), "the last one that could be written"
+
+
+def test_the_last_good_one_stays(workers: WorkerPools) -> None:
+    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"on_save_failure": "warn"})
+    workers(2).run(_never_again, layout)
+
+
+# ------------------------------------------------------------------------------------------- other file systems
+
+
+def _to_memory(layout: Layout, dirpath: str) -> str:
+    trainer = _trainer(layout, ModelCheckpoint(dirpath=dirpath, filename="last"))
+    try:
+        trainer.fit(TinyMLP(), _data(layout))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        assert not [path for path in Path().iterdir() if ":" in path.name]
+    return "saved"
+
+
+def test_folders_on_remote_file_systems_are_refused(workers: WorkerPools) -> None:
+    first, second = workers(2).run(_to_memory, Layout(pp=2, save_distributed_checkpoint=True), "memory://saved")
+    assert first == second
+    assert "ModelCheckpoint saves to memory://saved, which is on a remote file system" in first
+    assert "save_distributed_checkpoint=False" in first
+
+
+def test_files_go_to_remote_file_systems(workers: WorkerPools) -> None:
+    assert workers(2).run(_to_memory, Layout(pp=2), "memory://saved") == ["saved", "saved"]
+
+
+def _by_url(layout: Layout, folder: Path) -> None:
+    trainer = _fit(layout, enable_checkpointing=False)
+    trainer.save_checkpoint(f"file://{folder}/saved.ckpt")
+    dist.barrier()
+    assert not Path("file:").exists()
+    assert damage(folder / "saved.ckpt") == []
+    _trainer(layout).validate(
+        TinyMLP(width=WIDTH), _data(layout), ckpt_path=f"file://{folder}/saved.ckpt", verbose=False
+    )
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_urls_of_this_file_system(workers: WorkerPools, tmp_path: Path, is_folder: bool) -> None:
+    workers(2).run(_by_url, Layout(pp=2, save_distributed_checkpoint=is_folder), tmp_path)
+
+
+def test_a_folder_called_file(workers: WorkerPools) -> None:
+    first, second = workers(2).run(_to_memory, Layout(pp=2), "file:///tmp/saved")
+    assert first == second
+    assert "a folder of the name 'file:'" in first
