@@ -10,18 +10,24 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from pathlib import PurePath, PurePosixPath
+from dataclasses import replace
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 from typing_extensions import override
 
+from lightning_3d.checkpoint.file_part import file_part
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals import stored_index
+from lightning_3d.torch_internals.stored_file import read_header
+
+_LARGE = 1 << 18  # bytes, of which finding the place takes no longer than copying
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in stored_index.CLASSES},
@@ -71,6 +77,38 @@ class FolderReader(FileSystemReader):
         index.storage_meta = index.storage_meta or StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read large tensors right to where they belong, in a fraction of the time, and the others as torch does."""
+        others = [item for item in plan.items if not self._read_in_place(item, planner)]
+        return super().read_data(replace(plan, items=others), planner)
+
+    def _read_in_place(self, item: ReadItem, planner: LoadPlanner) -> bool:
+        """Whether a tensor's values lie in its file as they do in memory, and were read."""
+        stored = self.storage_data[item.storage_index]
+        if item.type != LoadItemType.TENSOR or stored.length < _LARGE or stored.transform_descriptors:
+            return False
+        target = planner.resolve_tensor(item).detach()
+        if target.device.type != "cpu" or not target.is_contiguous() or target.numel() == 0:
+            return False
+        with (Path(self.path) / stored.relative_path).open("rb", buffering=0) as file:
+            whole, begin = read_header(file_part(file, stored.offset, stored.length))
+            rows = item.lengths[0] if item.lengths else 1
+            is_rows = whole.dim() > 0 and tuple(item.lengths[1:]) == tuple(whole.shape[1:])
+            if not (is_rows and whole.is_contiguous() and whole.dtype == target.dtype):
+                return False
+            if target.shape != (rows, *whole.shape[1:]):
+                return False
+            first = whole.storage_offset() + item.storage_offsets[0] * whole.stride(0)
+            file.seek(stored.offset + begin + first * whole.element_size())
+            into = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
+            while into and (count := file.readinto(into)):
+                into = into[count:]
+        if into:
+            raise CheckpointError(f"{stored.relative_path} ends {len(into)} bytes too early")
+        planner.commit_tensor(item, target)
+        return True
 
 
 class FolderPlanner(DefaultLoadPlanner):

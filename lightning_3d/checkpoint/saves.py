@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_3d.checkpoint.staging import staged
+from lightning_3d.checkpoint.staging import Staging
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.errors import CheckpointError
 
@@ -41,6 +41,7 @@ class Saves:
         self._settings, self._timeout = settings, timeout
         self._flight: _Flight | None = None
         self._group: _Group = None  # of all ranks, for the background
+        self._staging = Staging()
         self._removals = _Removals()
 
     def begins(self, path: str | os.PathLike[str], *, may_skip: bool) -> bool:
@@ -89,7 +90,7 @@ class Saves:
             return
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        copy, group = staged(content), self._group
+        copy, group = self._staging.copied(content), self._group
         self._flight = _Flight(lambda: write(copy, group), lambda: self._removals.succeed(number))
 
     def remove(self, path: str | os.PathLike[str], act: Callable[[], None]) -> None:
@@ -127,6 +128,7 @@ class Saves:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
+        self._staging = Staging()
 
     def _is_busy(self) -> bool:
         """Whether the save before goes on, on any rank."""

@@ -6,19 +6,18 @@ from where they lie in the file.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from typing_extensions import override
 
 from lightning_3d.checkpoint.box import TensorInfo
 from lightning_3d.checkpoint.export.stored_tensor import PIECE, StoredTensor, scratch
+from lightning_3d.checkpoint.file_part import file_part
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.stored_file import read_header
 
@@ -90,7 +89,7 @@ class _Chunk:
         self._path, self._dtype, self._place = path, dtype, place
         try:
             with path.open("rb") as file:
-                header, start = read_header(_part(file, place.offset, place.length))
+                header, start = read_header(file_part(file, place.offset, place.length))
         except Exception as error:
             raise CheckpointError(f"{path} can't be read at byte {place.offset}: it is damaged ({error})") from error
         if (tuple(header.shape), header.dtype) != (sizes, dtype):
@@ -99,7 +98,7 @@ class _Chunk:
         self._whole: Tensor | None = None
         if not header.is_contiguous():
             with path.open("rb") as file:
-                self._whole = torch.load(_part(file, place.offset, place.length), weights_only=True).contiguous()
+                self._whole = torch.load(file_part(file, place.offset, place.length), weights_only=True).contiguous()
 
     def rows(self, sizes: tuple[int, ...], first: int, last: int) -> Tensor:
         """Some rows of it, where it is seen with these sizes."""
@@ -115,39 +114,3 @@ class _Chunk:
         if into:
             raise CheckpointError(f"{self._path} ends within a tensor: it is damaged")
         return rows
-
-
-def _part(file: BinaryIO, start: int, length: int) -> BinaryIO:
-    return cast(BinaryIO, _Part(file, start, length))
-
-
-class _Part(io.RawIOBase):
-    """Some bytes of a file as a file."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def seekable(self) -> bool:
-        return True
-
-    @override
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        return self._at
-
-    @override
-    def tell(self) -> int:
-        return self._at
-
-    @override
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        self._file.seek(self._start + self._at)
-        num_read: int = self._file.readinto(view)  # type: ignore[attr-defined]
-        self._at += num_read
-        return num_read
