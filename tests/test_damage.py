@@ -18,6 +18,7 @@ from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.folder import MODEL
 from lightning_3d.checkpoint.manifest import MANIFEST, META
 from lightning_3d.checkpoint.whole_folder import read_folder
+from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
 from tests.test_checkpoint_state import LAYOUTS, build, value_of
 from tests.workers import WorkerPools
@@ -192,6 +193,28 @@ def test_files_whose_checksums_were_not_computed(tmp_path: Path) -> None:
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
         torch.save({"w": torch.ones(3)}, path)
     assert damage(path) == []
+
+
+def test_the_command(workers: WorkerPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "saved"
+    workers(2).run(_saved, path)
+    main(["checkpoint", "verify", str(path)])
+    assert f"{path} is whole: 4 files, " in capsys.readouterr().out
+    problems = [_truncate(path), _remove(path)]
+    with pytest.raises(SystemExit, match="1"):
+        main(["checkpoint", "verify", str(path)])
+    told = capsys.readouterr().err
+    assert all(problem in told for problem in problems)
+    assert told.count("\n") == 1
+    torch.save({}, tmp_path / "file.ckpt")
+    main(["checkpoint", "verify", str(tmp_path / "file.ckpt")])
+    assert "file.ckpt is whole: one file, " in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("no checkpoint")
+    for name, reason in {"empty": "no checksums", "text": "no checksums", "none": "there is no checkpoint"}.items():
+        with pytest.raises(SystemExit, match="1"):
+            main(["checkpoint", "verify", str(tmp_path / name)])
+        assert reason in capsys.readouterr().err
 
 
 def test_what_is_whole(workers: WorkerPools, tmp_path: Path) -> None:

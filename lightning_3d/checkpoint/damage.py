@@ -6,12 +6,14 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_3d.checkpoint.atomic import completed
 from lightning_3d.checkpoint.manifest import MANIFEST, damaged, read_manifest
-from lightning_3d.errors import CheckpointError
+from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 
 REPAIR = "Load another checkpoint, or copy this one again from where it is whole"
 """The way on from damage."""
@@ -43,15 +45,49 @@ def check_files(path: Path) -> None:
     raise_of_damage(path, sorted({problem for of_rank in problems for problem in of_rank}))
 
 
-def raise_of_damage(path: Path, problems: list[str]) -> None:
+def verify_checkpoint(location: str | PathLike[str]) -> str:
+    """Check all files of a checkpoint in this process.
+
+    Args:
+        location: A checkpoint folder or a `.ckpt` file.
+
+    Returns:
+        A description of what was compared.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointError: Files are damaged, or there are no checksums to compare them with.
+
+    """
+    path = completed(Path(location))
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is no checkpoint {path}")
+    if not has_checksums(path):
+        raise CheckpointError(
+            f"{path} has no checksums to compare it with: "
+            + (f"folders of Lightning have no {MANIFEST}" if path.is_dir() else "it is no file of torch.save")
+        )
+    raise_of_damage(path, damage(path), num_named=None)
+    if path.is_dir():
+        files = read_manifest(path) or {}
+        return f"{len(files)} files, {sum(file.size for file in files.values())} bytes"
+    return f"one file, {path.stat().st_size} bytes"
+
+
+def raise_of_damage(path: Path, problems: list[str], num_named: int | None = _NUM_NAMED) -> None:
     """Raise if there are problems.
+
+    Args:
+        path: The checkpoint.
+        problems: Lines on it.
+        num_named: As many of them are told; None for all.
 
     Raises:
         CheckpointError: There are.
     """
     if problems:
-        named = "; ".join(problems[:_NUM_NAMED])
-        more = f"; and {len(problems) - _NUM_NAMED} more" if len(problems) > _NUM_NAMED else ""
+        named = "; ".join(problems[:num_named])
+        more = f"; and {len(problems) - num_named} more" if num_named is not None and len(problems) > num_named else ""
         raise CheckpointError(f"{path} is damaged: {named}{more}. {REPAIR}")
 
 

@@ -6,15 +6,17 @@ from collections.abc import Callable
 
 from jsonargparse import ArgumentParser, Namespace
 
+from lightning_3d.checkpoint.damage import verify_checkpoint
 from lightning_3d.checkpoint.export import FORMATS, export_checkpoint
 
-HELP = "Convert checkpoints."
+HELP = "Convert and verify checkpoints."
 
 
 def add_commands(group: ArgumentParser) -> None:
     """Give the parser of this group its commands."""
     commands = group.add_subcommands(dest="command")
     commands.add_subcommand("export", _export_parser(), help="Convert a checkpoint to the format of others.")
+    commands.add_subcommand("verify", _verify_parser(), help="Compare a checkpoint with its checksums.")
 
 
 def run(chosen: Namespace) -> None:
@@ -68,4 +70,17 @@ def _export(chosen: Namespace) -> None:
     print(f"wrote {chosen.target}")
 
 
-_RUNS: dict[str, Callable[[Namespace], None]] = {"export": _export}
+def _verify_parser() -> ArgumentParser:
+    verify = ArgumentParser(
+        description="Compare a checkpoint with the checksums that were written with it; exits with 1 and the names of"
+        " the files that differ."
+    )
+    verify.add_argument("path", type=str, help="a checkpoint folder, or a plain Lightning file")
+    return verify
+
+
+def _verify(chosen: Namespace) -> None:
+    print(f"{chosen.path} is whole: {verify_checkpoint(chosen.path)}")
+
+
+_RUNS: dict[str, Callable[[Namespace], None]] = {"export": _export, "verify": _verify}
