@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 import transformers
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -163,11 +164,38 @@ def _write(path: Path, state: dict[str, Any], *, is_folder: bool, **rest: Any) -
 # ------------------------------------------------------------------------------------------------------------- one file
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), Layout(dp=2), Layout(dp=2, zero=3)], ids=str)
+class Groups(TinyGPT):
+    """Two groups of parameters, without states, and extra state."""
+
+    def configure_optimizers(self) -> Any:
+        weights = [parameter for parameter in self.parameters() if parameter.dim() > 1]
+        rest = [parameter for parameter in self.parameters() if parameter.dim() == 1]
+        return torch.optim.SGD([{"params": rest}, {"params": weights, "lr": 0.3}], lr=0.1)
+
+    def get_extra_state(self) -> Any:
+        return {"more": {"values": torch.ones(3)}, "count": 4}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == self.get_extra_state()
+
+
+RUNS: dict[str, tuple[type[L.LightningModule], type[L.Callback] | None, Layout]] = {
+    "pp": (TinyGPT, None, Layout(pp=2)),
+    "tp": (TinyGPT, None, Layout(tp=2)),
+    "dp": (TinyGPT, None, Layout(dp=2)),
+    "zero 3": (TinyGPT, None, Layout(dp=2, zero=3)),
+    "groups, pp": (Groups, None, Layout(pp=2)),
+    "groups, dp": (Groups, None, Layout(dp=2)),
+    "averages, pp": (TinyGPT, EMAWeightAveraging, Layout(pp=2)),
+    "averages, zero 3": (TinyGPT, EMAWeightAveraging, Layout(dp=2, zero=3)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_a_folder_becomes_the_file_that_would_have_been_saved(
-    workers: WorkerPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout
+    workers: WorkerPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    workers(2).run(_saved_twice, layout, tmp_path)
+    workers(2).run(_saved_twice, name, tmp_path)
     monkeypatch.setattr(chunks, "PIECE", 500)  # some rows of a tensor
     export_checkpoint(tmp_path / "folder", tmp_path / "out.ckpt", format="file", optimizer_states=True)
     with zipfile.ZipFile(tmp_path / "out.ckpt") as file:
@@ -178,16 +206,12 @@ def test_a_folder_becomes_the_file_that_would_have_been_saved(
     assert state["head.weight"].data_ptr() == state["tokens.weight"].data_ptr()
 
 
-def _saved_twice(layout: Layout, path: Path) -> None:
-    runs, _ = fitted(layout, _Tied(), epochs=1)
-    for name, is_folder in (("folder", True), ("file.ckpt", False)):
+def _saved_twice(name: str, path: Path) -> None:
+    model, callback, layout = RUNS[name]
+    runs, _ = fitted(layout, model, epochs=1, callbacks=[] if callback is None else [callback()])
+    for saved, is_folder in (("folder", True), ("file.ckpt", False)):
         runs.strategy.config = type(runs.strategy.config)(save_distributed_checkpoint=is_folder)  # type: ignore[attr-defined]
-        runs.save_checkpoint(path / name)
-
-
-class _Tied:
-    def __call__(self) -> L.LightningModule:
-        return TinyGPT(tied=True)
+        runs.save_checkpoint(path / saved)
 
 
 def _assert_same(ours: Any, theirs: Any, where: str) -> None:
@@ -277,6 +301,12 @@ def _peak(path: Path, format: str) -> tuple[float, float]:
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {
+    "remote": (["saved", "memory://out"], "memory://out is on a remote file system: export works on those that are"),
+    "a group that runs code": (
+        ["bad", "out.ckpt", "--format=file"],
+        "bad holds objects of classes that are not unpickled",
+    ),
+    "sparse": (["sparse.ckpt", "out"], "the checkpoint holds a tensor of torch.sparse_coo, which can't be exported"),
     "nothing there": (["other", "out"], "there is no checkpoint other"),
     "a folder of something else": (["empty", "out"], "empty is no checkpoint: a folder of one has the file meta.pt"),
     "a file of something else": (["text", "out"], "text is no checkpoint: torch.save writes zip files, and it is none"),
@@ -311,7 +341,11 @@ def test_errors_are_one_line_and_leave_nothing(
     _write(Path("plain.ckpt"), Small().state_dict(), is_folder=False)
     _write(Path("extra.ckpt"), {"x": torch.ones(2), "extra": 3}, is_folder=False)
     _write(Path("complex.ckpt"), {"x": torch.ones(2, dtype=torch.complex128)}, is_folder=False)
+    _write(Path("sparse.ckpt"), {"x": torch.eye(2).to_sparse()}, is_folder=False)
     torch.save([1], "list.pt")
+    state = {"state_dict": {}, "optimizer_0": {"state": {}, "param_groups": [{"params": [], "lr": Malicious()}]}}
+    save(state, checkpoint_id=Path("bad"), no_dist=True)
+    torch.save({"lr_schedulers": []}, "bad/meta.pt")
     for folder in ("empty", "full"):
         Path(folder).mkdir()
     for file in ("text", "full/notes"):

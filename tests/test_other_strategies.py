@@ -164,7 +164,7 @@ def test_training_goes_on_there(workers: WorkerPools, tmp_path: Path, before: La
     _assert_goes_on(workers, after, path)
 
 
-@pytest.mark.parametrize("after", ["one process", "ddp"])
+@pytest.mark.parametrize("after", ["one process", "ddp", "model parallel"])
 def test_training_goes_on_there_from_a_file(workers: WorkerPools, tmp_path: Path, after: str) -> None:
     path = tmp_path / "first.ckpt"
     workers(2).run(partial(_train, Layout(pp=2), epochs=1, save=path))

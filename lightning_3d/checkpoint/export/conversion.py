@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_3d.checkpoint.atomic import aside, completed, give_up, make_room, publish
+from lightning_3d.checkpoint.atomic import aside, completed, give_up, is_local, make_room, publish
 from lightning_3d.checkpoint.export import safetensors
 from lightning_3d.checkpoint.export.lightning_file import write_file
 from lightning_3d.checkpoint.export.renamed_folder import write_renamed
@@ -76,6 +76,9 @@ def export_checkpoint(
         CheckpointError: It can't be read or does not fit the format, or there is something at the target.
 
     """
+    for remote in (source, target):
+        if not is_local(remote):
+            raise CheckpointError(f"{remote} is on a remote file system: export works on those that are mounted")
     there, path = Path(source), Path(target)
     if format not in FORMATS:
         raise CheckpointError(f"format {format!r} is none of {', '.join(FORMATS)}")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 from lightning_3d.checkpoint.atomic import completed
@@ -87,6 +88,8 @@ class _File(Source):
 
 def _stored(tensor: Tensor) -> tuple[object, StoredTensor]:
     """A tensor, and by which it is the same as others that are tied to it."""
+    if tensor.layout != torch.strided:
+        raise CheckpointError(f"the checkpoint holds a tensor of {tensor.layout}, which can't be exported")
     place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()) if tensor.numel() else id(tensor)
     return place, of_tensor(tensor)
 
@@ -146,7 +149,8 @@ class _Folder(Source):
         """Everything that was saved under a path, by the rest of its path."""
         entries = {path: entry for path, entry in self._folder.entries.items() if path[: len(start)] == start}
         plain = [path for path, entry in entries.items() if entry.tensor is None]
-        values = dict(zip(plain, self._folder.read_alone(plain), strict=True)) if plain else {}
+        with _unpickling(self.path):
+            values = dict(zip(plain, self._folder.read_alone(plain), strict=True)) if plain else {}
         return {
             path[len(start) :]: values[path] if path in values else self._tensors[entry.key]
             for path, entry in entries.items()
@@ -164,15 +168,14 @@ def _unpickling(path: Path) -> Iterator[None]:
     """Say in one line what was wrong with a file."""
     try:
         yield
-    except CheckpointError:
-        raise
-    except UnpicklingError as error:
-        if "weights_only" not in str(error):
-            raise CheckpointError(f"{path} is no checkpoint, or damaged: it can't be unpickled") from error
-        raise CheckpointError(
-            f"{path} holds objects of classes that are not unpickled, as they may run code: where you trust it, set"
-            " weights_only=False (--trusted)"
-        ) from error
-    except Exception as error:
+    except (Exception, CheckpointException) as raised:  # the latter is a BaseException
+        error = next(iter(raised.failures.values()))[0] if isinstance(raised, CheckpointException) else raised
+        if isinstance(error, CheckpointError):
+            raise error from None
+        if isinstance(error, UnpicklingError) and "weights_only" in str(error):
+            raise CheckpointError(
+                f"{path} holds objects of classes that are not unpickled, as they may run code: where you trust it, set"
+                " weights_only=False (--trusted)"
+            ) from error
         line = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} is no checkpoint, or damaged: {line}") from error
