@@ -40,7 +40,10 @@ class StoredTensor:
 def scratch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Room whose memory goes back to the system when it is freed, as that of malloc may not."""
     size = torch.Size(shape).numel() * dtype.itemsize
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def of_tensor(tensor: Tensor) -> StoredTensor:
