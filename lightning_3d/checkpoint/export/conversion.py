@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_3d.checkpoint.atomic import aside, completed, give_up, is_local, make_room, publish
+from lightning_3d.checkpoint.atomic import aside, completed, give_up, local_path, make_room, publish
 from lightning_3d.checkpoint.export import safetensors
 from lightning_3d.checkpoint.export.lightning_file import write_file
 from lightning_3d.checkpoint.export.renamed_folder import write_renamed
@@ -76,10 +76,7 @@ def export_checkpoint(
         CheckpointError: It can't be read or does not fit the format, or there is something at the target.
 
     """
-    for remote in (source, target):
-        if not is_local(remote):
-            raise CheckpointError(f"{remote} is on a remote file system: export works on those that are mounted")
-    there, path = Path(source), Path(target)
+    there, path = _local(source), _local(target)
     if format not in FORMATS:
         raise CheckpointError(f"format {format!r} is none of {', '.join(FORMATS)}")
     shard_size = _num_bytes(max_shard_size)
@@ -109,6 +106,12 @@ def export_checkpoint(
     except BaseException:
         give_up(path)
         raise
+
+
+def _local(path: str | PathLike[str]) -> Path:
+    if (local := local_path(path)) is None:
+        raise CheckpointError(f"{path} is on a remote file system: export works on those that are mounted")
+    return local
 
 
 def _check_target(path: Path, source: Path, is_own: Callable[[Path], bool], *, is_file: bool, overwrite: bool) -> None:
