@@ -50,6 +50,7 @@ from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED
 from lightning_3d.checkpoint.further_states import has_further
 from lightning_3d.checkpoint.own_state import state_of, tied_fqns, unwrapped
+from lightning_3d.checkpoint.run_state import RUN, gather_ranks, mesh_entry, of_this_rank
 from lightning_3d.checkpoint.saves import Saves
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.pipeline import PipelineConfig
@@ -96,6 +97,7 @@ from lightning_3d.trainer.requirements import (
     refuse_unsupported,
     saves_optimizers,
 )
+from lightning_3d.trainer.resuming import Resuming
 from lightning_3d.trainer.run_control import RunControl
 from lightning_3d.trainer.same_settings import check_same_settings, check_same_training
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged, schedulers_skipping
@@ -184,6 +186,8 @@ class ThreeDStrategy(ParallelStrategy):
         self._saved_state: dict[str, Any] = {}  # of the model, as the Trainer got it last for a checkpoint
         self._restores: Folder | None = None  # the folder that is being restored
         self._restores_late: bool | None = None  # after setup; known once the model is built
+        self._resuming: Resuming | None = None  # in a fit
+        self._resumes: Mapping[str, Any] | None = None  # the state of the run that this one goes on with, until it does
         self._is_stepping = False  # inside of a step method of the user's
         self._saves = Saves(self.config.checkpoint, timeout)
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
@@ -193,7 +197,9 @@ class ThreeDStrategy(ParallelStrategy):
         """A copy has the settings and the model, and none of what belongs to the processes and their run."""
         state: dict[str, Any] = super().__getstate__()
         state.pop("_local_steps", None)
-        of_run = dict.fromkeys(("_mesh", "_control", "_rendezvous", "_parallel", "_layout", "_restores"))
+        of_run = dict.fromkeys(
+            ("_mesh", "_control", "_rendezvous", "_parallel", "_layout", "_restores", "_resuming", "_resumes")
+        )
         return {
             **state,
             **of_run,
@@ -320,7 +326,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._restores_late = None
+        self._restores_late = self._resuming = self._resumes = None
         shape = self._shape
         if shape.dp > 1:  # as DDP does; a single replica goes on with the random numbers of one process
             reset_seed()
@@ -420,6 +426,9 @@ class ThreeDStrategy(ParallelStrategy):
         refuse_callbacks(trainer, self.mesh)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_serving(trainer, self.mesh, self.config.zero)
+            reads_again = self.config.batch.resume == "exact"
+            self._resuming = Resuming(trainer, self._module, self.root_device, reads_again=reads_again)
+            self._patches.enter_context(self._resuming.installed())
         if self._saves_folders and lightning_helpers.has_own_io(self):
             raise ConfigError(
                 f"save_distributed_checkpoint=True writes folders by torch.distributed.checkpoint, not through"
@@ -677,6 +686,15 @@ class ThreeDStrategy(ParallelStrategy):
         return gather_reports(self._module, self.optimizers, self.mesh, self.root_device, offloads=offloads)
 
     @override
+    def on_train_start(self) -> None:
+        resumes, self._resumes = self._resumes, None
+        if resumes is None:
+            return
+        self._parts.randomness.seed, self._num_steps = resumes["steps"]["seed"], resumes["steps"]["number"]
+        assert self._resuming is not None
+        self._resuming.load_state(of_this_rank(resumes, self.mesh))
+
+    @override
     def on_validation_start(self) -> None:
         self._parts.zero.average()
 
@@ -822,6 +840,8 @@ class ThreeDStrategy(ParallelStrategy):
         if self._is_in_parts:
             summoned = self.summon_full_params(writeback=False)
             checkpoint = modules_whole(checkpoint, self._module, summoned, is_saved_here=self.is_global_zero)
+        if self._resuming is not None and "optimizer_states" in checkpoint:  # it is to go on from
+            checkpoint = {**checkpoint, RUN: self._run_state(self._resuming)}
         own, self._saved_state = self._saved_state, {}
         if not self._saves_folders:
             checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"))
@@ -853,6 +873,14 @@ class ThreeDStrategy(ParallelStrategy):
                 write_full(checkpoint, path)
             else:
                 super().save_checkpoint(checkpoint, str(filepath), storage_options)
+
+    def _run_state(self, resuming: Resuming) -> dict[str, Any]:
+        """The entry by which a run goes on exactly where this one is; with all ranks on rank 0."""
+        return {
+            "mesh": mesh_entry(self.mesh.shape),
+            "steps": {"seed": self._parts.randomness.seed, "number": self._num_steps},
+            "ranks": gather_ranks(resuming.state()),
+        }
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -920,6 +948,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         lightning_helpers.load_loader_states(self._module.trainer)  # planning has made them before loops were restored
+        self._resumes = checkpoint.get(RUN)
         if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew
             shards, strict = self._parts.zero.shards, self._module.strict_loading
             load_optimizers(states, self._module, self.optimizers, strict=strict, shards=shards)

@@ -17,6 +17,7 @@ import random
 import signal
 import typing
 import weakref
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ from lightning_3d.torch_internals import (
     autograd,
     capture,
     clipping,
+    data_loops,
     dispatch,
     distributions,
     dtensor,
@@ -1379,3 +1381,70 @@ def test_files_of_one_tensor_at_a_time(tmp_path: Path) -> None:
         file.seek(start)
         assert file.read(3) == bytes([1, 2, 3])
     assert (header.shape, header.dtype, header.stride()) == ((3,), torch.uint8, (1,))
+
+
+class _Counts(L.LightningModule):
+    """Steps nothing; a batch is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.zeros(1)), list[int]()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen += batch.tolist()
+        return self.weight.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@canary(
+    data_loops,
+    "Fetcher",
+    "called_before_iteration",
+    "epochs_begun",
+    "iterates_anew",
+    "keeps_place",
+    "num_read",
+    "read_again",
+    "training_loaders",
+)
+def test_where_a_fit_is_in_its_data(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    loader = torch.utils.data.DataLoader(range(4))  # type: ignore[arg-type, var-annotated]
+    calls: list[Any] = []
+
+    def fitted(trainer: L.Trainer, path: Path | None = None) -> list[int]:
+        def begin(fetcher: data_loops.Fetcher, go_on: Callable[[], None]) -> None:
+            assert isinstance(fetcher, data_loops.Fetcher)
+            calls.append((data_loops.iterates_anew(trainer), num := data_loops.num_read(trainer)))
+            if num:
+                data_loops.read_again(fetcher, num)
+            go_on()
+            assert fetcher.fetched == num
+
+        model = _Counts()
+        noted = data_loops.called_before_iteration(trainer, lambda: calls.append(data_loops.training_loaders(trainer)))
+        with noted, data_loops.epochs_begun(trainer, begin), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*num_workers.*")
+            trainer.fit(model, loader, ckpt_path=path)
+        return model.seen
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "second.ckpt")
+
+    assert fitted(L.Trainer(callbacks=[Saves()], **settings)) == [0, 1, 2, 3] * 2
+    assert calls == [[loader], (False, 0), (True, 0)]
+    calls.clear()
+    assert fitted(L.Trainer(**settings), tmp_path / "second.ckpt") == [2, 3, 0, 1, 2, 3]
+    assert calls == [[loader], (False, 2), (True, 0)]
+    assert not data_loops.keeps_place(loader)

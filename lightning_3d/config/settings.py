@@ -29,7 +29,7 @@ from lightning_3d.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """How the ranks of one model replica are kept on the same batch."""
+    """How the ranks of one model replica are kept on the same batch, and resumed runs on the batch that is next."""
 
     section: ClassVar[str] = "batch"
 
@@ -38,6 +38,10 @@ class BatchConfig:
 
     broadcast: bool = False
     """Send the batch of the replica's first rank to its other ranks, for data that differ from rank to rank."""
+
+    resume: Literal["exact", "restart"] = "exact"
+    """How a run goes on in the middle of an epoch, from dataloaders that have no ``state_dict``: after the batches that
+    were trained on, which are read again and left, or, as Lightning does, from the first batch."""
 
     def __post_init__(self) -> None:
         check_values(self)

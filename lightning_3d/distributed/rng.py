@@ -135,7 +135,9 @@ class StepRandomness:
     """
 
     def __init__(self, *, seed: int, num_replicas: int, dp_rank: int, stage: int, device: torch.device) -> None:
-        self._seed, self._num_replicas, self._dp_rank, self._stage = seed, num_replicas, dp_rank, stage
+        self.seed = seed
+        """Equal on all ranks; a resumed run goes on with the one of its checkpoint."""
+        self._num_replicas, self._dp_rank, self._stage = num_replicas, dp_rank, stage
         self._generators = Generators(device)
 
     @contextmanager
@@ -171,7 +173,7 @@ class StepRandomness:
 
     def _mix(self, *parts: int) -> int:
         mixed = 0
-        for part in (self._seed, *parts):  # splitmix64, Steele et al. 2014, https://doi.org/10.1145/2660193.2660195
+        for part in (self.seed, *parts):  # splitmix64, Steele et al. 2014, https://doi.org/10.1145/2660193.2660195
             mixed = (mixed + part + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
             mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
             mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)

@@ -65,6 +65,7 @@ class ParallelModel:
     guard: BatchGuard
     buffers: SharedBuffers
     runner: StepRunner
+    randomness: StepRandomness
 
     def with_optimizers(
         self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: ZeroConfig
@@ -182,7 +183,14 @@ def make_parallel(
     guard = BatchGuard(config.batch, mesh, device)
     buffers = SharedBuffers(module, mesh, device)
     return ParallelModel(
-        plan=plan, zero=zero, gradients=gradients, guard=guard, buffers=buffers, router=router, runner=runner
+        plan=plan,
+        zero=zero,
+        gradients=gradients,
+        guard=guard,
+        buffers=buffers,
+        router=router,
+        runner=runner,
+        randomness=randomness,
     )
 
 

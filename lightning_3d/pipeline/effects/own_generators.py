@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +17,8 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_3d.distributed.generator_states import KINDS, set_state, state_of
 from lightning_3d.pipeline.effects.effect import Effect, Place
-
-_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 class OwnGenerators(Effect):
@@ -34,14 +32,14 @@ class OwnGenerators(Effect):
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
         values = [value for module in self._module.modules() for value in vars(module).values()]
-        kinds = {kind for kind in {type(value) for value in values} if issubclass(kind, _KINDS)}
-        states = [(value, _state(value)) for value in values if type(value) in kinds]
+        kinds = {kind for kind in {type(value) for value in values} if issubclass(kind, KINDS)}
+        states = [(value, state_of(value)) for value in values if type(value) in kinds]
         self._starts = [(generator, _digest(state)) for generator, state in states]
         try:
             yield
         finally:
             for generator, state in states:
-                _restore(generator, state)
+                set_state(generator, state)
 
     @override
     @contextmanager
@@ -56,23 +54,6 @@ class OwnGenerators(Effect):
         while self._starts:  # once for all stages that report
             generator, start = self._starts.pop()
             _seed(generator, _digest(start))
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state()
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
 
 
 def _digest(value: Any) -> int:

@@ -1,0 +1,96 @@
+"""States of random generators in types that ``torch.load(weights_only=True)`` reads: tensors and numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_3d.distributed.rng import RandomStates
+
+KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""Kinds of generators that objects may hold."""
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of any kind."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set a generator to a state of one of its kind."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def packed(generator: Any) -> dict[str, Any]:
+    """The state of a generator, for a checkpoint."""
+    return {"kind": type(generator).__name__, "state": _tensors_in(state_of(generator))}
+
+
+def unpack(saved: Mapping[str, Any], generator: Any) -> bool:
+    """Set a generator to what `packed` gave; returns whether it is of the same kind, else it stays."""
+    if saved["kind"] != type(generator).__name__:
+        return False
+    state = saved["state"]
+    set_state(generator, state if isinstance(generator, torch.Generator) else _like_python(state))
+    return True
+
+
+def packed_states(states: RandomStates) -> dict[str, Any]:
+    """Snapshots of the default generators, for a checkpoint."""
+    return {
+        "cpu": states.cpu,
+        "device": states.device,
+        "python": _tensors_in(states.python),
+        "numpy": _tensors_in(states.numpy),
+    }
+
+
+def unpacked_states(saved: Mapping[str, Any], now: RandomStates) -> RandomStates:
+    """The inverse of `packed_states`; the state of an accelerator's generator stays where none was saved.
+
+    Args:
+        now: Where the generators are.
+    """
+    device = saved["device"] if isinstance(saved["device"], Tensor) and now.device is not None else now.device
+    return RandomStates(
+        cpu=saved["cpu"], device=device, python=_like_python(saved["python"]), numpy=_like_python(saved["numpy"])
+    )
+
+
+def _tensors_in(state: Any) -> Any:
+    """A state with tensors in place of arrays and of long tuples of integers."""
+    if isinstance(state, np.ndarray):
+        return {"dtype": state.dtype.name, "bytes": torch.frombuffer(bytearray(state.tobytes()), dtype=torch.uint8)}
+    if isinstance(state, dict):
+        return {key: _tensors_in(value) for key, value in state.items()}
+    if isinstance(state, tuple) and len(state) > 100:  # that of Python's generator
+        return torch.tensor(state, dtype=torch.int64)
+    if isinstance(state, tuple):
+        return tuple(_tensors_in(value) for value in state)
+    return state
+
+
+def _like_python(saved: Any) -> Any:
+    if isinstance(saved, Tensor):
+        return tuple(saved.tolist())
+    if isinstance(saved, dict) and saved.keys() == {"dtype", "bytes"}:
+        return np.frombuffer(saved["bytes"].numpy().tobytes(), dtype=saved["dtype"]).copy()
+    if isinstance(saved, dict):
+        return {key: _like_python(value) for key, value in saved.items()}
+    if isinstance(saved, tuple):
+        return tuple(_like_python(value) for value in saved)
+    return saved

@@ -1,0 +1,91 @@
+"""Where Lightning's fit loop is in its data: when it begins to iterate, and how many batches it has read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.types import _Stateful
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops import fit_loop
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+
+from lightning_3d.torch_internals.modules import attributes_replaced
+
+Fetcher = _DataFetcher
+"""Fetches batches from the dataloaders of a loop."""
+
+
+@contextmanager
+def called_before_iteration(trainer: Trainer, call: Callable[[], None]) -> Iterator[None]:
+    """Let this be called when a fit has made its dataloaders, before it begins to iterate over them."""
+    select = fit_loop._select_data_fetcher  # type: ignore[attr-defined]  # not exported
+
+    def select_data_fetcher(of: Trainer, stage: Any) -> Fetcher:
+        if of is trainer:
+            call()
+        return select(of, stage)
+
+    with attributes_replaced(fit_loop, {"_select_data_fetcher": select_data_fetcher}):
+        yield
+
+
+@contextmanager
+def epochs_begun(trainer: Trainer, begin: Callable[[Fetcher, Callable[[], None]], None]) -> Iterator[None]:
+    """Let ``begin(fetcher, go_on)`` be called before the first batch of an epoch, or of what is left of it.
+
+    Args:
+        begin: It calls ``go_on``, after which Lightning fetches the first batch. A warning of Lightning's that it can't
+            go on in the middle of an epoch is left out.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    on_run_start, reset = loop.on_run_start, loop.reset
+
+    def quiet() -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+            reset()
+
+    def start(fetcher: Fetcher) -> None:
+        begin(fetcher, lambda: on_run_start(fetcher))
+
+    with attributes_replaced(loop, {"on_run_start": start, "reset": quiet}):
+        yield
+
+
+def iterates_anew(trainer: Trainer) -> bool:
+    """Whether Lightning begins to iterate where an epoch begins."""
+    loop = trainer.fit_loop
+    return trainer.current_epoch > 0 and not loop.is_resuming and not loop.epoch_loop.restarting
+
+
+def num_read(trainer: Trainer) -> int:
+    """Batches of the epoch that were read before."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def training_loaders(trainer: Trainer) -> Sequence[Any]:
+    """The dataloaders of a fit."""
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else combined.flattened
+
+
+def keeps_place(loader: Any) -> bool:
+    """Whether Lightning saves and loads the state of this dataloader."""
+    return isinstance(loader, _Stateful)
+
+
+def read_again(fetcher: Fetcher, num: int) -> None:
+    """Read batches that were trained on, and leave them; before ``on_run_start``, which counts them as fetched.
+
+    Raises:
+        StopIteration: there are not so many.
+    """
+    source: Iterator[Any] | None = fetcher.iterator if isinstance(fetcher, _DataLoaderIterDataFetcher) else fetcher
+    assert source is not None
+    before = fetcher.fetched
+    for _ in range(num):
+        next(source)
+    fetcher.fetched = before
