@@ -46,6 +46,7 @@ from lightning_3d.checkpoint import (
     write_full,
 )
 from lightning_3d.checkpoint.atomic import completed, local_path, remove
+from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers, class_names
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED
 from lightning_3d.checkpoint.further_states import has_further
@@ -879,6 +880,10 @@ class ThreeDStrategy(ParallelStrategy):
         return {
             "mesh": mesh_entry(self.mesh.shape),
             "steps": {"seed": self._parts.randomness.seed, "number": self._num_steps},
+            "classes": {
+                "optimizers": [class_names(unwrapped(optimizer)) for optimizer in self.optimizers],
+                "schedulers": [class_names(config.scheduler) for config in self.lr_scheduler_configs],
+            },
             "ranks": gather_ranks(resuming.state()),
         }
 
@@ -949,9 +954,24 @@ class ThreeDStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         lightning_helpers.load_loader_states(self._module.trainer)  # planning has made them before loops were restored
         self._resumes = checkpoint.get(RUN)
+        self._check_classes(checkpoint)
+        self._precision.tell_other_scales(checkpoint)
         if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew
             shards, strict = self._parts.zero.shards, self._module.strict_loading
             load_optimizers(states, self._module, self.optimizers, strict=strict, shards=shards)
+
+    def _check_classes(self, checkpoint: Mapping[str, Any]) -> None:
+        names = checkpoint.get(RUN, {}).get("classes")
+        states, of_schedulers = checkpoint["optimizer_states"], checkpoint.get("lr_schedulers", [])
+        configs = self.lr_scheduler_configs
+        if not lightning_helpers.averages_stochastically(self._module.trainer):  # which takes their place
+            check_num_schedulers(len(of_schedulers), len(configs))
+        check_classes(
+            names,
+            list(zip(self.optimizers, states, strict=False)),
+            [(config.scheduler, state) for config, state in zip(configs, of_schedulers, strict=False)],
+            strict=self._module.strict_loading,
+        )
 
     # ---- the model's place
 

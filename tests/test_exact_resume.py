@@ -240,7 +240,11 @@ def test_losses_go_on_to_the_bit(workers: WorkerPools, layout: Layout, draws: Dr
 
 @pytest.mark.parametrize(
     ("data", "layout"),
-    [("own generators", Layout(dp=2)), ("stateful", Layout(pp=2)), ("workers", Layout())],
+    [
+        ("own generators", Layout(dp=2)),
+        ("stateful", Layout(pp=2)),
+        pytest.param("workers", Layout(), marks=pytest.mark.matrix),
+    ],
     ids=str,
 )
 def test_data_go_on_where_they_were(workers: WorkerPools, data: Data, layout: Layout) -> None:
@@ -255,7 +259,7 @@ def test_running_statistics_go_on(workers: WorkerPools) -> None:
     _check(workers, Layout(pp=2), Case(draws="blocks", norm=True))
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
 def test_scales_and_master_weights_go_on(workers: WorkerPools, precision: str) -> None:
     _check(workers, Layout(dp=2, zero=2), Case(draws="blocks", precision=precision))
 

@@ -16,8 +16,8 @@ import pickle
 import random
 import signal
 import typing
-import weakref
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -1089,11 +1089,12 @@ def test_what_strategies_hold() -> None:
     assert _parameters(Precision._after_closure) == {"self", "model", "optimizer"}
 
 
-@canary(lightning_helpers, "callbacks_of", "leave_schedulers_to_averaging")
+@canary(lightning_helpers, "averages_stochastically", "callbacks_of", "leave_schedulers_to_averaging")
 def test_schedulers_of_averaging() -> None:
     averaging = StochasticWeightAveraging(swa_lrs=0.1)
     trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=[averaging])
     assert averaging in lightning_helpers.callbacks_of(trainer)
+    assert lightning_helpers.averages_stochastically(trainer)
     assert "scheduler_state" in averaging.state_dict()
     for state, kept in (({}, 1), ({"scheduler_state": None}, 1), ({"scheduler_state": {}}, 0)):
         trainer.strategy.lr_scheduler_configs = [object()]  # type: ignore[list-item]

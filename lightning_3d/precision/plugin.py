@@ -9,6 +9,7 @@ from typing import Any, get_args
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -302,6 +303,22 @@ class ThreeDPrecision(Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {} if self._scaling is None else {"loss_scalers": self._scaling.state_dict()}
+
+    def tell_other_scales(self, checkpoint: Mapping[str, Any]) -> None:
+        """Warn where a checkpoint and this run do not both scale losses; every rank calls it before training."""
+        is_scaled = "loss_scalers" in checkpoint.get(type(self).__qualname__, ())
+        is_scaled_elsewhere = "scale" in checkpoint.get("MixedPrecision", ())
+        if self._scaling is None and (is_scaled or is_scaled_elsewhere):
+            rank_zero_warn(
+                f"The checkpoint is of a run in fp16, and has a loss scale, which precision="
+                f"{self.precision!r} has no use for: it is not loaded."
+            )
+        elif self._scaling is not None and not is_scaled:
+            what = "another loss scaler" if is_scaled_elsewhere else "no loss scaler"
+            rank_zero_warn(
+                f"The checkpoint has the state of {what}, so that precision={self.precision!r} begins with the loss"
+                f" scale {self.loss_scales[0]:g}."
+            )
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
