@@ -923,8 +923,10 @@ class ThreeDStrategy(ParallelStrategy):
             checkpoint["state_dict"] = SavedState(self._restores, ("state_dict",))
             if "lr_schedulers" in rest:  # they are saved with the optimizers
                 checkpoint["optimizer_states"] = saved_optimizers(self._restores)
-        elif path is None or lightning_helpers.has_own_io(self):
+        elif lightning_helpers.has_own_io(self):
             checkpoint = super().load_checkpoint(str(checkpoint_path), weights_only=weights_only)
+        elif path is None:  # Lightning would unpickle anything that comes by http
+            checkpoint = super().load_checkpoint(str(checkpoint_path), weights_only=weights_only is not False)
         else:
             checkpoint = read_full(path, weights_only=weights_only)
         lightning_helpers.leave_schedulers_to_averaging(self._module.trainer, checkpoint)
