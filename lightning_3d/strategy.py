@@ -50,6 +50,7 @@ from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers,
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED
 from lightning_3d.checkpoint.further_states import has_further
+from lightning_3d.checkpoint.last_link import link, link_before_removal
 from lightning_3d.checkpoint.own_state import state_of, tied_fqns, unwrapped
 from lightning_3d.checkpoint.run_state import RUN, gather_ranks, mesh_entry, of_this_rank
 from lightning_3d.checkpoint.saves import Saves
@@ -430,6 +431,7 @@ class ThreeDStrategy(ParallelStrategy):
             reads_again = self.config.batch.resume == "exact"
             self._resuming = Resuming(trainer, self._module, self.root_device, reads_again=reads_again)
             self._patches.enter_context(self._resuming.installed())
+            self._patches.enter_context(lightning_helpers.last_linked(trainer, self._link, self._link_before_removal))
         if self._saves_folders and lightning_helpers.has_own_io(self):
             raise ConfigError(
                 f"save_distributed_checkpoint=True writes folders by torch.distributed.checkpoint, not through"
@@ -903,6 +905,21 @@ class ThreeDStrategy(ParallelStrategy):
         remote file systems.
         """
         return None if lightning_helpers.has_own_io(self) else local_path(filepath)
+
+    def _link(self, checkpoint: str, path: str) -> None:
+        """Let a path be a link to a checkpoint, once that has been written."""
+        is_awaited = lightning_helpers.has_own_io(self)  # its own may still write
+        self._change_link(path, partial(link, Path(checkpoint), Path(path), may_come=is_awaited))
+
+    def _link_before_removal(self, gone: str, newest: str, path: str) -> None:
+        self._change_link(path, partial(link_before_removal, Path(gone), Path(newest), Path(path)))
+
+    def _change_link(self, path: str, act: Callable[[], None]) -> None:
+        if self._is_alone:  # and nothing was saved
+            return
+        with failing_alike(f"change the link {path}"):
+            if self.is_global_zero:
+                self._saves.change_link(path, act)
 
     @override
     def load_checkpoint(

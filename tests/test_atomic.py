@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from lightning_3d.checkpoint import atomic
+from lightning_3d.checkpoint.last_link import link
+from lightning_3d.errors import CheckpointError
 
 _EVENTS = ("open", "os.", "shutil.", "ctypes.call_function")
 NUM_MOST = 60
@@ -119,6 +121,58 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     _save(path, "new", as_file=False)
     assert _content(path) == "new"
     assert (path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("exchanges")
+@pytest.mark.parametrize("before", ["link", "file"])
+def test_a_killed_change_of_a_link_leaves_one_to_a_whole_checkpoint(tmp_path: Path, before: str) -> None:
+    was_killed, number, outcomes = True, 0, []
+    while was_killed:
+        number += 1
+        path = tmp_path / str(number) / "last.ckpt"
+        path.parent.mkdir()
+        for name in ("old", "new"):
+            _save(path.with_name(name), name, as_file=False)
+        if before == "link":
+            path.symlink_to("old")
+        else:
+            _save(path, "old", as_file=True)
+        was_killed = _killed_at(number, lambda path=path: link(path.with_name("new"), path))
+        assert path.exists(), "never hidden from those who list the folder"
+        outcomes.append(_content(path))
+        link(path.with_name("new"), path)
+        assert os.readlink(path) == "new"
+        assert {file.name for file in path.parent.iterdir()} == {"last.ckpt", "new", "old"}
+    assert set(outcomes) == {"old", "new"}
+    assert outcomes == sorted(outcomes, reverse=True)
+
+
+def test_a_folder_that_was_no_link_gives_way_to_one(tmp_path: Path) -> None:
+    last, new = tmp_path / "last.ckpt", tmp_path / "new.ckpt"
+    _save(new, "new", as_file=False)
+    last.mkdir()
+    (last / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"notes\.txt"):
+        link(new, last)
+    (last / "notes.txt").rename(last / "meta.pt")
+    link(new, last)
+    assert (os.readlink(last), _content(last)) == ("new.ckpt", "new")
+
+
+@pytest.mark.parametrize("as_file", [True, False], ids=["file", "folder"])
+def test_a_copy_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_file: bool) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    last, new = tmp_path / "last.ckpt", tmp_path / "new.ckpt"
+    saved = new if as_file else new / "meta.pt"
+    saved.parent.mkdir(exist_ok=True)
+    for content in ("1", "2"):
+        saved.write_text(content)
+        link(new, last)
+        assert not last.is_symlink()
+        assert (last / saved.relative_to(new)).read_text() == content
 
 
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:

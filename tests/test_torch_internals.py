@@ -6,6 +6,7 @@ An upgrade of torch, Lightning or torchmetrics that changes one fails here first
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import gc
@@ -31,8 +32,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchmetrics
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.core import saving
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -812,6 +814,31 @@ def _meshes_forgotten() -> tuple[bool, bool]:
     dtensor.clear_caches()
     gc.collect()
     return is_held, gone() is None
+
+
+@canary(lightning_helpers, "last_linked")
+def test_links_to_the_last_checkpoint_are_made_by_others(tmp_path: Path) -> None:
+    calls: list[tuple[str, ...]] = []
+
+    class Calls(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            def note(*paths: str) -> None:
+                calls.append(tuple(Path(path).name for path in paths))
+
+            open_now.enter_context(lightning_helpers.last_linked(trainer, note, note))
+
+    keeps = ModelCheckpoint(tmp_path, filename="{epoch}", save_last="link")
+    settings: Any = {"max_epochs": 2, "limit_train_batches": 1, "limit_val_batches": 0, "accelerator": "cpu"}
+    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with contextlib.ExitStack() as open_now:
+        L.Trainer(callbacks=[keeps, Calls()], **settings, **quiet).fit(BoringModel())
+    assert calls == [
+        ("epoch=0.ckpt", "last.ckpt"),
+        ("epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"),
+        ("epoch=1.ckpt", "last.ckpt"),
+    ]
+    assert [file.name for file in tmp_path.iterdir()] == ["epoch=1.ckpt"]
+    assert "_link_checkpoint" not in vars(keeps)
 
 
 @canary(dtensor, "clear_caches")

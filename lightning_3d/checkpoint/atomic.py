@@ -51,7 +51,8 @@ def make_room(path: Path, is_own: Callable[[Path], bool]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if completed(path) != path:  # half of a replacement
         _before(path).rename(path)
-    _remove(aside(path), keep_in=path, is_own=is_own)
+    for left in (_before(path), aside(path)):
+        _remove(left, keep_in=path, is_own=is_own)
 
 
 def give_up(path: Path) -> None:
@@ -69,8 +70,8 @@ def publish(path: Path, is_own: Callable[[Path], bool]) -> None:
     """
     staged = aside(path)
     _sync(staged)
-    if not os.path.lexists(path):
-        staged.rename(path)
+    if not _is_folder(path) and (not _is_folder(staged) or not os.path.lexists(path)):
+        staged.replace(path)
         old = None
     elif _exchanged(staged, path):
         old = staged
@@ -94,6 +95,10 @@ def remove(path: Path) -> None:
 
 def _before(path: Path) -> Path:
     return path.with_name(f".{path.name}.before")
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _exchanged(first: Path, second: Path) -> bool:
@@ -125,7 +130,9 @@ def _others(folder: Path, is_own: Callable[[Path], bool]) -> Collection[Path]:
 
 def _sync(path: Path) -> None:
     """Have the system write a file or the names in a folder, and all that is in it, to its disk."""
-    for inner in path.iterdir() if path.is_dir() and not path.is_symlink() and path.suffix == ".saving" else ():
+    if path.is_symlink():  # a name like others in its folder
+        return
+    for inner in path.iterdir() if path.is_dir() and path.suffix == ".saving" else ():
         _sync(inner)
     descriptor = os.open(path, os.O_RDONLY)
     try:

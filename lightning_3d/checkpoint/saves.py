@@ -102,6 +102,15 @@ class Saves:
         """
         self._removals.add(os.fspath(path), act)
 
+    def change_link(self, path: str | os.PathLike[str], act: Callable[[], None]) -> None:
+        """Let a link point to another checkpoint once the save before has succeeded, and before removals that follow.
+
+        Args:
+            path: The link.
+            act: Changes it; only the last of several counts.
+        """
+        self._removals.add(os.fspath(path), act)
+
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
 

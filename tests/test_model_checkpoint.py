@@ -1,0 +1,218 @@
+"""``ModelCheckpoint`` in all its modes leaves the names that plain Lightning leaves, with the same weights in each."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from torch import Tensor
+
+from lightning_3d import CheckpointError
+from tests.models import TinyGPT
+from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.workers import WorkerPools
+
+MODES: dict[str, dict[str, Any]] = {
+    "least": {"monitor": "val_loss", "save_top_k": 2, "filename": "{epoch}-{val_loss:.1f}"},
+    "greatest": {"monitor": "val_loss", "mode": "max", "save_top_k": 1, "filename": "{epoch}"},
+    "last": {"save_last": True},
+    "link": {"save_last": "link", "monitor": "val_loss"},
+    "link of steps": {"save_last": "link", "every_n_train_steps": 1},
+    "named links": {"save_last": "link", "save_top_k": -1},
+    "last alone": {"save_last": True, "save_top_k": 0},
+    "steps": {"every_n_train_steps": 3, "save_top_k": -1},
+    "time": {"train_time_interval": timedelta(0), "save_top_k": -1},
+    "epochs": {"every_n_epochs": 2, "save_top_k": -1},
+    "end of epoch": {"save_on_train_epoch_end": True, "monitor": "loss_epoch"},
+    "weights": {"save_weights_only": True, "save_last": True},
+    "exception": {"save_on_exception": True, "save_last": "link", "every_n_train_steps": 1000},
+}
+_model = partial(TinyGPT, num_layers=2)
+
+
+class _Named(ModelCheckpoint):
+    """Names its links by epochs, so that the one before is removed."""
+
+    CHECKPOINT_NAME_LAST = "last-{epoch}"
+
+
+class _Fails(L.Callback):
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == 5:
+            raise ValueError("enough")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a run leaves."""
+
+    names: dict[str, str | None]
+    """Names in the folder, with what they link to."""
+    best: str
+    last: str
+    weights: dict[str, dict[str, Tensor]]
+    """Of each checkpoint."""
+
+
+def run(mode: str, layout: Layout | None) -> Kept:
+    folder = Path(mode)
+    keeps = (_Named if mode == "named links" else ModelCheckpoint)(folder, **MODES[mode])
+    settings: dict[str, Any] = {"batches": 3, "enable_checkpointing": True}
+    if mode == "exception":
+        with pytest.raises(ValueError, match="enough"):
+            fitted(layout, _model, callbacks=[keeps, _Fails()], **settings)
+    else:
+        fitted(layout, _model, callbacks=[keeps], **settings)
+    if layout is not None:
+        torch.distributed.barrier()
+    names = {path.name: os.readlink(path) if path.is_symlink() else None for path in sorted(folder.iterdir())}
+    loaded = {name: TinyGPT.load_from_checkpoint(folder / name, num_layers=2).state_dict() for name in names}
+    return Kept(
+        names=names, best=Path(keeps.best_model_path).name, last=Path(keeps.last_model_path).name, weights=loaded
+    )
+
+
+def run_all(layout: Layout | None) -> dict[str, Kept]:
+    return {mode: run(mode, layout) for mode in MODES}
+
+
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "zero3": Layout(dp=2, zero=3),
+    "pp2": Layout(pp=2),
+    "tp2": Layout(tp=2),
+}
+CASES = [
+    ("dp2", "file"),
+    ("pp2", "folder"),
+    *(
+        pytest.param(name, kind, marks=pytest.mark.matrix)
+        for name in LAYOUTS
+        for kind in ("folder", "file")
+        if (name, kind) not in (("dp2", "file"), ("pp2", "folder"))
+    ),
+]
+
+
+def _layout(name: str, kind: str) -> Layout:
+    return replace(LAYOUTS[name], save_distributed_checkpoint=kind == "folder")
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_all_modes_leave_the_checkpoints_of_one_process(workers: WorkerPools, name: str, kind: str) -> None:
+    expected = workers(1).run(run_all, None)[0]
+    assert all(kept.names for kept in expected.values())
+    for found in workers(2).run(run_all, _layout(name, kind), timeout=280):
+        for mode, kept in found.items():
+            assert (kept.names, kept.best, kept.last) == (
+                expected[mode].names,
+                expected[mode].best,
+                expected[mode].last,
+            ), mode
+            for checkpoint, weights in expected[mode].weights.items():
+                assert_same_state([kept.weights[checkpoint]], weights)
+
+
+# ---------------------------------------------------------------------------------------------------- links, resumed
+
+
+def resumed(layout: Layout | None, save_last: Literal["link", True]) -> tuple[dict[str, Tensor], list[str]]:
+    """Two runs, the second from what the first left."""
+    for epochs in (2, 3):
+        keeps = ModelCheckpoint("kept", save_last=save_last)
+        last = {"ckpt_path": "last"} if epochs == 3 else {}
+        trainer, _ = fitted(
+            layout, _model, batches=2, epochs=epochs, callbacks=[keeps], enable_checkpointing=True, **last
+        )
+        assert trainer.global_step == 2 * epochs
+    state = whole_state(trainer)
+    return state, sorted(path.name for path in Path("kept").iterdir())
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_the_last_checkpoint_is_resumed(workers: WorkerPools, save_last: Literal["link", True]) -> None:
+    state, names = workers(1).run(resumed, None, save_last)[0]
+    for found, found_names in workers(2).run(resumed, _layout("pp2", "folder"), save_last):
+        assert_same_state([found], state)
+        assert found_names == names
+
+
+class _Removed(ModelCheckpoint):
+    """Notes where its link points to whenever a checkpoint has been removed, and before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.pointed: list[bool] = []
+
+    def _save_topk_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_topk_checkpoint(*args, **kwargs)
+        if self.last_model_path:
+            self.pointed.append(Path(self.last_model_path).exists())
+
+
+def removes(layout: Layout) -> tuple[list[bool], bool]:
+    keeps = _Removed("kept", save_last="link", every_n_train_steps=1)
+    fitted(layout, _model, batches=3, epochs=1, callbacks=[keeps], enable_checkpointing=True)
+    return keeps.pointed, "_link_checkpoint" in vars(keeps)
+
+
+def test_a_link_never_points_to_what_was_removed(workers: WorkerPools) -> None:
+    assert workers(2).run(removes, _layout("dp2", "folder")) == [([True, True], False)] * 2
+
+
+def in_the_way(layout: Layout) -> str:
+    Path("kept").mkdir(exist_ok=True)
+    keeps = ModelCheckpoint("kept", save_last="link", enable_version_counter=False)
+    Path("kept/last.ckpt").mkdir(exist_ok=True)
+    Path("kept/last.ckpt/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError) as raised:
+        fitted(layout, _model, batches=1, epochs=1, callbacks=[keeps], enable_checkpointing=True)
+    assert Path("kept/last.ckpt/notes.txt").read_text() == "mine"
+    return str(raised.value)
+
+
+def test_files_of_others_are_not_lost_for_a_link(workers: WorkerPools) -> None:
+    for message in workers(2).run(in_the_way, _layout("dp2", "folder")):
+        assert "notes.txt" in message
+        assert "Could not change the link" in message
+
+
+def in_the_background(layout: Layout) -> tuple[list[str], str, list[bool]]:
+    keeps = _Removed("kept", save_last="link", every_n_train_steps=1)
+    layout = replace(layout, checkpoint={"async_save": True})
+    fitted(layout, _model, batches=4, epochs=1, callbacks=[keeps], enable_checkpointing=True)
+    torch.distributed.barrier()
+    names = sorted(path.name for path in Path("kept").iterdir())
+    return names, os.readlink("kept/last.ckpt"), keeps.pointed
+
+
+def test_links_wait_for_saves_in_the_background(workers: WorkerPools) -> None:
+    newest = "epoch=0-step=4.ckpt"
+    for names, target, pointed in workers(2).run(in_the_background, _layout("dp2", "folder")):
+        assert (names, target) == ([newest, "last.ckpt"], newest)
+        assert pointed == [True] * 3
+
+
+def with_own_io(layout: Layout) -> dict[str, str | None]:
+    keeps = ModelCheckpoint("kept", save_last="link")
+    plugins = [AsyncCheckpointIO()]
+    automatic = replace(layout, save_distributed_checkpoint=False)
+    fitted(automatic, _model, batches=1, callbacks=[keeps], plugins=plugins, enable_checkpointing=True)
+    torch.distributed.barrier()
+    names = {path.name: os.readlink(path) if path.is_symlink() else None for path in Path("kept").iterdir()}
+    TinyGPT.load_from_checkpoint("kept/last.ckpt", num_layers=2)
+    return names
+
+
+def test_links_to_what_another_io_writes_in_the_background(workers: WorkerPools) -> None:
+    for names in workers(2).run(with_own_io, LAYOUTS["pp2"]):
+        assert names == {"epoch=1-step=2.ckpt": None, "last.ckpt": "epoch=1-step=2.ckpt"}
