@@ -21,7 +21,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -35,6 +34,7 @@ from lightning_3d.checkpoint.feature_order import (
 from lightning_3d.errors import CheckpointError, StepError
 from lightning_3d.tensor.placement import marked
 from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.zero.gathered import reshard_units
 from lightning_3d.zero.shard import NO_SHARDS, RankShard, Shards, plain
 
 Key = TypeVar("Key", bound=Hashable)
@@ -257,9 +257,7 @@ def parameter_fqns(module: nn.Module, optimizer: Optimizer | LightningOptimizer)
         CheckpointError: A parameter is not in `module`.
 
     """
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            submodule.reshard()  # while gathered, FSDP2 shows other Parameter objects than those in the optimizer
+    reshard_units(module)
     fqn_of = {parameter: fqn for fqn, parameter in module.named_parameters()}
     fqns = [fqn_of.get(parameter) for parameter in parameters_of(optimizer)]
     strays = [i for i, fqn in enumerate(fqns) if fqn is None]

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.box import fill, full_value, is_part
@@ -19,6 +18,7 @@ from lightning_3d.torch_internals.fsdp_units import forget_units
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.trainer.held_parts import as_built
 from lightning_3d.zero.attributes import users_attributes
+from lightning_3d.zero.gathered import reshard_units
 
 Slots = dict[Tensor, tuple[str, list[tuple[nn.Module, str]]]]
 """Parameters and buffers -> their first FQN in the model, and all places where it holds them."""
@@ -54,9 +54,7 @@ def stay_whole(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) 
 
     What every rank has whole stays as it is, where it is.
     """
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()  # the last forward may have left it gathered
+    reshard_units(module)
     parts, slots = marked(module), _slots(module, module)
     holders = _holders(slots, plan, mesh)
     for tensor, (fqn, owners) in slots.items():

@@ -27,6 +27,7 @@ from lightning_3d.tensor.placement import Parts, marks_hidden, marks_of
 from lightning_3d.torch_internals.fsdp_units import let_be_copied, without_units
 from lightning_3d.torch_internals.modules import APPLY, buffers_of, named_state, parameters_of
 from lightning_3d.trainer.part_tensors import watch_parts
+from lightning_3d.zero.gathered import reshard_units
 
 
 def holds_parts(module: nn.Module) -> bool:
@@ -57,9 +58,7 @@ def copy_in(module: nn.Module, model: nn.Module) -> nn.Module | None:
 
 def is_held_as(copy: nn.Module, model: nn.Module) -> bool:
     """Whether a copy of a model is whole, or this rank has the parts of it that it has of the model."""
-    for inner in model.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()  # the last forward may have left it gathered
+    reshard_units(model)
     pairs = zip(named_state(copy), named_state(model), strict=True)
     return not holds_parts(copy) or all(_place(own) == _place(like) for (_, own, _), (_, like, _) in pairs)
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
 from lightning_3d.trainer.full_params import stay_whole
+from lightning_3d.zero.gathered import reshard_units
 
 LAYOUT = "_lightning_3d_layout"
 """Attribute of a module: the layout that its model has."""
@@ -84,7 +84,5 @@ def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()  # while gathered, FSDP2 shows other Parameter objects
+    reshard_units(module)
     return list(module.parameters())

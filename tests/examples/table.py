@@ -7,16 +7,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 
 from tests.examples.place import Outcome, Place
-
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A layout that does not take an example."""
-
-    message: str
-    """Part of the error, a regular expression."""
-    reason: str
-    """In the table's words."""
+from tests.refusals import Refusal, markdown_table, refused_or
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +36,7 @@ class Example:
 
     def cell(self, layout: str) -> str:
         """How the README puts what a layout makes of it."""
-        if layout in self.refused:
-            return f"refused: {self.refused[layout].reason}"
-        return "works" + (f" ({self.note[layout]})" if layout in self.note else "")
+        return refused_or(self.refused, layout, "works" + (f" ({self.note[layout]})" if layout in self.note else ""))
 
     def run_in(self, name: str) -> Outcome:
         """Run it in one process, under DDP or in a layout."""
@@ -61,6 +50,11 @@ class Example:
 
 UNUSED = "ddp_find_unused_parameters_true"
 BY_HAND = dict.fromkeys(("pp 2", "tp 2"), Refusal(message="uses manual optimization", reason="manual optimization"))
+SINGLE_SAMPLES = {
+    "pp 2": Refusal(
+        message="A batch of 1 samples can't be split into 2 microbatches", reason="its batches have one sample"
+    )
+}
 SINGLE_BATCH = {"pp 2": "batch norms: with one microbatch"}
 AVERAGES = {
     "pp 2": Refusal(message="lies on another pipeline stage", reason="its `EMAModel` reads weights of other stages")
@@ -149,20 +143,12 @@ EXAMPLES = (
     Example(
         shown="demos: `BoringModel`, also with `BoringDataModule`",
         run="demos.boring",
-        refused={
-            "pp 2": Refusal(
-                message="A batch of 1 samples can't be split into 2 microbatches", reason="its batches have one sample"
-            )
-        },
+        refused=SINGLE_SAMPLES,
     ),
     Example(
         shown="demos: `IterableBoringDataModule`",
         run="demos.iterable_data",
-        refused={
-            "pp 2": Refusal(
-                message="A batch of 1 samples can't be split into 2 microbatches", reason="its batches have one sample"
-            )
-        },
+        refused=SINGLE_SAMPLES,
     ),
     Example(shown="demos: `ManualOptimBoringModel`", run="demos.boring_by_hand", refused=BY_HAND),
     Example(
@@ -205,6 +191,5 @@ EXAMPLES = (
 
 def rendered(layouts: tuple[str, ...]) -> str:
     """The README's table."""
-    lines = [["example", *layouts], *([example.shown, *map(example.cell, layouts)] for example in EXAMPLES)]
-    header, *body = (f"| {' | '.join(cells)} |\n" for cells in lines)
-    return "".join([header, f"|{'---|' * (1 + len(layouts))}\n", *body])
+    rows = ([example.shown, *map(example.cell, layouts)] for example in EXAMPLES)
+    return markdown_table(["example", *layouts], rows)

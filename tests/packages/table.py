@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """A layout that does not take a module."""
-
-    message: str
-    """Part of the error on every rank."""
-
-    reason: str
-    """In the table's words."""
+from tests.refusals import Refusal, markdown_table, refused_or
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +31,7 @@ class Row:
 
     def cell(self, layout: str) -> str:
         """How the README puts what a layout makes of the module."""
-        if layout in self.refused:
-            return f"refused: {self.refused[layout].reason}"
-        return "works, whole on a rank" if layout in self.whole else "works"
+        return refused_or(self.refused, layout, "works, whole on a rank" if layout in self.whole else "works")
 
 
 NO_GRAPHS = {
@@ -98,7 +87,5 @@ TABLE = (
 
 def rendered(layouts: tuple[str, ...]) -> str:
     """The README's table."""
-    lines = [["package", "module", *layouts]]
-    lines += [[f"`{row.package}`", f"`{row.module}`", *map(row.cell, layouts)] for row in TABLE]
-    header, *body = (f"| {' | '.join(cells)} |\n" for cells in lines)
-    return "".join([header, f"|{'---|' * (2 + len(layouts))}\n", *body])
+    rows = [[f"`{row.package}`", f"`{row.module}`", *map(row.cell, layouts)] for row in TABLE]
+    return markdown_table(["package", "module", *layouts], rows)
