@@ -51,7 +51,7 @@ from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED
 from lightning_3d.checkpoint.further_states import has_further
 from lightning_3d.checkpoint.last_link import link, link_before_removal
-from lightning_3d.checkpoint.own_state import state_of, tied_fqns, unwrapped
+from lightning_3d.checkpoint.own_state import has_no_parameters, state_of, tied_fqns, unwrapped
 from lightning_3d.checkpoint.run_state import RUN, gather_ranks, mesh_entry, of_this_rank
 from lightning_3d.checkpoint.saves import Saves
 from lightning_3d.config.checkpoint import CheckpointConfig
@@ -824,7 +824,7 @@ class ThreeDStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """This rank's part, or on rank 0 the whole for a single file."""
         shards = self._parts.zero.shards
-        if self._saves_folders:
+        if self._saves_folders or has_no_parameters(optimizer):
             return optimizer_state(self._module, optimizer, shards)
         whole = full_optimizer_state(
             self._module, optimizer, self.mesh.axis("pp"), shards, self.mesh.device_mesh["dp_shard"]

@@ -216,3 +216,34 @@ def with_own_io(layout: Layout) -> dict[str, str | None]:
 def test_links_to_what_another_io_writes_in_the_background(workers: WorkerPools) -> None:
     for names in workers(2).run(with_own_io, LAYOUTS["pp2"]):
         assert names == {"epoch=1-step=2.ckpt": None, "last.ckpt": "epoch=1-step=2.ckpt"}
+
+
+# ------------------------------------------------------------------------------------------------------- no optimizers
+
+
+class _Untrained(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        return None
+
+
+def without_optimizers(layout: Layout | None, start: Path | None, kept: Path) -> tuple[int, int]:
+    keeps = ModelCheckpoint(kept, save_last=True)
+    epochs = 1 if start is None else 2
+    trainer, _ = fitted(
+        layout, _Untrained, batches=2, epochs=epochs, callbacks=[keeps], ckpt_path=start, enable_checkpointing=True
+    )
+    return trainer.current_epoch, trainer.global_step
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_models_without_optimizers_are_saved_and_resumed(workers: WorkerPools, tmp_path: Path, kind: str) -> None:
+    layout, plain, ours = _layout("pp2", kind), tmp_path / "plain", tmp_path / "ours"
+    assert workers(1).run(without_optimizers, None, None, plain) == [(1, 2)]
+    assert workers(2).run(without_optimizers, layout, plain / "last.ckpt", tmp_path / "from plain") == [(2, 4)] * 2
+    assert workers(2).run(without_optimizers, layout, None, ours) == [(1, 2)] * 2
+    assert workers(2).run(without_optimizers, layout, ours / "last.ckpt", ours) == [(2, 4)] * 2
+    if kind == "file":
+        assert workers(1).run(without_optimizers, None, ours / "last.ckpt", tmp_path / "from ours") == [(2, 4)]

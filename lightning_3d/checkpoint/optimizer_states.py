@@ -17,7 +17,7 @@ from lightning_3d.checkpoint.box import TensorInfo, empty_state, fill
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import Folder, TreePath
 from lightning_3d.checkpoint.match import by_fqn, check_groups, check_num_optimizers
-from lightning_3d.checkpoint.own_state import optimizer_state, restore_optimizer, stepped_parameters
+from lightning_3d.checkpoint.own_state import has_no_parameters, optimizer_state, restore_optimizer, stepped_parameters
 from lightning_3d.checkpoint.saved_state import SavedState
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.zero.shard import NO_SHARDS, Shards
@@ -61,6 +61,10 @@ def load_optimizers(
     with failing_alike("load the states of optimizers"):
         check_num_optimizers(len(states), len(optimizers))
         for i, optimizer in enumerate(optimizers):
+            if has_no_parameters(optimizer):
+                saved.append({"state": {}, "param_groups": []})
+                given.append({})
+                continue
             groups = optimizer_state(module, optimizer)["param_groups"]
             saved.append(by_fqn(states[i], groups, optimizer=i))
             check_groups(saved[i]["param_groups"], groups, optimizer=i, strict=strict)
@@ -79,6 +83,8 @@ def load_optimizers(
             )
     loaded = {} if folder is None else folder.read(room)
     for i, optimizer in enumerate(optimizers):
+        if has_no_parameters(optimizer):
+            continue
         state = saved[i]["state"]
         read = loaded.get(str(state.path[0]), {}).get("state", {}) if isinstance(state, SavedState) else {}
         own = {"state": {**given[i], **read}, "param_groups": saved[i]["param_groups"]}

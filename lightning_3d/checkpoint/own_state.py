@@ -114,6 +114,11 @@ def held_names(state: Mapping[str, Any]) -> set[str]:
     return {fqn for fqn, is_present in present.items() if is_present}
 
 
+def has_no_parameters(optimizer: Optimizer | LightningOptimizer) -> bool:
+    """Whether it stands for an optimizer that the user's ``configure_optimizers`` did not give, and has no states."""
+    return not unwrapped(optimizer).param_groups
+
+
 def optimizer_state(
     module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards = NO_SHARDS
 ) -> dict[str, Any]:
@@ -130,6 +135,8 @@ def optimizer_state(
         CheckpointError: A parameter of the optimizer is not in `module`, or a state can't be saved.
 
     """
+    if has_no_parameters(optimizer):
+        return {"state": {}, "param_groups": []}
     fqns = parameter_fqns(module, optimizer)
     parameters = list(parameters_of(optimizer))
     packed = unwrapped(optimizer).state_dict()
