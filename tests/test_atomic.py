@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,8 +92,13 @@ def test_a_killed_save_leaves_a_whole_checkpoint(tmp_path: Path, exchanges: bool
             _save(path, "old", as_file=before == "file")
         was_killed = _killed_at(number, lambda path=path: _save(path, "new", as_file=as_file))
         outcomes.add(_content(path))
-        shown = [file.name for file in path.parent.iterdir() if file.suffix == ".ckpt"]
-        assert shown == ["last.ckpt"] or (shown == [] and (before == "nothing" or not exchanges))
+        shown = {file.name for file in path.parent.iterdir() if file.suffix == ".ckpt"}
+        if before == "nothing" or exchanges:
+            assert shown == {"last.ckpt"} or (shown == set() and before == "nothing")
+        else:
+            assert shown <= {"last.ckpt", "last.before-replacement.ckpt"}
+            newest = max((path.parent / name for name in shown), key=lambda file: file.stat().st_mtime)
+            assert _content(newest) in ("old", "new"), "Lightning looks for the newest one that is called last"
         _save(path, "next", as_file=as_file)
         assert _content(path) == "next"
         assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"], "nothing is left of a killed save"
@@ -112,6 +118,19 @@ def test_a_killed_removal_leaves_all_or_nothing(tmp_path: Path) -> None:
         assert _content(path) in ("old", None)
     assert _content(path) is None
     assert number > 3
+
+
+@pytest.mark.parametrize("name", ["hpc_ckpt_3.ckpt", "x" * 250 + ".ckpt"])
+def test_names_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, name: str) -> None:
+    path = tmp_path / name
+    for content in ("old", "new"):
+        _save(path, content, as_file=False)
+        assert _content(path) == content
+    seen: list[str] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda gone: seen.append(gone.name))
+    _save(path, "next", as_file=False)
+    assert seen
+    assert not [gone for gone in seen if "hpc_ckpt_" in gone or not gone.startswith(".")]
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:

@@ -5,19 +5,23 @@
     .last.ckpt.saving/    the one before, until it is removed
 
 What a killed save leaves aside is found by nobody who looks for checkpoints, and removed by the next save to that path.
-Names change places by ``renameat2(..., RENAME_EXCHANGE)`` of Linux. Where the system or its file system has none, the
-one before moves away first, to ``.last.ckpt.before``; ``completed`` finds it there if the process is killed in between.
+Names change places by ``renameat2(..., RENAME_EXCHANGE)`` of Linux. Where the system or its file system (NFS) has none,
+a folder before moves away first, to ``last.before-replacement.ckpt``. If the process is killed in between,
+``completed`` finds it there, and so does Lightning for ``ckpt_path="last"`` and ``"hpc"``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+
+_LONGEST = 200  # bytes of a name, to which others are added; systems take 255
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
@@ -32,7 +36,10 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 def aside(path: Path) -> Path:
     """Where a checkpoint is written that goes to this path."""
-    return path.with_name(f".{path.name}.saving")
+    name = path.name.replace("ckpt_", "ckpt%5F")  # Lightning takes names with `hpc_ckpt_` for such checkpoints
+    if len(os.fsencode(name)) > _LONGEST:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return path.with_name(f".{name}.saving")
 
 
 def completed(path: Path) -> Path:
@@ -51,8 +58,10 @@ def make_room(path: Path, is_own: Callable[[Path], bool]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if completed(path) != path:  # half of a replacement
         _before(path).rename(path)
-    for left in (_before(path), aside(path)):
-        _remove(left, keep_in=path, is_own=is_own)
+    _remove(aside(path), keep_in=path, is_own=is_own)
+    if os.path.lexists(_before(path)):
+        _before(path).rename(aside(path))  # out of sight, as half of it might be found
+        _remove(aside(path), keep_in=path, is_own=is_own)
 
 
 def give_up(path: Path) -> None:
@@ -76,10 +85,10 @@ def publish(path: Path, is_own: Callable[[Path], bool]) -> None:
     elif _exchanged(staged, path):
         old = staged
     else:
-        old = _before(path)
-        _remove(old, keep_in=path, is_own=is_own)
-        path.rename(old)
+        path.rename(_before(path))
         staged.rename(path)
+        _before(path).rename(staged)
+        old = staged
     _sync(path.parent)
     if old is not None:
         _remove(old, keep_in=path, is_own=is_own)
@@ -94,7 +103,10 @@ def remove(path: Path) -> None:
 
 
 def _before(path: Path) -> Path:
-    return path.with_name(f".{path.name}.before")
+    stem = path.stem
+    if len(os.fsencode(path.name)) > _LONGEST:
+        stem = hashlib.sha256(os.fsencode(path.name)).hexdigest()
+    return path.with_name(f"{stem}.before-replacement{path.suffix}")
 
 
 def _is_folder(path: Path) -> bool:
