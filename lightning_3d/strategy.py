@@ -84,6 +84,7 @@ from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, is_held_as
 from lightning_3d.trainer.laid_out import Layout, has_layout, is_laid_out, lay_out, leave_layouts
+from lightning_3d.trainer.last_step import is_last_step
 from lightning_3d.trainer.launcher import Launcher
 from lightning_3d.trainer.module_names import leave_out_module_names
 from lightning_3d.trainer.offload import offloaded_steps
@@ -193,6 +194,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._is_stepping = False  # inside of a step method of the user's
         self._saves = Saves(self.config.checkpoint, timeout)
         self._num_steps = 0  # steps of any kind that ran, for their random numbers
+        self._is_in_training = False
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -206,6 +208,7 @@ class ThreeDStrategy(ParallelStrategy):
             **state,
             **of_run,
             "_saves": Saves(self.config.checkpoint, self._timeout),
+            "_is_in_training": False,
             "_trained_with": [],
             "_unsaved": [],
             "_patches": ExitStack(),
@@ -690,6 +693,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
+        self._is_in_training = True
         resumes, self._resumes = self._resumes, None
         if resumes is None:
             return
@@ -711,6 +715,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._parts.zero.average()
         if self._control is not None:
             self._control.heed_signals_together()
+        self._is_in_training = False  # checkpoints of hooks that follow are not written in the background
         self._saves.wait()
 
     @override
@@ -835,10 +840,10 @@ class ThreeDStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        filepath = self.broadcast(filepath)
+        filepath = self._lasting(self.broadcast(filepath))
         trainer = self._module.trainer
-        is_running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
-        if not self._saves.begins(filepath, may_skip=is_running and not trainer.should_stop):
+        is_running = self._is_in_training and trainer.state.status == TrainerStatus.RUNNING
+        if not self._saves.begins(filepath, may_skip=is_running and not is_last_step(trainer)):
             return
         if self._is_in_parts:
             summoned = self.summon_full_params(writeback=False)
@@ -891,6 +896,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
+        filepath = self._lasting(filepath)
         if self.is_global_zero:
             self._saves.remove(filepath, partial(self._remove, filepath))
 
@@ -899,6 +905,11 @@ class ThreeDStrategy(ParallelStrategy):
             remove(path)
         else:
             super().remove_checkpoint(filepath)
+
+    def _lasting(self, filepath: str | os.PathLike[str]) -> str:
+        """A path that means the same in the background, wherever the process goes meanwhile."""
+        path = local_path(filepath) if self.config.checkpoint.async_save else None
+        return os.fspath(filepath if path is None else path.absolute())
 
     def _own_path(self, filepath: str | os.PathLike[str]) -> Path | None:
         """Where this strategy writes a checkpoint; None where a ``CheckpointIO`` does: the user's, or Lightning's to
@@ -1007,6 +1018,7 @@ class ThreeDStrategy(ParallelStrategy):
         if self._control is not None:
             self._control.close()
             self._control = None
+        self._is_in_training = False
         self._saves.close()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 import time
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -176,6 +178,24 @@ def test_saves_are_skipped(workers: WorkerPools) -> None:
     assert 2 not in steps
 
 
+def _last_while_skipping(layout: Layout, **settings: Any) -> None:
+    with patch.object(strategy_module, "write_folder", _Slow()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callback = _every_step(save_top_k=-1)
+        _fit(layout, callback, **settings)
+    dist.barrier()
+    assert Path(callback.best_model_path).name.startswith(f"step={NUM_STEPS}")
+    assert damage(Path(callback.best_model_path)) == []
+    assert len(_names()) < NUM_STEPS
+
+
+@pytest.mark.parametrize("settings", [{"max_epochs": 1}, {"max_epochs": -1, "max_steps": NUM_STEPS}], ids=str)
+def test_the_last_is_not_skipped(workers: WorkerPools, settings: dict[str, int]) -> None:
+    checkpoint = {"async_save": True, "while_saving": "skip"}
+    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint=checkpoint)
+    workers(2).run(partial(_last_while_skipping, **settings), layout)
+
+
 def _top_one_while_skipping(layout: Layout) -> None:
     held = _Held()
     with held.holding(), warnings.catch_warnings():
@@ -214,6 +234,50 @@ def _waits_for_it(layout: Layout) -> None:
 
 def test_exceptions_wait_for_it(workers: WorkerPools) -> None:
     workers(2).run(_waits_for_it, Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True}))
+
+
+class _SaveIn(Callback):
+    """Saves in a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, lambda trainer, *_, **__: trainer.save_checkpoint("saved.ckpt"))
+
+
+def _at_the_end(layout: Layout, hook: str) -> None:
+    with patch.object(strategy_module, "write_folder", _Slow()):
+        _fit(layout, _SaveIn(hook), enable_checkpointing=False)
+    assert damage(Path("saved.ckpt")) == []
+    assert Path("saved.ckpt").exists()
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "teardown"])
+def test_saves_of_the_last_hooks_are_complete(workers: WorkerPools, hook: str) -> None:
+    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True})
+    workers(2).run(_at_the_end, layout, hook)
+
+
+class _GoElsewhere(Callback):
+    """Saves to a relative path, then changes the working directory."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint("saved.ckpt")
+            Path("elsewhere").mkdir(exist_ok=True)
+            os.chdir("elsewhere")
+
+
+def _elsewhere(layout: Layout) -> None:
+    with patch.object(strategy_module, "write_folder", _Slow()):
+        _fit(layout, _GoElsewhere(), enable_checkpointing=False)
+    dist.barrier()
+    assert list(Path().iterdir()) == []
+    assert damage(Path("..", "saved.ckpt")) == []
+    assert Path("..", "saved.ckpt").is_dir()
+
+
+def test_relative_paths_mean_where_the_save_began(workers: WorkerPools) -> None:
+    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True})
+    workers(2).run(_elsewhere, layout)
 
 
 class _OwnIO(TorchCheckpointIO):

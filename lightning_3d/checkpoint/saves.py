@@ -50,7 +50,7 @@ class Saves:
         Args:
             may_skip: Whether another save will come.
         """
-        if may_skip and self._settings.while_saving == "skip" and self._is_busy():
+        if self._settings.while_saving == "skip" and self._is_busy(may_skip=may_skip):
             rank_zero_warn(
                 f"{path} is not saved, as the checkpoint before is still being written and checkpoint.while_saving is"
                 " 'skip'."
@@ -139,13 +139,13 @@ class Saves:
             self._group = None
         self._staging = Staging()
 
-    def _is_busy(self) -> bool:
-        """Whether the save before goes on, on any rank."""
+    def _is_busy(self, *, may_skip: bool) -> bool:
+        """Whether the save before goes on, on any rank, and all of them may leave out another."""
         if self._flight is None:
             return False
-        busy: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(busy, self._flight.is_alive)
-        return any(busy)
+        found: list[tuple[bool, bool]] = [(False, False)] * dist.get_world_size()
+        dist.all_gather_object(found, (self._flight.is_alive, may_skip))
+        return any(is_alive for is_alive, _ in found) and all(may for _, may in found)
 
     def _fail(self, error: CheckpointError) -> None:
         if self._settings.on_save_failure == "raise":

@@ -20,7 +20,7 @@ class CheckpointConfig:
 
     while_saving: Literal["wait", "skip"] = "wait"
     """``"wait"``: a checkpoint that is due while the one before is being written waits for it. ``"skip"``: it is left
-    out, with a warning; never the last one of a fit."""
+    out, with a warning; never one after the last step of a fit."""
 
     on_save_failure: Literal["raise", "warn"] = "raise"
     """``"raise"``: a checkpoint that can't be written, as on a full disk, ends the fit. ``"warn"``: training goes on,
