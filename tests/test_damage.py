@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from lightning_3d.checkpoint import full_model_state, model_state, read_full, re
 from lightning_3d.checkpoint.box import fill
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.folder import MODEL
-from lightning_3d.checkpoint.manifest import MANIFEST, META
+from lightning_3d.checkpoint.manifest import MANIFEST, META, Checksum, manifest_of
 from lightning_3d.checkpoint.whole_folder import read_folder
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
@@ -170,6 +171,25 @@ def _hurt(folder: Path) -> None:
 
 def test_files_that_are_not_those_of_the_checkpoint(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(_hurt, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../other", "", "a\0b", "folder/file"])
+def test_manifests_that_name_files_elsewhere(tmp_path: Path, name: str) -> None:
+    (tmp_path / MANIFEST).write_text(manifest_of({name: Checksum(size=0, xxh3_64="0")}))
+    (problem,) = damage(tmp_path)
+    assert "which is no file of its folder" in problem
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / META)
+    (tmp_path / MANIFEST).write_text(manifest_of({META: Checksum(size=0, xxh3_64="0")}))
+    assert damage(tmp_path) == [f"{META} is no file"]
+
+
+def test_a_manifest_without_an_end(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).write_text("[" * 100_000)
+    (problem,) = damage(tmp_path)
+    assert problem.startswith(f"{MANIFEST} is damaged")
 
 
 def _cut_off(folder: Path) -> None:

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from lightning_3d import ConfigError
 from lightning_3d import strategy as strategy_module
-from lightning_3d.checkpoint import write_folder
+from lightning_3d.checkpoint import write_folder, write_full
+from lightning_3d.checkpoint.atomic import remove
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.whole_folder import read_folder
 from lightning_3d.errors import CheckpointError
@@ -292,6 +293,17 @@ def _own_io(layout: Layout, io: type[CheckpointIO]) -> None:
 
 def test_not_beside_an_io_of_the_user(workers: WorkerPools) -> None:
     workers(2).run(_own_io, Layout(dp=2, checkpoint={"async_save": True}), _OwnIO)
+
+
+@pytest.mark.parametrize("length", [247, 255])
+def test_the_longest_names(tmp_path: Path, length: int) -> None:
+    path = tmp_path / ("x" * length)
+    for epoch in range(2):
+        write_full({"epoch": epoch}, path)
+        assert torch.load(path) == {"epoch": epoch}
+        assert list(tmp_path.iterdir()) == [path]
+    remove(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------------------- failures

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 import xxhash
@@ -117,8 +117,11 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
         listed = found["files"]
         if found["xxh3_64"] != _of_listed(listed):
             raise ValueError("its checksum is another")
+        for name in listed:
+            if not name or "\0" in name or PurePath(name).name != name:
+                raise ValueError(f"it names {name!r}, which is no file of its folder")
         return {name: Checksum(**entry) for name, entry in listed.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from None
 
 
@@ -129,6 +132,8 @@ def damaged(folder: Path, files: Mapping[str, Checksum], names: Iterable[str]) -
 
 def _problem(path: Path, listed: Checksum) -> str | None:
     try:
+        if path.exists() and not path.is_file():  # reading some would never end
+            return f"{path.name} is no file"
         size = path.stat().st_size
         if size != listed.size:
             return f"{path.name} has {size} bytes and had {listed.size} when it was written"
