@@ -77,6 +77,7 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
+from lightning_3d.ranks.restarts import store_of_start
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
@@ -339,9 +340,16 @@ class ThreeDStrategy(ParallelStrategy):
         self._process_group_backend = self._process_group_backend or lightning_helpers.default_backend(self.root_device)
         assert self.cluster_environment is not None
         device_id = None if self.root_device.type == "cpu" else self.root_device
-        lightning_helpers.connect(
-            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
-        )
+        if not dist.is_initialized():
+            store = store_of_start(shape.world_size, self._timeout)
+            meeting: dict[str, Any] = {} if store is None else {"store": store}
+            lightning_helpers.connect(
+                self.cluster_environment,
+                self._process_group_backend,
+                timeout=self._timeout,
+                device_id=device_id,
+                **meeting,
+            )
         end_in_order()
         if self._rendezvous is None:
             self._rendezvous = Rendezvous.open(self._timeout.total_seconds())

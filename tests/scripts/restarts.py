@@ -1,0 +1,86 @@
+"""Trains under torchrun and dies once: `torchrun ... tests/scripts/restarts.py FOLDER LAYOUT DEED RANK BATCH`.
+
+Each start goes on from `last.ckpt` in FOLDER, in a layout that fills the world size, and writes the losses of its
+batches to `FOLDER/losses-{rank}.txt`, a line `step, world size, loss` each. On the first start this rank does the
+deed after so many batches.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_3d import ThreeDStrategy
+
+BATCHES, EPOCHS = 6, 2
+
+
+class Model(L.LightningModule):
+    """A few layers that drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Linear(8, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Dies(L.Callback):
+    """Notes losses; the process of one rank ends after a batch, unless it has been started again."""
+
+    def __init__(self, folder: Path, deed: str, rank: int, batch: int) -> None:
+        self.folder, self.deed, self.rank, self.batch = folder, deed, rank, batch
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        number = trainer.global_step
+        with (self.folder / f"losses-{trainer.global_rank}.txt").open("a") as file:
+            file.write(f"{number} {trainer.world_size} {float(trainer.callback_metrics['loss']).hex()}\n")
+        died = self.folder / "died"
+        if number == self.batch and trainer.global_rank == self.rank and not died.exists():
+            died.touch()
+            if self.deed == "exits":
+                os._exit(1)
+            elif self.deed == "is killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(folder: str, layout: str, deed: str, rank: str, batch: str) -> None:
+    directory, world_size = Path(folder), int(os.environ["WORLD_SIZE"])
+    size = int(layout.removeprefix("pp "))  # the data-parallel size is "auto"
+    replicas = world_size // size
+    saves = ModelCheckpoint(directory, every_n_train_steps=1, save_last=True, save_top_k=1, filename="step")
+    L.seed_everything(1, verbose=False)
+    generator = torch.Generator().manual_seed(3)
+    samples = torch.randn(8 * BATCHES, 8, generator=generator), torch.randn(8 * BATCHES, 1, generator=generator)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy=ThreeDStrategy(pipeline_parallel_size=size),
+        max_epochs=EPOCHS,
+        callbacks=[Dies(directory, deed, int(rank), int(batch)), saves],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(TensorDataset(*samples), batch_size=8 // replicas, shuffle=True)
+    trainer.fit(Model(), loader, ckpt_path="last")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
