@@ -55,7 +55,9 @@ class Dies(L.Callback):
             died.touch()
             if self.deed == "exits":
                 os._exit(1)
-            elif self.deed == "is killed":
+            if self.deed == "is killed with its agent":
+                os.kill(os.getppid(), signal.SIGKILL)
+            if self.deed.startswith("is killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
