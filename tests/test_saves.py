@@ -29,6 +29,7 @@ from lightning_3d import strategy as strategy_module
 from lightning_3d.checkpoint import write_folder, write_full
 from lightning_3d.checkpoint.atomic import remove
 from lightning_3d.checkpoint.damage import damage
+from lightning_3d.checkpoint.saves import _Removals
 from lightning_3d.checkpoint.whole_folder import read_folder
 from lightning_3d.errors import CheckpointError
 from tests.models import TinyMLP, features, training_loader
@@ -433,3 +434,26 @@ def test_a_folder_called_file(workers: WorkerPools) -> None:
     first, second = workers(2).run(_to_memory, Layout(pp=2), "file:///tmp/saved")
     assert first == second
     assert "a folder of the name 'file:'" in first
+
+
+def test_a_save_elsewhere_removes_nothing() -> None:
+    gone: list[str] = []
+    removals = _Removals()
+
+    def saved(path: str, replaces: str | None, *, succeeds: bool = True) -> None:
+        number = removals.next_save()
+        removals.forget(path)
+        if succeeds:
+            removals.succeed(number, path)
+        if replaces is not None:
+            removals.add(replaces, lambda: gone.append(replaces))
+
+    saved("best/1.ckpt", None)
+    saved("best/2.ckpt", "best/1.ckpt", succeeds=False)
+    saved("other/3.ckpt", None)
+    assert gone == []
+    saved("best/4.ckpt", "best/2.ckpt")
+    assert gone == ["best/1.ckpt", "best/2.ckpt"]
+    saved("best/5.ckpt", "best/4.ckpt", succeeds=False)
+    saved("best/4.ckpt", "best/5.ckpt")
+    assert gone == ["best/1.ckpt", "best/2.ckpt", "best/5.ckpt"], "what was written again stays"

@@ -86,12 +86,12 @@ class Saves:
             except CheckpointError as error:
                 self._fail(error)
             else:
-                self._removals.succeed(number)
+                self._removals.succeed(number, os.fspath(path))
             return
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         copy, group = self._staging.copied(content), self._group
-        self._flight = _Flight(lambda: write(copy, group), lambda: self._removals.succeed(number))
+        self._flight = _Flight(lambda: write(copy, group), lambda: self._removals.succeed(number, os.fspath(path)))
 
     def remove(self, path: str | os.PathLike[str], act: Callable[[], None]) -> None:
         """Remove a checkpoint once the save before has succeeded.
@@ -183,7 +183,10 @@ class _Flight:
 
 
 class _Removals:
-    """Removals of checkpoints, each held back until the save that came before it, or a later one, has succeeded."""
+    """Removals of checkpoints, each held back until the save that came before it has succeeded.
+
+    If that one failed, a later one into the same folder allows it: what another callback saves replaces nothing there.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -195,11 +198,13 @@ class _Removals:
         self._last += 1
         return self._last
 
-    def succeed(self, number: int) -> None:
+    def succeed(self, number: int, saved: str) -> None:
         """Carry out what this save, which has succeeded, allows."""
         with self._lock:
             self._succeeded = number
-            due = [path for path, (last, _) in self._held.items() if last <= number]
+            folder = os.path.dirname(saved)
+            earlier = {path: last for path, (last, _) in self._held.items() if last <= number}
+            due = [path for path in earlier if earlier[path] == number or os.path.dirname(path) == folder]
             acts = [self._held.pop(path)[1] for path in due]
         for act in acts:
             act()

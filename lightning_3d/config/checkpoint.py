@@ -25,7 +25,7 @@ class CheckpointConfig:
     on_save_failure: Literal["raise", "warn"] = "raise"
     """``"raise"``: a checkpoint that can't be written, as on a full disk, ends the fit. ``"warn"``: training goes on,
     with a warning. What was there before stays in both cases, and with ``"warn"`` checkpoints that it would have
-    replaced stay until another one is written."""
+    replaced stay until another one is written to their folder."""
 
     def __post_init__(self) -> None:
         check_values(self)
