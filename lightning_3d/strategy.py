@@ -25,10 +25,14 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint import (
     Folder,
+    Gather,
+    LateValues,
     SavedState,
     folder_content,
     full_model_state,
     full_optimizer_state,
+    gather,
+    grouped_optimizer_state,
     hooks_see_saving,
     load_full,
     load_optimizers,
@@ -36,12 +40,14 @@ from lightning_3d.checkpoint import (
     optimizer_state,
     read_full,
     read_sharded,
+    replaced_state,
     saved_optimizers,
     shown_parts,
     shown_whole,
     states_apart,
     states_read,
     states_whole,
+    whole_optimizer_state,
     write_folder,
     write_full,
 )
@@ -188,6 +194,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._trained_with: list[Optimizer] = []  # that have them now
         self._unsaved: list[Optimizer] = []  # that did not step yet, so that nobody knows whether they can be saved
         self._saved_state: dict[str, Any] = {}  # of the model, as the Trainer got it last for a checkpoint
+        self._is_late = False  # it got parts for a file, which becomes whole while it is written
         self._restores: Folder | None = None  # the folder that is being restored
         self._restores_late: bool | None = None  # after setup; known once the model is built
         self._resuming: Resuming | None = None  # in a fit
@@ -815,16 +822,23 @@ class ThreeDStrategy(ParallelStrategy):
         setting = self.config.save_distributed_checkpoint
         return not lightning_helpers.has_own_io(self) if setting == "auto" else setting
 
+    @property
+    def _gathers_late(self) -> bool:
+        """Whether a file becomes whole while it is written, as nobody wants it whole before."""
+        is_seen = lightning_helpers.has_own_io(self) or hooks_see_saving(self._module.trainer, self._module)
+        return not (self._saves_folders or self.config.checkpoint.async_save or is_seen)
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All names that one process saves: with this rank's parts for a folder; for a file with the whole on rank 0,
-        or on all ranks where hooks of the user's may look at it.
+        """All names that one process saves: with this rank's parts for a folder, or a file that is written a tensor at
+        a time; for another file with the whole on rank 0, or on all ranks where hooks of the user's may look at it.
         """
         parts = self._own_parts("a checkpoint was to be saved")
         self._met.pass_point()
         parts.zero.average()
         parts.zero.settle()
-        if self._saves_folders:
+        self._is_late = self._gathers_late
+        if self._saves_folders or self._is_late:
             self._saved_state = shown_parts(self._module)
         else:
             whole = full_model_state(self._module, self.mesh.axis("pp"))
@@ -835,8 +849,13 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """This rank's part, or on rank 0 the whole for a single file."""
+        """This rank's part, or on rank 0 the whole for a file that is not written a tensor at a time."""
         shards = self._parts.zero.shards
+        if self._is_late:
+            parts: dict[str, Any] = {}
+            with failing_alike("gather the optimizer's state"):
+                parts = grouped_optimizer_state(self._module, optimizer, shards)
+            return parts
         if self._saves_folders or has_no_parameters(optimizer):
             return optimizer_state(self._module, optimizer, shards)
         whole = full_optimizer_state(
@@ -850,6 +869,7 @@ class ThreeDStrategy(ParallelStrategy):
     ) -> None:
         filepath = self._lasting(self.broadcast(filepath))
         trainer = self._module.trainer
+        is_late, self._is_late = self._is_late, False
         is_running = self._is_in_training and trainer.state.status == TrainerStatus.RUNNING
         if not self._saves.begins(filepath, may_skip=is_running and not is_last_step(trainer)):
             return
@@ -860,8 +880,13 @@ class ThreeDStrategy(ParallelStrategy):
             checkpoint = {**checkpoint, RUN: self._run_state(self._resuming)}
         own, self._saved_state = self._saved_state, {}
         if not self._saves_folders:
-            checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"))
-            self._saves.save(filepath, checkpoint, partial(self._write_file, filepath, storage_options), is_running)
+            is_own = storage_options is None and self._own_path(filepath) is not None
+            late = LateValues() if is_late and is_own else None
+            gathered = gather if late is None else late.gathered
+            checkpoint = self._made_whole(checkpoint, own, gathered) if is_late else checkpoint
+            checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"), gathered)
+            write = partial(self._write_file, filepath, storage_options, late)
+            self._saves.save(filepath, checkpoint, write, is_running)
             return
         if (path := local_path(filepath)) is None:
             raise CheckpointError(f"{filepath} {NO_FOLDERS}.")
@@ -875,15 +900,32 @@ class ThreeDStrategy(ParallelStrategy):
         content = folder_content(left, self.mesh.axis("pp"), further)
         self._saves.save(filepath, content, partial(write_folder, path), is_running)
 
+    def _made_whole(self, checkpoint: dict[str, Any], own: dict[str, Any], gathered: Gather) -> dict[str, Any]:
+        """A checkpoint with the whole states of the model and the optimizers in place of this rank's parts."""
+        pp = self.mesh.axis("pp")
+        checkpoint = replaced_state(checkpoint, own, full_model_state(self._module, pp, gathered))
+        if (states := checkpoint.get("optimizer_states")) is not None:
+            dp = self.mesh.device_mesh["dp_shard"]
+            checkpoint["optimizer_states"] = [
+                state
+                if has_no_parameters(optimizer)
+                else whole_optimizer_state(state, self._module, optimizer, pp, dp, gathered)
+                for state, optimizer in zip(states, self.optimizers, strict=True)
+            ]
+        return checkpoint
+
     def _write_file(
         self,
         filepath: str | os.PathLike[str],
         storage_options: Any,
+        late: LateValues | None,
         checkpoint: dict[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
         with failing_alike(f"write the checkpoint {filepath}", group):
-            if not self.is_global_zero:
+            if late is not None and (path := self._own_path(filepath)) is not None:
+                late.write(partial(write_full, checkpoint, path))
+            elif not self.is_global_zero:
                 pass
             elif storage_options is None and (path := self._own_path(filepath)) is not None:
                 write_full(checkpoint, path)

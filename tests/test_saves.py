@@ -346,6 +346,8 @@ FULL = [
     (Layout(dp=2, zero=3, save_distributed_checkpoint=True), 1),
     (Layout(pp=2, save_distributed_checkpoint=True), 0),
     (Layout(tp=2), 0),
+    (Layout(pp=2), 0),
+    (Layout(dp=2, zero=3), 0),
     (Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True}), 1),
 ]
 

@@ -1398,7 +1398,8 @@ def test_files_of_one_tensor_at_a_time(tmp_path: Path) -> None:
     def content(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return other.untyped_storage() if storage.data_ptr() == first.data_ptr() else storage
 
-    stored_file.save_from({"a": first, "b": [second, first], "c": "text"}, tmp_path / "x", content)
+    with (tmp_path / "x").open("wb") as file:
+        stored_file.save_from({"a": first, "b": [second, first], "c": "text"}, file, content)
     loaded = torch.load(tmp_path / "x", weights_only=True)
     assert torch.equal(loaded["a"], torch.full((2, 3), 7.0))
     assert loaded["b"][1].data_ptr() == loaded["a"].data_ptr()

@@ -9,7 +9,14 @@ torch.distributed.checkpoint; `file` gathers on rank 0 and takes parts out of fu
 from __future__ import annotations
 
 from lightning_3d.checkpoint.export import export_checkpoint
-from lightning_3d.checkpoint.file import full_model_state, full_optimizer_state, load_full, read_full, write_full
+from lightning_3d.checkpoint.file import (
+    full_model_state,
+    full_optimizer_state,
+    load_full,
+    read_full,
+    whole_optimizer_state,
+    write_full,
+)
 from lightning_3d.checkpoint.folder import (
     Folder,
     folder_content,
@@ -18,9 +25,11 @@ from lightning_3d.checkpoint.folder import (
     read_sharded,
     save_sharded,
 )
-from lightning_3d.checkpoint.further_states import states_apart, states_read, states_whole
+from lightning_3d.checkpoint.further_states import replaced_state, states_apart, states_read, states_whole
+from lightning_3d.checkpoint.gathering import Gather, gather
+from lightning_3d.checkpoint.late import LateValues
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, saved_optimizers
-from lightning_3d.checkpoint.own_state import model_state, optimizer_state
+from lightning_3d.checkpoint.own_state import grouped_optimizer_state, model_state, optimizer_state
 from lightning_3d.checkpoint.saved_state import SavedState
 from lightning_3d.checkpoint.shown_state import hooks_see_saving, shown_parts, shown_whole
 from lightning_3d.checkpoint.whole_folder import read_folder
@@ -28,11 +37,15 @@ from lightning_3d.checkpoint.writing import write_folder
 
 __all__ = [
     "Folder",
+    "Gather",
+    "LateValues",
     "folder_content",
     "SavedState",
     "export_checkpoint",
     "full_model_state",
     "full_optimizer_state",
+    "gather",
+    "grouped_optimizer_state",
     "hooks_see_saving",
     "is_sharded_checkpoint",
     "load_full",
@@ -43,6 +56,7 @@ __all__ = [
     "read_folder",
     "read_full",
     "read_sharded",
+    "replaced_state",
     "save_sharded",
     "saved_optimizers",
     "shown_parts",
@@ -50,6 +64,7 @@ __all__ = [
     "states_apart",
     "states_read",
     "states_whole",
+    "whole_optimizer_state",
     "write_folder",
     "write_full",
 ]

@@ -36,9 +36,23 @@ def state_in_original_order(
     """Optimizer state by FQN and name, as `in_original_order`.
 
     Raises:
+        CheckpointError: As `states_in_grouped_order`.
+
+    """
+    states_in_grouped_order(state, parts)
+    return {fqn: _each(values, parts.get(fqn), in_original_order) for fqn, values in state.items()}
+
+
+def states_in_grouped_order(
+    state: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Parts]
+) -> dict[tuple[str, str], Parts]:
+    """The parts of those states of optimizers that are in grouped order, by FQN and name.
+
+    Raises:
         CheckpointError: A state of a weight in grouped order is neither a scalar nor sharded as the weight is.
 
     """
+    along = {}
     for fqn in state.keys() & parts.keys():
         for name, value in state[fqn].items():
             if isinstance(value, Tensor) and value.numel() > 1 and not _is_along(value, parts[fqn]):
@@ -46,7 +60,9 @@ def state_in_original_order(
                     f"state {name!r} of {fqn} has shape {tuple(value.shape)}: of a weight that is sharded in "
                     f"parts of {parts[fqn].sizes} features, only states of the weight's own shape can be saved"
                 )
-    return {fqn: _each(values, parts.get(fqn), in_original_order) for fqn, values in state.items()}
+            if _is_along(value, parts[fqn]):
+                along[fqn, name] = parts[fqn]
+    return along
 
 
 def state_in_grouped_order(
@@ -63,11 +79,11 @@ def _each(
 ) -> Mapping[str, Any]:
     if parts is None:
         return values
-    along = {name for name, value in values.items() if isinstance(value, Tensor) and _is_along(value, parts)}
+    along = {name for name, value in values.items() if _is_along(value, parts)}
     return change(values, dict.fromkeys(along, parts))
 
 
-def _is_along(value: Tensor, parts: Parts) -> bool:
+def _is_along(value: object, parts: Parts) -> bool:
     return isinstance(value, DTensor) and value.dim() > parts.dim and value.shape[parts.dim] == sum(parts.sizes)
 
 

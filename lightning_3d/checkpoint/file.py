@@ -1,59 +1,57 @@
 """One plain Lightning file for any layout: gather full tensors on rank 0, or take this rank's part out of them.
 
-What is gathered has the structure that a single-process Trainer writes, so a plain Trainer resumes from it. Tensors
-come one by one: over dp and tp by DTensor, or point-to-point from the one data-parallel rank that owns it, then
-point-to-point from the stage that owns it to rank 0.
-
-    stage 1, dp 0..1, tp 0..1      full_value (all-gather in the stage)      rank of the pp group of rank 0: send
-    stage 0, rank 0                                                          receive, copy to the CPU, keep
+What is gathered has the structure that a single-process Trainer writes, so a plain Trainer resumes from it. How values
+come to rank 0 is in `gathering`; that they come while the file is written, in `late`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish
-from lightning_3d.checkpoint.box import TensorInfo, check_placements, full_value
+from lightning_3d.checkpoint.box import TensorInfo, check_placements
 from lightning_3d.checkpoint.damage import check_files
 from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.feature_order import states_in_grouped_order
 from lightning_3d.checkpoint.folder import check_no_others
+from lightning_3d.checkpoint.gathering import Gather, gather
+from lightning_3d.checkpoint.late import Content
 from lightning_3d.checkpoint.manifest import checksummed
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
-    Key,
-    exchange,
     filled_from,
+    grouped_optimizer_state,
+    held_names,
     model_state,
-    optimizer_state,
-    owners,
     parameter_fqns,
-    rank_on,
     restore_model,
     state_of,
     tied_fqns,
     unwrapped,
 )
-from lightning_3d.torch_internals.pytree import tree_map_only
+from lightning_3d.tensor.placement import marked
+from lightning_3d.torch_internals.stored_file import save_from
 from lightning_3d.zero.shard import NO_SHARDS, Shards
 
 # ------------------------------------------------------------------------------------------------------------- gather
 
 
-def full_model_state(module: nn.Module, pp: DeviceMesh | None) -> dict[str, Any]:
+def full_model_state(module: nn.Module, pp: DeviceMesh | None, gathered: Gather = gather) -> dict[str, Any]:
     """The full `module.state_dict()`, of all stages; a collective of all ranks.
 
     Args:
         module: The whole module; blocks of other stages are on the meta device.
         pp: The pp axis through this rank, whose group rank is the stage; None without pipeline parallel.
+        gathered: Brings the values to rank 0.
 
     Returns:
         On global rank 0 CPU tensors by FQN in the order of `state_dict()`; tied FQNs share one tensor. Elsewhere `{}`.
@@ -62,11 +60,13 @@ def full_model_state(module: nn.Module, pp: DeviceMesh | None) -> dict[str, Any]
         CheckpointError: A placement that can't be gathered; on all ranks.
 
     """
-    own, first = model_state(module), tied_fqns(module)
+    state, first, parts = state_of(module), tied_fqns(module), marked(module)
+    held = held_names(state)
+    own = {fqn: value for fqn, value in state.items() if fqn in held and first.get(fqn) not in held}
     with failing_alike("gather the model's state"):
         check_placements(own)
-    full = gather({fqn: value for fqn, value in own.items() if first.get(fqn) not in own}, pp)
-    sources = {fqn: fqn if fqn in full else first.get(fqn, fqn) for fqn in state_of(module)}
+    full = gathered(own, pp, grouped={fqn: parts[fqn] for fqn in own if fqn in parts})
+    sources = {fqn: fqn if fqn in full else first.get(fqn, fqn) for fqn in state}
     return {fqn: full[source] for fqn, source in sources.items() if source in full}
 
 
@@ -94,11 +94,37 @@ def full_optimizer_state(
         CheckpointError: As `optimizer_state`, or a placement that can't be gathered; on all ranks.
 
     """
+    own: dict[str, Any] = {}
     with failing_alike("gather the optimizer's state"):
-        own = optimizer_state(module, optimizer, shards)["state"]
-        flat = {(fqn, name): value for fqn, values in own.items() for name, value in values.items()}
+        own = grouped_optimizer_state(module, optimizer, shards)
+    return whole_optimizer_state(own, module, optimizer, pp, dp)
+
+
+def whole_optimizer_state(
+    own: Mapping[str, Any],
+    module: nn.Module,
+    optimizer: Optimizer | LightningOptimizer,
+    pp: DeviceMesh | None,
+    dp: DeviceMesh | None = None,
+    gathered: Gather = gather,
+) -> dict[str, Any]:
+    """The same as `full_optimizer_state`, of what `grouped_optimizer_state` returned.
+
+    Args:
+        own: That.
+        module: As there.
+        optimizer: As there.
+        pp: As there.
+        dp: As there.
+        gathered: Brings the values to rank 0.
+
+    """
+    flat = {(fqn, name): value for fqn, values in own["state"].items() for name, value in values.items()}
+    grouped = {}
+    with failing_alike("gather the optimizer's state"):
+        grouped = states_in_grouped_order(own["state"], marked(module))
         check_placements({f"{name} of {fqn}": value for (fqn, name), value in flat.items()})
-    full = gather(flat, pp, dp)
+    full = gathered(flat, pp, dp, grouped)
     if dist.get_rank() != 0:
         return {}
     index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
@@ -108,65 +134,13 @@ def full_optimizer_state(
     return {"state": state, "param_groups": unwrapped(optimizer).state_dict()["param_groups"]}
 
 
-def gather(own: Mapping[Key, Any], pp: DeviceMesh | None, dp: DeviceMesh | None = None) -> dict[Key, Any]:
-    """Full tensors and other values on rank 0 of what each rank has; a collective of all ranks.
+def write_full(checkpoint: Mapping[str, Any], path: Path, content: Content = lambda storage: storage) -> None:
+    """Write a `.ckpt` file, in place of a file or checkpoint folder there; on one rank.
 
     Args:
-        dp: As in `full_optimizer_state`.
-    """
-    replicas = exchange({key: TensorInfo.of(value) or value for key, value in own.items()}, dp)
-    replica_of = owners(replicas)
-    stages = exchange({key: replicas[replica][key] for key, replica in replica_of.items()}, pp)
-    here = rank_on(pp)
-    full: dict[Key, Any] = {}
-    for key, stage in owners(stages).items():
-        value = stages[stage][key]
-        if stage == here and isinstance(value, TensorInfo):
-            value = _from_replica(own.get(key, value), replica_of[key], dp)
-        if pp is not None and stage != 0 and isinstance(stages[stage][key], TensorInfo):
-            value = _to_first(value, stage, pp) if dist.get_global_rank(pp.get_group(), 0) == 0 else None
-        if dist.get_rank() == 0:
-            full[key] = tree_map_only(Tensor, _on_cpu, value)
-    return full
-
-
-def _from_replica(value: Tensor | TensorInfo, replica: int, dp: DeviceMesh | None) -> Tensor | TensorInfo | None:
-    """The full tensor, on the first rank of the dp axis at least."""
-    if dp is None or replica == 0:
-        return full_value(value) if isinstance(value, Tensor) else value
-    return _to_first(value, replica, dp)
-
-
-def _to_first(value: Tensor | TensorInfo | None, owner: int, axis: DeviceMesh) -> Tensor | None:
-    """Move a full tensor from one rank of the axis to its first; None on ranks that do not end up with it."""
-    group = axis.get_group()
-    # Through host memory where the group can: there rank 0 keeps it, and gloo sends from nowhere else.
-    device = "cpu" if "cpu:" in dist.get_backend_config(group) else axis.device_type
-    if axis.get_local_rank() == owner:
-        assert isinstance(value, Tensor)
-        # As bytes, since backends do not send every dtype.
-        content = value.to(device).contiguous().reshape(-1).view(torch.uint8)
-        if content.numel() > 0:
-            dist.send(content, group=group, group_dst=0)
-        return None
-    if axis.get_local_rank() != 0:
-        return None
-    assert value is not None
-    received = torch.empty(value.shape, dtype=value.dtype, device=device)
-    if received.numel() > 0:
-        dist.recv(received.reshape(-1).view(torch.uint8), group=group, group_src=owner)
-    return received
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    tensor = tensor.cpu()
-    # A view of something larger (gathered with padding) would be written to the file with all of it.
-    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def write_full(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a `.ckpt` file, in place of a file or checkpoint folder there; on one rank.
+        checkpoint: What is written.
+        path: The path of the file.
+        content: Called for each storage when the file comes to it.
 
     Raises:
         CheckpointError: There is a folder with files of others; nothing is changed.
@@ -177,7 +151,7 @@ def write_full(checkpoint: Mapping[str, Any], path: Path) -> None:
     make_room(path, lambda file: True)
     try:
         with aside(path).open("wb") as file, checksummed(file) as written:
-            torch.save(dict(checkpoint), cast(Any, written))
+            save_from(dict(checkpoint), cast(BinaryIO, written), content)
         publish(path, lambda file: True)
     except BaseException:
         give_up(path)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.checkpoint.box import TensorInfo, check_placements, is_part
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.feature_order import in_grouped_order, in_original_order
-from lightning_3d.checkpoint.file import gather
 from lightning_3d.checkpoint.folder import MODEL, Folder
+from lightning_3d.checkpoint.gathering import Gather, gather
 from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts, marked
@@ -56,12 +56,17 @@ def states_apart(
 
 
 def states_whole(
-    checkpoint: Mapping[str, Any], module: nn.Module, own: Mapping[str, Any], pp: DeviceMesh | None
+    checkpoint: Mapping[str, Any],
+    module: nn.Module,
+    own: Mapping[str, Any],
+    pp: DeviceMesh | None,
+    gathered: Gather = gather,
 ) -> dict[str, Any]:
     """A checkpoint for a file: on rank 0 all state dicts in it are whole; a collective of all ranks.
 
     Args:
-        own: As in `states_apart`; whole on rank 0.
+        own: As in `states_apart`; in the checkpoint it is whole on rank 0.
+        gathered: Brings the values to rank 0.
 
     Raises:
         CheckpointError: As `states_apart`.
@@ -69,9 +74,21 @@ def states_whole(
     whole = dict(checkpoint)
     for place in _places(checkpoint, own, is_apart=False):
         state = _at(checkpoint, place)
-        full = gather(_present(state, own, module, place), pp)
+        full = gathered(_present(state, own, module, place), pp)
         whole = _replaced(whole, place, {key: full[key] for key in state if key in full})
     return whole
+
+
+def replaced_state(checkpoint: Mapping[str, Any], own: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A checkpoint with the whole state of the model, wherever its own was put.
+
+    Args:
+        own: As in `states_apart`.
+    """
+    replaced = dict(checkpoint)
+    for place in [place for place, node in _walk(checkpoint) if node is own]:
+        replaced = _replaced(replaced, place, whole)
+    return replaced
 
 
 def states_read(rest: dict[str, Any], folder: Folder, module: nn.Module) -> dict[str, Any]:

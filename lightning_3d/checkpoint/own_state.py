@@ -122,7 +122,7 @@ def has_no_parameters(optimizer: Optimizer | LightningOptimizer) -> bool:
 def optimizer_state(
     module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards = NO_SHARDS
 ) -> dict[str, Any]:
-    """The optimizer's state of the parameters that this rank holds.
+    """The optimizer's state of the parameters that this rank holds; as `model_state`, it has copies of some tensors.
 
     Args:
         shards: Parameter -> the plain part of it that the optimizer's state is of, where it is not of the parameter.
@@ -135,6 +135,14 @@ def optimizer_state(
         CheckpointError: A parameter of the optimizer is not in `module`, or a state can't be saved.
 
     """
+    own = grouped_optimizer_state(module, optimizer, shards)
+    return {**own, "state": state_in_original_order(own["state"], marked(module))}
+
+
+def grouped_optimizer_state(
+    module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards = NO_SHARDS
+) -> dict[str, Any]:
+    """The same as `optimizer_state`, without copies, so that states of fused weights are in the order of those."""
     if has_no_parameters(optimizer):
         return {"state": {}, "param_groups": []}
     fqns = parameter_fqns(module, optimizer)
@@ -168,7 +176,7 @@ def optimizer_state(
         fqn: _placed(values, of_shards[fqn], apart) if fqn in of_shards else values for fqn, values in state.items()
     }
     groups = [{**group, "params": [fqns[i] for i in group["params"]]} for group in packed["param_groups"]]
-    return {"state": state_in_original_order(placed, marked(module)), "param_groups": groups}
+    return {"state": placed, "param_groups": groups}
 
 
 def _apart(state: Mapping[str, Mapping[str, Any]], of_shards: Mapping[str, RankShard]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
 from typing import Any, BinaryIO, cast
@@ -21,13 +20,13 @@ def read_header(file: BinaryIO) -> tuple[Tensor, int]:
     return tensor, cast(int, tensor.untyped_storage()._checkpoint_offset)
 
 
-def save_from(value: object, path: os.PathLike[str], content: Callable[[UntypedStorage], UntypedStorage]) -> None:
+def save_from(value: object, file: BinaryIO, content: Callable[[UntypedStorage], UntypedStorage]) -> None:
     """Write a file as torch.save does.
 
     Args:
         content: Storage in ``value`` -> one whose first bytes are written in its place, before the next is asked for.
     """
-    with _open_zipfile_writer(os.fspath(path)) as writer:
+    with _open_zipfile_writer(file) as writer:
         _save(value, _Records(writer, content), pickle, DEFAULT_PROTOCOL, False)
 
 

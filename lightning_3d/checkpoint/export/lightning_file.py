@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +10,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_3d.checkpoint.export.stored_tensor import StoredTensor, scratch
+from lightning_3d.checkpoint.room import Room
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
 from lightning_3d.torch_internals.stored_file import save_from
-
-_ALIGNMENT = 64
-"""Bytes; that of torch's own storages."""
 
 
 def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
@@ -27,8 +23,8 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
         path: A file that is not there.
     """
     stored = [leaf for leaf in dict.fromkeys(_tensors(checkpoint)) if leaf.num_bytes]
-    room = _Room(sum(leaf.num_bytes + _ALIGNMENT for leaf in stored))
-    places = {leaf: room.take(leaf) for leaf in stored}
+    room = Room(leaf.info for leaf in stored)
+    places = {leaf: room.take(leaf.info) for leaf in stored}
     at = {place.data_ptr(): leaf for leaf, place in places.items()}
     one = scratch((max((leaf.num_bytes for leaf in stored), default=0),), torch.uint8)
 
@@ -41,24 +37,9 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
     def standing_for(leaf: StoredTensor) -> Tensor:
         return places[leaf] if leaf in places else torch.empty(leaf.info.shape, dtype=leaf.info.dtype)
 
-    save_from(tree_map_only(StoredTensor, standing_for, dict(checkpoint)), path, content)
+    with path.open("wb") as file:
+        save_from(tree_map_only(StoredTensor, standing_for, dict(checkpoint)), file, content)
 
 
 def _tensors(checkpoint: Mapping[str, Any]) -> list[StoredTensor]:
     return [leaf for leaf in tree_leaves(dict(checkpoint)) if isinstance(leaf, StoredTensor)]
-
-
-class _Room:
-    """Addresses that nothing lies at, which cost no memory: tensors there have a shape, a dtype and an identity."""
-
-    def __init__(self, size: int) -> None:
-        self._mapping = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-        self._taken = 0
-
-    def take(self, leaf: StoredTensor) -> Tensor:
-        start, self._taken = self._taken, self._taken + -(-leaf.num_bytes // _ALIGNMENT) * _ALIGNMENT
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")
-            count = leaf.num_bytes // leaf.info.dtype.itemsize
-            flat = torch.frombuffer(self._mapping, dtype=leaf.info.dtype, count=count, offset=start)
-        return flat.view(leaf.info.shape)
