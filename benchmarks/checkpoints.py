@@ -37,7 +37,7 @@ from benchmarks.launch import run_ranks
 from lightning_3d import ThreeDStrategy
 from lightning_3d.checkpoint import model_state
 
-WIDTH, LAYERS, ROUNDS = 2048, 24, 5
+WIDTH, LAYERS, ROUNDS = 2048, 24, 6
 
 
 class _Large(L.LightningModule):
@@ -111,14 +111,19 @@ def _against_torch(folder: Path, trainer: L.Trainer) -> dict[str, list[float]]:
         strategy.load_optimizer_state_dict(checkpoint)
 
     found: dict[str, list[float]] = {name: [] for name in ("save", "save by torch", "load", "load by torch")}
-    for _ in range(ROUNDS):
+    acts = {
+        "save by torch": partial(save, states, checkpoint_id=theirs),
+        "save": lambda: trainer.save_checkpoint(ours),
+        "load by torch": lambda: load(_with_new_optimizer(states), checkpoint_id=theirs),
+        "load": restore,
+    }
+    for number in range(ROUNDS):
         if dist.get_rank() == 0:
             for path in (ours, theirs):
                 shutil.rmtree(path, ignore_errors=True)
-        found["save by torch"].append(_timed(partial(save, states, checkpoint_id=theirs)))
-        found["save"].append(_timed(lambda: trainer.save_checkpoint(ours)))
-        found["load by torch"].append(_timed(lambda: load(_with_new_optimizer(states), checkpoint_id=theirs)))
-        found["load"].append(_timed(restore))
+        for names in (("save by torch", "save"), ("load by torch", "load")):
+            for name in names if number % 2 else reversed(names):  # a disk may slow down after a while
+                found[name].append(_timed(acts[name]))
     written = sum(file.stat().st_size for file in ours.iterdir())
     num_bytes = _num_bytes(states)
     found["bytes"] = [written / num_bytes]

@@ -62,8 +62,9 @@ def iterates_anew(trainer: Trainer) -> bool:
 
 
 def num_read(trainer: Trainer) -> int:
-    """Batches of the epoch that were read before."""
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    """Batches of the epoch that were read before; those that are counted of an epoch that was complete are none."""
+    loop = trainer.fit_loop
+    return loop.epoch_loop.batch_progress.current.ready if loop.restarted_mid_epoch else 0
 
 
 def training_loaders(trainer: Trainer) -> Sequence[Any]:
