@@ -208,14 +208,14 @@ class ThreeDStrategy(ParallelStrategy):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the settings and the model, and none of what belongs to the processes and their run."""
         state: dict[str, Any] = super().__getstate__()
-        state.pop("_local_steps", None)
+        for name in ("_local_steps", "_saves"):
+            state.pop(name, None)
         of_run = dict.fromkeys(
             ("_mesh", "_control", "_rendezvous", "_parallel", "_layout", "_restores", "_resuming", "_resumes")
         )
         return {
             **state,
             **of_run,
-            "_saves": Saves(self.config.checkpoint, self._timeout),
             "_is_in_training": False,
             "_trained_with": [],
             "_unsaved": [],
@@ -226,6 +226,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._saves = Saves(self.config.checkpoint, self._timeout)
         if self._launcher is not None:
             self._configure_launcher()
 
