@@ -28,29 +28,17 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.launch import run_ranks
+from benchmarks.models import Linears
+from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 from lightning_3d.checkpoint import model_state
 
 WIDTH, LAYERS, ROUNDS = 2048, 24, 6
-
-
-class _Large(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.blocks(batch[0]).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class _Saving(Callback):
@@ -68,18 +56,9 @@ class _Saving(Callback):
 def _fit(measure: Callable[[L.Trainer], Any], num_ranks: int, **checkpoint: Any) -> Any:
     torch.manual_seed(0)
     callback = _Saving(measure)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=num_ranks,
-        strategy=ThreeDStrategy(zero={"stage": 1 if num_ranks == 1 else 3}, checkpoint=checkpoint),
-        max_steps=2,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(_Large(), DataLoader(TensorDataset(torch.randn(4 * num_ranks, WIDTH)), batch_size=2))
+    strategy = ThreeDStrategy(zero={"stage": 1 if num_ranks == 1 else 3}, checkpoint=checkpoint)
+    trainer = quiet_trainer(strategy, num_ranks, 2, callback)
+    trainer.fit(Linears(WIDTH, LAYERS), DataLoader(TensorDataset(torch.randn(4 * num_ranks, WIDTH)), batch_size=2))
     return callback.found
 
 

@@ -23,11 +23,12 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.launch import run_ranks
+from benchmarks.models import Linears
+from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 
 WIDTH, LAYERS = 1024, 12
@@ -36,19 +37,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2, ZeRO-1": {"zero": {"stage": 1}},
     "dp 2, ZeRO-3": {"zero": {"stage": 3}},
 }
-
-
-class _Large(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.blocks(batch[0]).square().mean()
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 class _Saving(Callback):
@@ -92,18 +80,8 @@ def _bytes(name: str) -> int:
 def _measure(folder: Path, layout: dict[str, Any], *, is_whole: bool) -> dict[str, float]:
     torch.manual_seed(0)
     callback = (_Seeing if is_whole else _Saving)(folder / "saved.ckpt")
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=ThreeDStrategy(save_distributed_checkpoint=False, **layout),
-        max_steps=1,
-        callbacks=[callback],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(_Large(), DataLoader(TensorDataset(torch.randn(4, WIDTH)), batch_size=2))
+    trainer = quiet_trainer(ThreeDStrategy(save_distributed_checkpoint=False, **layout), 2, 1, callback)
+    trainer.fit(Linears(WIDTH, LAYERS), DataLoader(TensorDataset(torch.randn(4, WIDTH)), batch_size=2))
     return callback.found
 
 

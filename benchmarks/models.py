@@ -1,4 +1,4 @@
-"""A GPT for measurements, as a plain LightningModule."""
+"""Models for measurements, as plain LightningModules."""
 
 from __future__ import annotations
 
@@ -52,6 +52,21 @@ class GPT(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Linears(L.LightningModule):
+    """Square layers in a row, all but free to run and large to save; a batch is (inputs,), (B, D)."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.blocks(batch[0]).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
