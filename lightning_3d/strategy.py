@@ -262,18 +262,15 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     def num_processes(self) -> int:
         """Processes on this node."""
-        if self._mesh is not None and self.mesh.shape.dp < self.mesh.shape.world_size:
-            warn_of_copies(self.mesh.shape, "num_processes")
+        warn_of_copies(self._mesh, "num_processes")
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     @override
     def world_size(self) -> int:
         """Number of all ranks, as in every strategy."""
-        size = super().world_size
-        if self._mesh is not None and self.mesh.shape.dp < size:
-            warn_of_copies(self.mesh.shape, "world_size")
-        return size
+        warn_of_copies(self._mesh, "world_size")
+        return super().world_size
 
     @property
     def process_group_backend(self) -> str | None:
@@ -312,7 +309,7 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     def _is_in_parts(self) -> bool:
         """Whether ranks hold parts of the model."""
-        return self.config.zero.stage == 3 or self.mesh.shape.pp * self.mesh.shape.tp > 1
+        return self.config.zero.stage == 3 or self.mesh.shape.is_model_parallel
 
     @property
     def _module(self) -> LightningModule:
@@ -442,7 +439,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._patches.enter_context(parts_averaged())
         if self.mesh.shape.dp == 1:
             self._patches.enter_context(lightning_helpers.logging_as_alone())
-        if self.mesh.shape.pp * self.mesh.shape.tp > 1:
+        if self.mesh.shape.is_model_parallel:
             self._patches.enter_context(torch.compiler.set_stance("force_eager"))
         refuse_callbacks(trainer, self.mesh)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -471,7 +468,7 @@ class ThreeDStrategy(ParallelStrategy):
             self._precision.convert(self._module, self.config.precision, self.root_device)
             refuse_unsupported(self._module, self.mesh, self.config.zero)
             sync_norms(self._module, syncing, self.mesh.shape)
-            if self.mesh.shape.pp * self.mesh.shape.tp > 1:
+            if self.mesh.shape.is_model_parallel:
                 warn_of_compiled(self._module)
                 leave_out_module_names(trainer)
             wait = Waits(trainer, lambda: self._is_stepping)
@@ -692,7 +689,7 @@ class ThreeDStrategy(ParallelStrategy):
                     f" another layout now. Copy the model {SUMMON}."
                 )
             root = copied
-        is_whole = type(parts.zero) is PlainParameters and self.mesh.shape.pp * self.mesh.shape.tp == 1
+        is_whole = type(parts.zero) is PlainParameters and not self.mesh.shape.is_model_parallel
         if not is_whole:
             self._met.meet(range(self.mesh.shape.world_size), "summon_full_params")
         if is_whole and writeback:

@@ -50,6 +50,11 @@ class MeshShape:
         """The number of all ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def is_model_parallel(self) -> bool:
+        """Whether ranks hold parts of the model, whatever ZeRO does."""
+        return self.pp * self.tp > 1
+
     def coordinate(self, rank: int) -> MeshCoordinate:
         """The coordinate of a global rank, ``0 <= rank < world_size``."""
         assert 0 <= rank < self.world_size, f"rank {rank} is outside a mesh of {self.world_size}"

@@ -76,7 +76,7 @@ class Observer:
         """Find the coarsest blocks that balance the stages, and trace the step."""
         pipeline = config.pipeline
         blocks = find_blocks(self._module, pipeline.partition)
-        if shape.pp * shape.tp == 1:
+        if not shape.is_model_parallel:
             return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
         num_stages, imbalance = len(pipeline.stage_ranks(shape.pp)), greatest_imbalance(pipeline.partition)
         if num_stages > 1 and imbalance is not None and not is_balanced(blocks, num_stages, imbalance):

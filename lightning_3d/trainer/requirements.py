@@ -60,7 +60,7 @@ def refuse_places(trainer: Trainer, *, as_folders: bool) -> None:
 
 def refuse_serving(trainer: Trainer, mesh: Mesh, config: ZeroConfig) -> None:
     """Raise for a callback that runs the model on one rank, in a process of its own."""
-    is_in_parts = mesh.shape.pp * mesh.shape.tp > 1 or (config.stage == 3 and mesh.shape.dp > 1)
+    is_in_parts = mesh.shape.is_model_parallel or (config.stage == 3 and mesh.shape.dp > 1)
     if is_in_parts and any(isinstance(c, ServableModuleValidator) for c in callbacks_of(trainer)):
         raise StepError(
             "ServableModuleValidator serves the model from rank 0, but with"
@@ -72,14 +72,14 @@ def refuse_serving(trainer: Trainer, mesh: Mesh, config: ZeroConfig) -> None:
 
 def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) -> None:
     """Raise for what can't run on this mesh."""
-    if mesh.shape.pp * mesh.shape.tp > 1 and not module.automatic_optimization:
+    if mesh.shape.is_model_parallel and not module.automatic_optimization:
         raise StepError(
             f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but with"
             f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} its training_step is"
             " traced before there are optimizers, and pipeline stages run forward and backward together. Use automatic"
             " optimization, or size 1 for both."
         )
-    if mesh.shape.pp * mesh.shape.tp > 1:
+    if mesh.shape.is_model_parallel:
         _refuse_fetching(module, mesh)
     callbacks = callbacks_of(module.trainer)
     averaging = [c for c in callbacks if isinstance(c, (StochasticWeightAveraging, WeightAveraging))]
@@ -89,7 +89,7 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) 
             f" zero.averaging_period={config.averaging_period}, so that ranks would differ: use one of them."
         )
     is_fully_sharded = config.stage == 3 and (mesh.shape.dp > 1 or config.offload_params != "none")
-    if mesh.shape.pp * mesh.shape.tp > 1 or is_fully_sharded:
+    if mesh.shape.is_model_parallel or is_fully_sharded:
         _refuse_lost(module)
     if mesh.shape.world_size > 1:
         _refuse_sparse(module)
@@ -176,7 +176,7 @@ def _refuse_strangers(optimizers: Sequence[Optimizer], module: LightningModule) 
 
 
 def _refuse_layout(name: str, kind: OptimizerKind, mesh: Mesh, config: ZeroConfig) -> None:
-    if kind == "all" and mesh.shape.pp * mesh.shape.tp > 1:
+    if kind == "all" and mesh.shape.is_model_parallel:
         raise StepError(
             f"{name} steps all parameters together, or runs training_step several times per step, but with"
             f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} no rank has them"

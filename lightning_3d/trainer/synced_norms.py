@@ -28,7 +28,7 @@ def check_synced(module: LightningModule, plugin: LayerSync | None, shape: MeshS
     if not asks and not synced:
         return
     what = f"Trainer(sync_batchnorm=True) for {next(iter(norms))}" if asks else f"{synced[0]}, a SyncBatchNorm,"
-    if shape.pp * shape.tp > 1:
+    if shape.is_model_parallel:
         raise StepError(
             f"{what} communicates inside of a block, but with pipeline_parallel_size={shape.pp} and"
             f" tensor_parallel_size={shape.tp} blocks are traced, where they can't. Use size 1 for both, or leave it"
