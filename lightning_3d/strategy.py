@@ -878,12 +878,12 @@ class ThreeDStrategy(ParallelStrategy):
             checkpoint = {**checkpoint, RUN: self._run_state(self._resuming)}
         own, self._saved_state = self._saved_state, {}
         if not self._saves_folders:
-            is_own = storage_options is None and self._own_path(filepath) is not None
-            late = LateValues() if is_late and is_own else None
+            own_path = self._own_path(filepath) if storage_options is None else None
+            late = LateValues() if is_late and own_path is not None else None
             gathered = gather if late is None else late.gathered
             checkpoint = self._made_whole(checkpoint, own, gathered) if is_late else checkpoint
             checkpoint = states_whole(checkpoint, self._module, own, self.mesh.axis("pp"), gathered)
-            write = partial(self._write_file, filepath, storage_options, late)
+            write = partial(self._write_file, filepath, own_path, storage_options, late)
             self._saves.save(filepath, checkpoint, write, is_running)
             return
         if (path := local_path(filepath)) is None:
@@ -915,18 +915,19 @@ class ThreeDStrategy(ParallelStrategy):
     def _write_file(
         self,
         filepath: str | os.PathLike[str],
+        own_path: Path | None,
         storage_options: Any,
         late: LateValues | None,
         checkpoint: dict[str, Any],
         group: dist.ProcessGroup | None,
     ) -> None:
         with failing_alike(f"write the checkpoint {filepath}", group):
-            if late is not None and (path := self._own_path(filepath)) is not None:
-                late.write(partial(write_full, checkpoint, path))
+            if own_path is not None and late is not None:
+                late.write(partial(write_full, checkpoint, own_path))
             elif not self.is_global_zero:
                 pass
-            elif storage_options is None and (path := self._own_path(filepath)) is not None:
-                write_full(checkpoint, path)
+            elif own_path is not None:
+                write_full(checkpoint, own_path)
             else:
                 super().save_checkpoint(checkpoint, str(filepath), storage_options)
 
@@ -946,7 +947,7 @@ class ThreeDStrategy(ParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         filepath = self._lasting(filepath)
         if self.is_global_zero:
-            self._saves.remove(filepath, partial(self._remove, filepath))
+            self._saves.once_saved(filepath, partial(self._remove, filepath))
 
     def _remove(self, filepath: str | Path) -> None:
         if (path := self._own_path(filepath)) is not None and os.path.lexists(path):
@@ -978,7 +979,7 @@ class ThreeDStrategy(ParallelStrategy):
             return
         with failing_alike(f"change the link {path}"):
             if self.is_global_zero:
-                self._saves.change_link(path, act)
+                self._saves.once_saved(path, act)
 
     @override
     def load_checkpoint(

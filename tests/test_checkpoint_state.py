@@ -40,14 +40,13 @@ from lightning_3d.checkpoint import (
     optimizer_state,
     read_full,
     read_sharded,
-    save_sharded,
     saved_optimizers,
     write_full,
 )
 from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.errors import CheckpointError
-from tests.checkpoints import restore_folder, restore_full
+from tests.checkpoints import restore_folder, restore_full, save_sharded
 from tests.workers import WorkerError, WorkerPools
 
 # -------------------------------------------------------------------------------------------------------------- model

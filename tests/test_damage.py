@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.checkpoint import full_model_state, model_state, read_full, read_sharded, save_sharded, write_full
+from lightning_3d.checkpoint import full_model_state, model_state, read_full, read_sharded, write_full
 from lightning_3d.checkpoint.box import fill
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.folder import MODEL
@@ -21,6 +21,7 @@ from lightning_3d.checkpoint.manifest import MANIFEST, META, Checksum, manifest_
 from lightning_3d.checkpoint.whole_folder import read_folder
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
+from tests.checkpoints import save_sharded
 from tests.test_checkpoint_state import LAYOUTS, build, value_of
 from tests.workers import WorkerPools
 

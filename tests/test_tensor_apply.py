@@ -25,7 +25,6 @@ from lightning_3d.checkpoint import (
     full_optimizer_state,
     model_state,
     optimizer_state,
-    save_sharded,
 )
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.errors import PlanError
@@ -40,7 +39,7 @@ from lightning_3d.tensor import (
     verify_block,
 )
 from lightning_3d.tensor.placement import Shard, marked
-from tests.checkpoints import restore_folder, restore_full
+from tests.checkpoints import restore_folder, restore_full, save_sharded
 from tests.collectives import Collectives, planned
 from tests.models import ADAM_EPS, Block
 from tests.test_tensor_plan import (

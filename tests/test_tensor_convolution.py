@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.checkpoint import model_state, optimizer_state, save_sharded
+from lightning_3d.checkpoint import model_state, optimizer_state
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block
 from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import Role
-from tests.checkpoints import restore_folder
+from tests.checkpoints import restore_folder, save_sharded
 from tests.collectives import Collectives, Sent, by_kind, planned
 from tests.models import ADAM_EPS
 from tests.workers import WorkerPools

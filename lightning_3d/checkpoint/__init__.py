@@ -23,7 +23,6 @@ from lightning_3d.checkpoint.folder import (
     is_sharded_checkpoint,
     load_sharded,
     read_sharded,
-    save_sharded,
 )
 from lightning_3d.checkpoint.further_states import replaced_state, states_apart, states_read, states_whole
 from lightning_3d.checkpoint.gathering import Gather, gather
@@ -57,7 +56,6 @@ __all__ = [
     "read_full",
     "read_sharded",
     "replaced_state",
-    "save_sharded",
     "saved_optimizers",
     "shown_parts",
     "shown_whole",

@@ -17,8 +17,8 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LONGEST = 200  # bytes of a name, to which others are added; systems take 255
@@ -37,15 +37,33 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 def aside(path: Path) -> Path:
     """Where a checkpoint is written that goes to this path."""
     name = path.name.replace("ckpt_", "ckpt%5F")  # Lightning takes names with `hpc_ckpt_` for such checkpoints
-    if len(os.fsencode(name)) > _LONGEST:
-        name = hashlib.sha256(os.fsencode(name)).hexdigest()
-    return path.with_name(f".{name}.saving")
+    return path.with_name(f".{_shortened(name)}.saving")
 
 
 def completed(path: Path) -> Path:
     """Where the checkpoint of this path is: there, or where a killed save had moved it."""
     before = _before(path)
     return before if not os.path.lexists(path) and before.exists() else path
+
+
+@contextmanager
+def replacing(path: Path, is_own: Callable[[Path], bool]) -> Iterator[Path]:
+    """Write a checkpoint aside, which then takes its place; after a failure what was there stays.
+
+    Args:
+        path: The path of the checkpoint.
+        is_own: As in ``make_room``.
+
+    Yields:
+        Where it is written.
+    """
+    make_room(path, is_own)
+    try:
+        yield aside(path)
+        publish(path, is_own)
+    except BaseException:
+        give_up(path)
+        raise
 
 
 def make_room(path: Path, is_own: Callable[[Path], bool]) -> None:
@@ -78,20 +96,15 @@ def publish(path: Path, is_own: Callable[[Path], bool]) -> None:
         is_own: As in ``make_room``.
     """
     staged = aside(path)
-    _sync(staged)
+    _sync_below(staged)
     if not _is_folder(path) and (not _is_folder(staged) or not os.path.lexists(path)):
         staged.replace(path)
-        old = None
-    elif _exchanged(staged, path):
-        old = staged
-    else:
+    elif not _exchanged(staged, path):
         path.rename(_before(path))
         staged.rename(path)
         _before(path).rename(staged)
-        old = staged
     _sync(path.parent)
-    if old is not None:
-        _remove(old, keep_in=path, is_own=is_own)
+    _remove(staged, keep_in=path, is_own=is_own)
 
 
 def remove(path: Path) -> None:
@@ -103,10 +116,14 @@ def remove(path: Path) -> None:
 
 
 def _before(path: Path) -> Path:
-    stem = path.stem
-    if len(os.fsencode(path.name)) > _LONGEST:
-        stem = hashlib.sha256(os.fsencode(path.name)).hexdigest()
+    stem = _shortened(path.name).removesuffix(path.suffix)
     return path.with_name(f"{stem}.before-replacement{path.suffix}")
+
+
+def _shortened(name: str) -> str:
+    """A name, or a digest of it that leaves room for additions."""
+    encoded = os.fsencode(name)
+    return name if len(encoded) <= _LONGEST else hashlib.sha256(encoded).hexdigest()
 
 
 def _is_folder(path: Path) -> bool:
@@ -140,12 +157,17 @@ def _others(folder: Path, is_own: Callable[[Path], bool]) -> Collection[Path]:
     return [file for file in folder.iterdir() if not is_own(file)]
 
 
-def _sync(path: Path) -> None:
-    """Have the system write a file or the names in a folder, and all that is in it, to its disk."""
+def _sync_below(path: Path) -> None:
+    """Have the system write a file, or a folder and all that is in it, to its disk."""
     if path.is_symlink():  # a name like others in its folder
         return
-    for inner in path.iterdir() if path.is_dir() and path.suffix == ".saving" else ():
-        _sync(inner)
+    for inner in path.iterdir() if path.is_dir() else ():
+        _sync_below(inner)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to its disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

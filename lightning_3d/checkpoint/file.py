@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish
+from lightning_3d.checkpoint.atomic import replacing
 from lightning_3d.checkpoint.box import TensorInfo, check_placements
 from lightning_3d.checkpoint.damage import check_files
 from lightning_3d.checkpoint.fail_alike import failing_alike
@@ -148,14 +148,8 @@ def write_full(checkpoint: Mapping[str, Any], path: Path, content: Content = lam
 
     """
     check_no_others(path)
-    make_room(path, lambda file: True)
-    try:
-        with aside(path).open("wb") as file, checksummed(file) as written:
-            save_from(dict(checkpoint), cast(BinaryIO, written), content)
-        publish(path, lambda file: True)
-    except BaseException:
-        give_up(path)
-        raise
+    with replacing(path, lambda file: True) as staged, staged.open("wb") as file, checksummed(file) as written:
+        save_from(dict(checkpoint), cast(BinaryIO, written), content)
 
 
 # --------------------------------------------------------------------------------------------------------------- load

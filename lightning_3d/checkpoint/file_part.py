@@ -1,10 +1,12 @@
-"""A part of a file, read as a file."""
+"""A part of a file, read as a file or into a tensor."""
 
 from __future__ import annotations
 
 import io
 from typing import Any, BinaryIO, cast
 
+import torch
+from torch import Tensor
 from typing_extensions import override
 
 
@@ -17,6 +19,24 @@ def file_part(file: BinaryIO, start: int, length: int) -> BinaryIO:
         length: Their number.
     """
     return cast(BinaryIO, _Part(file, start, length))
+
+
+def read_into(tensor: Tensor, file: BinaryIO, start: int) -> int:
+    """Read the values of a tensor, as they lie in memory.
+
+    Args:
+        tensor: It is contiguous and on the CPU.
+        file: Opened without a buffer; its position changes.
+        start: The first byte of them.
+
+    Returns:
+        The number of bytes that the file lacks.
+    """
+    file.seek(start)
+    room = memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+    while room and (num_read := file.readinto(room)):  # type: ignore[attr-defined]
+        room = room[num_read:]
+    return len(room)
 
 
 class _Part(io.RawIOBase):

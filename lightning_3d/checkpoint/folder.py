@@ -45,7 +45,7 @@ from lightning_3d.checkpoint.own_state import (
     state_of,
 )
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader
-from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent, write_folder
+from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent
 from lightning_3d.errors import CheckpointError
 
 TreePath = tuple[str | int, ...]
@@ -113,27 +113,6 @@ def folder_content(
         if dist.get_rank() == 0:
             state[section]["param_groups"] = optimizers[section]["param_groups"]
     return state, rest.getvalue()
-
-
-def save_sharded(
-    path: Path,
-    checkpoint: Mapping[str, Any],
-    pp: DeviceMesh | None,
-    further: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> None:
-    """Write a checkpoint folder, in place of what is there; a collective of all ranks.
-
-    Args:
-        path: The same on all ranks, on a file system that all of them share.
-        checkpoint: As in `folder_content`.
-        pp: The same.
-        further: The same.
-
-    Raises:
-        CheckpointError: As there, or the folder can't be written; on all ranks.
-
-    """
-    write_folder(path, folder_content(checkpoint, pp, further))
 
 
 def check_no_others(path: Path) -> None:

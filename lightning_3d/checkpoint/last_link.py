@@ -14,7 +14,7 @@ import os
 import shutil
 from pathlib import Path
 
-from lightning_3d.checkpoint.atomic import aside, make_room, publish
+from lightning_3d.checkpoint.atomic import replacing
 from lightning_3d.checkpoint.folder import check_no_others
 
 
@@ -34,16 +34,14 @@ def link(checkpoint: Path, path: Path, *, may_come: bool = False) -> None:
         return
     if not path.is_symlink():
         check_no_others(path)
-    make_room(path, lambda file: True)
-    staged = aside(path)
-    try:
-        staged.symlink_to(os.path.relpath(checkpoint, path.parent))
-    except OSError:
-        if checkpoint.is_dir():
-            shutil.copytree(checkpoint, staged)
-        else:
-            shutil.copyfile(checkpoint, staged)
-    publish(path, lambda file: True)
+    with replacing(path, lambda file: True) as staged:
+        try:
+            staged.symlink_to(os.path.relpath(checkpoint, path.parent))
+        except OSError:
+            if checkpoint.is_dir():
+                shutil.copytree(checkpoint, staged)
+            else:
+                shutil.copyfile(checkpoint, staged)
 
 
 def link_before_removal(gone: Path, newest: Path, path: Path) -> None:

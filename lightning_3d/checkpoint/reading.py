@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_3d.checkpoint.file_part import file_part
+from lightning_3d.checkpoint.file_part import file_part, read_into
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals import stored_index
 from lightning_3d.torch_internals.stored_file import read_header
@@ -101,12 +101,9 @@ class FolderReader(FileSystemReader):
             if target.shape != (rows, *whole.shape[1:]):
                 return False
             first = whole.storage_offset() + item.storage_offsets[0] * whole.stride(0)
-            file.seek(stored.offset + begin + first * whole.element_size())
-            into = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
-            while into and (count := file.readinto(into)):
-                into = into[count:]
-        if into:
-            raise CheckpointError(f"{stored.relative_path} ends {len(into)} bytes too early")
+            num_missing = read_into(target, file, stored.offset + begin + first * whole.element_size())
+        if num_missing:
+            raise CheckpointError(f"{stored.relative_path} ends {num_missing} bytes too early")
         planner.commit_tensor(item, target)
         return True
 

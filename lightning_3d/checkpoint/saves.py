@@ -30,7 +30,7 @@ _Content = TypeVar("_Content")
 
 
 class Saves:
-    """The saves of one run; all ranks call its methods alike, but for `remove`.
+    """The saves of one run; all ranks call its methods alike, but for `once_saved`.
 
     Args:
         settings: How checkpoints are written.
@@ -93,21 +93,12 @@ class Saves:
         copy, group = self._staging.copied(content), self._group
         self._flight = _Flight(lambda: write(copy, group), lambda: self._removals.succeed(number, os.fspath(path)))
 
-    def remove(self, path: str | os.PathLike[str], act: Callable[[], None]) -> None:
-        """Remove a checkpoint once the save before has succeeded.
+    def once_saved(self, path: str | os.PathLike[str], act: Callable[[], None]) -> None:
+        """Remove a checkpoint, or change a link to one, once the save before has succeeded.
 
         Args:
-            path: The checkpoint.
-            act: Removes it.
-        """
-        self._removals.add(os.fspath(path), act)
-
-    def change_link(self, path: str | os.PathLike[str], act: Callable[[], None]) -> None:
-        """Let a link point to another checkpoint once the save before has succeeded, and before removals that follow.
-
-        Args:
-            path: The link.
-            act: Changes it; only the last of several counts.
+            path: The checkpoint or the link.
+            act: Removes or changes it; only the last of several counts. Others that were given later follow.
         """
         self._removals.add(os.fspath(path), act)
 

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint import atomic, full_model_state, model_state, save_sharded, write_full
+from lightning_3d.checkpoint import atomic, full_model_state, model_state, write_full
 from lightning_3d.checkpoint.atomic import completed
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.folder import MODEL, Folder, read_rest
 from lightning_3d.checkpoint.manifest import ChecksummedFile
+from tests.checkpoints import save_sharded
 from tests.test_checkpoint_state import LAYOUTS, build
 
 _EVENTS = ("open", "os.", "shutil.", "ctypes.call_function")

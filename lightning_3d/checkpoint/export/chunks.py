@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from lightning_3d.checkpoint.box import TensorInfo
 from lightning_3d.checkpoint.export.stored_tensor import PIECE, StoredTensor, scratch
-from lightning_3d.checkpoint.file_part import file_part
+from lightning_3d.checkpoint.file_part import file_part, read_into
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.stored_file import read_header
 
@@ -107,10 +107,7 @@ class _Chunk:
         rows = scratch((last - first, *sizes[1:]), self._dtype)
         row = math.prod(sizes[1:]) * self._dtype.itemsize
         with self._path.open("rb", buffering=0) as file:
-            file.seek(self._start + first * row)
-            into = rows.view(-1).view(torch.uint8).numpy().data
-            while into and (num_read := file.readinto(into)):
-                into = into[num_read:]
-        if into:
+            num_missing = read_into(rows, file, self._start + first * row)
+        if num_missing:
             raise CheckpointError(f"{self._path} ends within a tensor: it is damaged")
         return rows

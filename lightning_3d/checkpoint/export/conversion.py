@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_3d.checkpoint.atomic import aside, completed, give_up, local_path, make_room, publish
+from lightning_3d.checkpoint.atomic import completed, local_path, replacing
 from lightning_3d.checkpoint.export import safetensors
 from lightning_3d.checkpoint.export.lightning_file import write_file
 from lightning_3d.checkpoint.export.renamed_folder import write_renamed
@@ -99,13 +99,8 @@ def export_checkpoint(
         )
     else:
         write = partial(write_renamed, opened.path, for_fsdp=format == "fsdp")
-    make_room(path, is_own)
-    try:
-        write(aside(path))
-        publish(path, is_own)
-    except BaseException:
-        give_up(path)
-        raise
+    with replacing(path, is_own) as staged:
+        write(staged)
 
 
 def _local(path: str | PathLike[str]) -> Path:
