@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.models import ADAM_EPS, TinyGPT, TinyMLP, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.tables import on_four_ranks, some_in_matrix
 from tests.workers import WorkerError, WorkerPools
 
 LAYOUTS = (
@@ -169,7 +170,7 @@ def averages() -> Averaged:
     return _average(None)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", some_in_matrix(LAYOUTS, on_four_ranks), ids=str)
 def test_averages_are_those_of_one_process(workers: WorkerPools, averages: Averaged, layout: Layout) -> None:
     for rank in workers(layout.world_size).run(_average, layout):
         for name in AVERAGES if layout.world_size == 2 else ON_FOUR_RANKS:

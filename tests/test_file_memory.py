@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.models import TinyMLP, features, tokens, training_loader
 from tests.parity import QUIET, Layout
+from tests.tables import on_four_ranks, some_in_matrix
 from tests.test_averaging import Model
 from tests.workers import WorkerPools
 
@@ -62,7 +63,11 @@ def _assert_same(one: Any, other: Any, place: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "is_averaged"), [*((layout, False) for layout in LAYOUTS), (LAYOUTS[0], True), (LAYOUTS[2], True)]
+    ("layout", "is_averaged"),
+    some_in_matrix(
+        [*((layout, False) for layout in LAYOUTS), (LAYOUTS[0], True), (LAYOUTS[2], True)],
+        lambda layout, is_averaged: on_four_ranks(layout) or (is_averaged and layout.pp > 1),
+    ),
 )
 def test_the_same_content(workers: WorkerPools, tmp_path: Path, layout: Layout, is_averaged: bool) -> None:
     workers(layout.world_size).run(_in_both_ways, layout, tmp_path, is_averaged)

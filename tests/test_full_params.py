@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens, training_loader
-from tests.parity import QUIET, Job, Layout, run_reference
+from tests.parity import QUIET, Job, Layout, ReferenceRun, run_reference
+from tests.tables import on_four_ranks, some_in_matrix
 from tests.workers import WorkerPools
 
 LAYOUTS = (
@@ -55,9 +56,15 @@ def _summon(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[
     return read, written, head
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_parameters_are_whole_to_be_read_and_written(workers: WorkerPools, layout: Layout) -> None:
-    reference = run_reference(Job(model=partial(TinyGPT), steps=3))
+@pytest.fixture(scope="module")
+def reference() -> ReferenceRun:
+    return run_reference(Job(model=partial(TinyGPT), steps=3))
+
+
+@pytest.mark.parametrize("layout", some_in_matrix(LAYOUTS, on_four_ranks), ids=str)
+def test_parameters_are_whole_to_be_read_and_written(
+    workers: WorkerPools, reference: ReferenceRun, layout: Layout
+) -> None:
     for read, written, head in workers(layout.world_size).run(_summon, layout):
         assert read.keys() == written.keys() == reference.parameters.keys()
         for fqn, value in read.items():

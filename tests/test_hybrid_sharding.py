@@ -23,7 +23,12 @@ Stage = Literal[1, 2, 3]
 
 @pytest.mark.parametrize(
     ("stage", "model"),
-    [(1, OddParameters), (2, partial(TinyGPT, num_layers=2)), (3, GlueReadsWeight), (3, OddParameters)],
+    [
+        (1, OddParameters),
+        pytest.param(2, partial(TinyGPT, num_layers=2), marks=pytest.mark.matrix),
+        pytest.param(3, GlueReadsWeight, marks=pytest.mark.matrix),
+        (3, OddParameters),
+    ],
 )
 def test_groups_train_as_one_process(workers: WorkerPools, stage: Stage, model: Any) -> None:
     job = Job(model=model, data=tokens, gradient_clip_val=0.5, accumulate_grad_batches=2, num_val_batches=1)
@@ -68,7 +73,15 @@ def _train(ranks: int, zero: dict[str, Any], folder: bool, epochs: int, path: Pa
         return {fqn: value.detach().clone() for fqn, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("stage", "folder"), [(1, False), (2, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "folder"),
+    [
+        (1, False),
+        (3, True),
+        pytest.param(2, True, marks=pytest.mark.matrix),
+        pytest.param(3, False, marks=pytest.mark.matrix),
+    ],
+)
 def test_resumed_in_another_layout(workers: WorkerPools, tmp_path: Path, stage: Stage, folder: bool) -> None:
     hybrid, path = {"stage": stage, "shard_size": 2}, tmp_path / "first.ckpt"
     expected, *_ = workers(2).run(_train, 2, {"stage": 0}, False, 3, tmp_path / "whole.ckpt")
