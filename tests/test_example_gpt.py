@@ -80,7 +80,7 @@ def test_generate_continues_prompt_beyond_context() -> None:
 
 
 def test_main_job_runs_in_2x2x2(tmp_path: Path) -> None:
-    arguments = ["--steps", "24", "--batch_size", "8", "--val_check_interval", "12", "--output", str(tmp_path)]
+    arguments = ["--steps", "20", "--batch_size", "4", "--val_check_interval", "20", "--output", str(tmp_path)]
     run = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "gpt.py"), *arguments],
         capture_output=True,
