@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tests.parity import QUIET, Layout, whole_state
+from tests.tables import some_in_matrix
 from tests.workers import WorkerPools
 
 WIDTH, BATCHES, EPOCHS = 8, 5, 3
@@ -229,7 +230,7 @@ def _check(workers: WorkerPools, layout: Layout, case: Case) -> None:
     _assert_bit_equal(workers(layout.world_size).run(_uninterrupted_and_resumed, layout, case))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", some_in_matrix(LAYOUTS, lambda layout: layout.schedule != "1f1b"), ids=str)
 @pytest.mark.parametrize(
     "draws", ["blocks", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("glue", "hooks"))]
 )

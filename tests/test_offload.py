@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from tests.models import TinyGPT, TinyMLP, features
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.tables import on_four_ranks, some_in_matrix
 from tests.test_optimizers import _Trained as Trained
 from tests.workers import WorkerError, WorkerPools
 
@@ -40,8 +42,13 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("place", ["cpu", "states"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    some_in_matrix(
+        itertools.product(LAYOUTS, ["cpu", "states"]), lambda layout, place: on_four_ranks(layout) and place == "cpu"
+    ),
+    ids=str,
+)
 def test_offloaded_states(workers: WorkerPools, layout: Layout, place: str) -> None:
     assert_parity(_reference(JOB), run_layout(workers, JOB, offloaded(layout, place)), tolerance=1e-5)
 
@@ -49,8 +56,14 @@ def test_offloaded_states(workers: WorkerPools, layout: Layout, place: str) -> N
 SHARDED = (Layout(zero=3), Layout(dp=2, zero=3), Layout(pp=2, dp=2, zero=3))
 
 
-@pytest.mark.parametrize("place", ["cpu", "parameters"])
-@pytest.mark.parametrize("layout", SHARDED, ids=str)
+@pytest.mark.parametrize(
+    ("layout", "place"),
+    some_in_matrix(
+        itertools.product(SHARDED, ["cpu", "parameters"]),
+        lambda layout, place: on_four_ranks(layout) and place == "cpu",
+    ),
+    ids=str,
+)
 def test_offloaded_parameters(workers: WorkerPools, layout: Layout, place: str) -> None:
     layout = offloaded(layout, "cpu" if place == "cpu" else "states", offload_params=place)
     assert_parity(_reference(JOB), run_layout(workers, JOB, layout), tolerance=1e-5)

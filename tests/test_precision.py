@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from lightning_3d.precision.stochastic_rounding import round_stochastically
 from lightning_3d.zero.master_weights import MASTER
 from tests.models import TinyGPT, loader, reference_loader, tokens, training_loader
 from tests.parity import QUIET, Layout, whole_state
+from tests.tables import some_in_matrix
 from tests.workers import WorkerError, WorkerPools
 
 STEPS, NUM_LAYERS = 4, 4
@@ -113,8 +115,16 @@ def _all_trained(precisions: tuple[str, ...]) -> list[dict[str, Any]]:
     return [_trained(Layout(), precision, {}) for precision in precisions]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "bf16-true"])
+def _is_in_matrix(precision: str, layout: Layout) -> bool:
+    """16-true is scaled as 16-mixed and has master weights as bf16-true."""
+    return precision == "16-true" and (layout.dp == 2 or layout.schedule == "zbv") and layout not in LAYOUTS[1:4:2]
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    some_in_matrix(itertools.product(["16-mixed", "16-true", "bf16-true"], LAYOUTS), _is_in_matrix),
+    ids=str,
+)
 def test_layouts_train_as_one_process_to_the_rounding_of_16_bits(
     workers: WorkerPools, one_process: dict[str, dict[str, Any]], layout: Layout, precision: str
 ) -> None:
@@ -130,7 +140,7 @@ def test_layouts_train_as_one_process_to_the_rounding_of_16_bits(
         assert bool(found["masters"]) == (precision in HALVES)
 
 
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["16-true", pytest.param("bf16-true", marks=pytest.mark.matrix)])
 def test_gradients_are_reduced_in_fp32_at_the_end_of_a_pipeline_step(
     workers: WorkerPools, one_process: dict[str, dict[str, Any]], precision: str
 ) -> None:
@@ -214,16 +224,22 @@ def _poisoned(layout: Layout, rank: int, factor: float, which: int, **how: Any) 
     return {**found, "by_step": weights}
 
 
-@pytest.mark.parametrize("factor", [float("inf"), float("nan")], ids=["inf", "nan"])
+INF, NAN = float("inf"), float("nan")
+
+
 @pytest.mark.parametrize(
-    ("layout", "rank", "which"),
+    ("layout", "rank", "which", "factor"),
     [
-        (Layout(dp=2), 1, 2),  # the second step of one replica
-        (Layout(dp=2, zero=3), 0, 2),
-        (Layout(pp=2), 1, 4),  # the second microbatch of the second step, on the last stage
-        (Layout(tp=2, verify=False), 1, 2),  # of one tensor-parallel rank
+        (Layout(dp=2), 1, 2, INF),  # the second step of one replica
+        (Layout(dp=2, zero=3), 0, 2, INF),
+        (Layout(pp=2), 1, 4, INF),  # the second microbatch of the second step, on the last stage
+        (Layout(tp=2, verify=False), 1, 2, INF),  # of one tensor-parallel rank
+        (Layout(dp=2), 1, 2, NAN),
+        pytest.param(Layout(dp=2, zero=3), 0, 2, NAN, marks=pytest.mark.matrix),
+        pytest.param(Layout(pp=2), 1, 4, NAN, marks=pytest.mark.matrix),
+        pytest.param(Layout(tp=2, verify=False), 1, 2, NAN, marks=pytest.mark.matrix),
     ],
-    ids=["replica", "replica-zero3", "microbatch", "tensor"],
+    ids=str,
 )
 def test_an_overflow_anywhere_skips_the_step_everywhere(
     workers: WorkerPools, layout: Layout, rank: int, which: int, factor: float
@@ -277,8 +293,16 @@ def _resumed(layout: Layout, precision: str, stop: int | None, other: Layout) ->
     return _trained(other, precision, settings, steps=6, ckpt_path=Path("stopped.ckpt"), **how)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-@pytest.mark.parametrize("other", [Layout(dp=2), Layout(dp=2, zero=3, save_distributed_checkpoint=True)], ids=str)
+@pytest.mark.parametrize(
+    ("other", "precision"),
+    some_in_matrix(
+        itertools.product(
+            [Layout(dp=2), Layout(dp=2, zero=3, save_distributed_checkpoint=True)], ["16-mixed", "16-true"]
+        ),
+        lambda other, precision: (other.zero == 3) is (precision == "16-mixed"),
+    ),
+    ids=str,
+)
 def test_a_run_goes_on_in_the_middle_of_a_hysteresis_window(
     workers: WorkerPools, other: Layout, precision: str
 ) -> None:
@@ -296,8 +320,14 @@ def test_a_run_goes_on_in_the_middle_of_a_hysteresis_window(
 CLIPPED: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-@pytest.mark.parametrize("layout", [Layout(dp=2, zero=2), Layout(pp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    some_in_matrix(
+        itertools.product([Layout(dp=2, zero=2), Layout(pp=2)], ["16-mixed", "16-true"]),
+        lambda layout, precision: (layout.pp == 2) is (precision == "16-mixed"),
+    ),
+    ids=str,
+)
 def test_gradients_accumulate_scaled_and_are_clipped_unscaled(
     workers: WorkerPools, layout: Layout, precision: str
 ) -> None:
@@ -499,8 +529,14 @@ def _kept(layout: Layout, precision: str) -> dict[str, Any]:
     return {**found, "dtypes": dtypes.seen}
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "16-mixed"])
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    some_in_matrix(
+        itertools.product([Layout(dp=2), Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2)], ["bf16-true", "16-mixed"]),
+        lambda layout, precision: precision == "16-mixed" and layout != Layout(dp=2),
+    ),
+    ids=str,
+)
 def test_modules_are_kept_in_fp32_in_every_layout(workers: WorkerPools, layout: Layout, precision: str) -> None:
     (expected,) = workers(1).run(_kept, Layout(), precision)
     (coarse,) = workers(1).run(_trained, Layout(), precision, {})
