@@ -180,7 +180,7 @@ def _num_calls(layout: Layout) -> int:
     return NUM_BLOCKS * STEPS * num_microbatches * layout.dp
 
 
-@pytest.mark.parametrize("layout", [PP2, PP4, DP2, PP2_DP2], ids=str)
+@pytest.mark.parametrize("layout", [PP2, pytest.param(PP4, marks=pytest.mark.matrix), DP2, PP2_DP2], ids=str)
 def test_every_mask_differs_and_repeats_for_the_seed(workers: WorkerPools, layout: Layout) -> None:
     first, second, other = (_run(workers, layout, seed=seed) for seed in (1, 1, 2))  # 1 and 2: neighbours must differ
     masks = [mask for seen in first for mask in _masks(seen)]
@@ -193,7 +193,7 @@ def test_every_mask_differs_and_repeats_for_the_seed(workers: WorkerPools, layou
 
 
 @pytest.mark.parametrize("recompute", ["in blocks", "blocks"])
-@pytest.mark.parametrize("layout", [PP2, PP4, DP2], ids=str)
+@pytest.mark.parametrize("layout", [PP2, pytest.param(PP4, marks=pytest.mark.matrix), DP2], ids=str)
 def test_recomputation_sees_the_same_masks(workers: WorkerPools, layout: Layout, recompute: Recompute) -> None:
     ranks = _run(workers, layout, recompute=recompute)
     times = Counter(mask for seen in ranks for mask in _masks(seen))
@@ -201,7 +201,7 @@ def test_recomputation_sees_the_same_masks(workers: WorkerPools, layout: Layout,
     assert len(times) == _num_calls(layout)
 
 
-@pytest.mark.parametrize("layout", [PP2, PP4, PP2_DP2], ids=str)
+@pytest.mark.parametrize("layout", [PP2, pytest.param(PP4, marks=pytest.mark.matrix), PP2_DP2], ids=str)
 def test_glue_draws_the_same_on_all_stages_of_a_replica_only(workers: WorkerPools, layout: Layout) -> None:
     ranks = _run(workers, layout)
     by_replica = [[seen for rank, seen in enumerate(ranks) if rank % layout.dp == dp] for dp in range(layout.dp)]

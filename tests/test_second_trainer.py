@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from typing import Any
 
 import lightning as L
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lightning_3d import StepError, ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens, training_loader
 from tests.parity import QUIET, Layout, assert_same_state, whole_state
+from tests.tables import some_in_matrix
 from tests.workers import WorkerError, WorkerPools
 
 LAYOUTS = {
@@ -32,6 +34,8 @@ PAIRS = [
     ("dp2", "tp2"),
     ("pp2", "dp2"),
 ]
+ALIKE = [("pp2", "pp2"), ("tp2", "tp2"), ("zero3", "zero3"), ("pp2", "dp2")]
+"""Pairs that are left to `make test-matrix`."""
 
 
 class Counts(TinyGPT):
@@ -62,7 +66,7 @@ def _trainer(layout: Layout | None, **settings: Any) -> L.Trainer:
 
 def _data(layout: Layout | None) -> tuple[Any, Any]:
     dp = 1 if layout is None else layout.dp
-    train = training_loader(tokens(32), global_batch_size=8, data_parallel_size=dp)
+    train = training_loader(tokens(16), global_batch_size=8, data_parallel_size=dp)
     return train, loader(tokens(16, seed=1), global_batch_size=8, data_parallel_size=dp)
 
 
@@ -91,9 +95,15 @@ def _in_turn(layouts: tuple[Layout | None, Layout | None]) -> Outcome:
     return states, losses, [n for n, _ in module.named_parameters(remove_duplicate=False) if n in names]
 
 
-@pytest.mark.parametrize("names", PAIRS, ids="-".join)
-def test_several_trainers_train_one_model(workers: WorkerPools, names: tuple[str, str]) -> None:
-    states, losses, fqns = workers(1).run(_in_turn, (None, None))[0]
+@pytest.fixture(scope="module")
+def in_turn(workers: WorkerPools) -> Outcome:
+    """Of one process."""
+    return workers(1).run(_in_turn, (None, None))[0]
+
+
+@pytest.mark.parametrize("names", some_in_matrix(((pair,) for pair in PAIRS), lambda pair: pair in ALIKE), ids="-".join)
+def test_several_trainers_train_one_model(workers: WorkerPools, in_turn: Outcome, names: tuple[str, str]) -> None:
+    states, losses, fqns = in_turn
     for found, of_rank, own_fqns in workers(2).run(_in_turn, tuple(LAYOUTS[name] for name in names)):
         for state, expected in zip(found, states, strict=True):
             assert_same_state([state], expected)
@@ -177,11 +187,18 @@ def _finetuned(layouts: tuple[Layout | None, Layout | None]) -> list[dict[str, T
     return states
 
 
-@pytest.mark.parametrize("names", PAIRS, ids="-".join)
-def test_models_that_share_modules_are_trained_in_turn(workers: WorkerPools, names: tuple[str, str]) -> None:
-    (expected,) = workers(1).run(_finetuned, (None, None))
+@pytest.fixture(scope="module")
+def finetuned(workers: WorkerPools) -> list[dict[str, Tensor]]:
+    """By one process."""
+    return workers(1).run(_finetuned, (None, None))[0]
+
+
+@pytest.mark.parametrize("names", some_in_matrix(((pair,) for pair in PAIRS), lambda pair: pair in ALIKE), ids="-".join)
+def test_models_that_share_modules_are_trained_in_turn(
+    workers: WorkerPools, finetuned: list[dict[str, Tensor]], names: tuple[str, str]
+) -> None:
     for states in workers(2).run(_finetuned, tuple(LAYOUTS[name] for name in names)):
-        for state, whole in zip(states, expected, strict=True):
+        for state, whole in zip(states, finetuned, strict=True):
             assert_same_state([state], whole)
 
 
@@ -220,9 +237,12 @@ def _averaged(layouts: tuple[Layout | None, Layout | None], early: bool) -> dict
         return {fqn: value.detach().clone() for fqn, value in average.average.state_dict().items()}
 
 
-@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize(
-    "names", [("zero3", "zero3"), ("zero3", "pp2"), ("pp2", "tp2"), ("tp2", "zero3")], ids="-".join
+    ("names", "early"),
+    some_in_matrix(
+        itertools.product([("zero3", "zero3"), ("zero3", "pp2"), ("pp2", "tp2"), ("tp2", "zero3")], [True, False]),
+        lambda names, early: early is (names in (("zero3", "zero3"), ("pp2", "tp2"))),
+    ),
 )
 def test_callbacks_average_over_several_trainers(workers: WorkerPools, names: tuple[str, str], early: bool) -> None:
     (expected,) = workers(1).run(_averaged, (None, None), early)

@@ -202,7 +202,7 @@ def parity_of(
     return plan, forward.counts, backward.counts
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", ["gpt", "bert", "t5", "swin"])
 def test_megatrons_plan_is_right(workers: WorkerPools, name: str, size: int) -> None:
     pytest.importorskip("transformers")
@@ -213,7 +213,7 @@ def test_megatrons_plan_is_right(workers: WorkerPools, name: str, size: int) -> 
         assert set(backward) <= {"all-reduce", "all-gather"}  # T5's own position bias: all heads' gradient
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", [make.__name__ for make in FUSED])
 def test_fused_weights_are_right(workers: WorkerPools, name: str, size: int) -> None:
     pytest.importorskip("transformers")
@@ -223,7 +223,7 @@ def test_fused_weights_are_right(workers: WorkerPools, name: str, size: int) -> 
         assert backward == {"all-reduce": 2}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", ["llama_eager", "llama_eager_one_kv_head", "llama_one_kv_head", "one_kv_head"])
 def test_few_key_value_heads_are_right(workers: WorkerPools, name: str, size: int) -> None:
     pytest.importorskip("transformers")

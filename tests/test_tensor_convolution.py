@@ -534,7 +534,7 @@ def _parity(
     return plan, by_kind(forward), by_kind(backward)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "conv3d"])
 def test_values_are_those_of_one_process(workers: WorkerPools, name: str, size: int) -> None:
     for plan, forward, backward in workers(size).run(_parity, name, {}):

@@ -380,7 +380,7 @@ def test_layers_of_transformers_are_sharded(kind: str, experts: str) -> None:
     assert plan.sharded_share > 0.96, str(plan)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", [run.__name__ for run in RUNS] + ["gated", "interleaved", "modules", "starved"])
 def test_experts_are_right(workers: WorkerPools, name: str, size: int) -> None:
     for plan, forward, backward in workers(size).run(_parity, name):

@@ -73,8 +73,8 @@ class Attentive(Telling):
     [
         (Telling, Layout(tp=2)),
         (Telling, Layout(tp=2, sequence_parallel=True)),
-        (Telling, Layout(pp=2, tp=2, num_microbatches=2)),
-        (Telling, Layout(dp=2, tp=2, zero=3)),
+        pytest.param(Telling, Layout(pp=2, tp=2, num_microbatches=2), marks=pytest.mark.matrix),
+        pytest.param(Telling, Layout(dp=2, tp=2, zero=3), marks=pytest.mark.matrix),
         (Curious, Layout(tp=2)),
         (Curious, Layout(dp=2, tp=2, zero=3)),
     ],
