@@ -60,6 +60,7 @@ from lightning_3d.checkpoint.last_link import link, link_before_removal
 from lightning_3d.checkpoint.own_state import has_no_parameters, state_of, tied_fqns, unwrapped
 from lightning_3d.checkpoint.run_state import RUN, gather_ranks, mesh_entry, of_this_rank
 from lightning_3d.checkpoint.saves import Saves
+from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
@@ -132,6 +133,7 @@ class ThreeDStrategy(ParallelStrategy):
         zero: A ``ZeroConfig`` or a dict of its keys.
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.
+        activations: An ``ActivationsConfig`` or a dict of its keys.
         batch: A ``BatchConfig`` or a dict of its keys.
         precision: A ``PrecisionConfig`` or a dict of its keys; ``Trainer(precision=...)`` picks the precision itself.
         checkpoint: A ``CheckpointConfig`` or a dict of its keys.
@@ -154,6 +156,7 @@ class ThreeDStrategy(ParallelStrategy):
         zero: ZeroConfig | dict[str, Any] | None = None,
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         tensor: TensorConfig | dict[str, Any] | None = None,
+        activations: ActivationsConfig | dict[str, Any] | None = None,
         batch: BatchConfig | dict[str, Any] | None = None,
         precision: PrecisionConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
@@ -172,6 +175,7 @@ class ThreeDStrategy(ParallelStrategy):
                 "zero": zero,
                 "pipeline": pipeline,
                 "tensor": tensor,
+                "activations": activations,
                 "batch": batch,
                 "precision": precision,
                 "checkpoint": checkpoint,

@@ -97,6 +97,8 @@ class Layout:
     save_distributed_checkpoint: bool = False
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     """How checkpoints are written."""
+    activations: Mapping[str, Any] = field(default_factory=dict)
+    """What of the blocks' forwards is kept."""
 
     @property
     def world_size(self) -> int:
@@ -128,6 +130,7 @@ class Layout:
                 "compile": self.compile_backend is not None,
                 "compile_backend": self.compile_backend or "inductor",
             },
+            activations=dict(self.activations),
             checkpoint=dict(self.checkpoint),
             save_distributed_checkpoint=self.save_distributed_checkpoint,
         )

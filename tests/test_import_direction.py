@@ -23,6 +23,7 @@ ROOMS = (
     "zero",
     "precision",
     "model",
+    "activations",
     "trace",
     "tensor",
     "planning",

@@ -423,6 +423,20 @@ def test_what_changes_tensors_of_a_module() -> None:
     assert plain.double() == torch.float64
 
 
+@canary(modules, "observer_registries", "hook_registries_copied")
+def test_hooks_that_look() -> None:
+    layer, called = nn.Linear(2, 2), list[str]()
+    layer.register_forward_pre_hook(lambda module, args: called.append("before"))
+    layer.register_forward_hook(lambda module, args, output: called.append("after"))
+    with modules.hook_registries_copied(layer):
+        for registry in modules.observer_registries(layer):
+            registry.clear()
+        layer(torch.ones(2))
+    assert called == []
+    layer(torch.ones(2))
+    assert called == ["before", "after"]
+
+
 @canary(modules, "TORCH_ATTRIBUTES")
 def test_attributes_of_every_module() -> None:
     module = nn.Linear(2, 2)
@@ -558,6 +572,39 @@ def test_schemas() -> None:
     assert len(written) == 1
     assert written[0] is out
     assert dispatch.written_arguments(torch.ops.aten.add.Tensor, (tensor, out), {}) == []
+
+
+@canary(dispatch, "alias_below_autograd")
+def test_an_alias_counts_the_changes_of_its_tensor() -> None:
+    aliases: list[Tensor] = []
+
+    class Mode(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            answer = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.exp.default:
+                aliases.append(dispatch.alias_below_autograd(answer))
+            return answer
+
+    with Mode():
+        tensor = torch.ones(2, requires_grad=True).exp()
+    version = tensors.version_of(aliases[0])
+    tensor.detach().add_(1.0)
+    assert tensors.version_of(aliases[0]) == version + 1
+    assert aliases[0].grad_fn is None
+    assert aliases[0].tolist() == tensor.tolist()
+
+
+@canary(dispatch, "draws_random_numbers", "may_write_any")
+def test_operators_that_draw_or_hide_what_they_write() -> None:
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    arguments = (None, None, None, None, True)
+    assert not dispatch.draws_random_numbers(attend, arguments, {})
+    assert dispatch.draws_random_numbers(attend, (*arguments, 0.1), {})
+    assert dispatch.draws_random_numbers(torch.ops.aten.native_dropout.default, (None, 0.5, True), {})
+    assert not dispatch.draws_random_numbers(torch.ops.aten.mm.default, (None, None), {})
+    reduce = torch.ops.c10d.allreduce_.default
+    assert dispatch.may_write_any(reduce)
+    assert not dispatch.may_write_any(torch.ops.aten.add_.Tensor)
 
 
 @canary(dispatch, *("INDEX_PUT_IMPL", "LOCAL_SCALAR_DENSE", "RESHAPE_ALIAS", "TO_COPY", "UNIQUE2", "UNSAFE_VIEW"))
@@ -745,6 +792,24 @@ def test_checkpoints() -> None:
     with autograd.custom_functions_seen(answer):
         checkpoint(function, tensor, use_reentrant=True)
     assert seen == [(True, function)]
+
+
+@canary(autograd, "checkpoints_noted", "is_checkpointing")
+def test_checkpoints_that_are_made() -> None:
+    seen: list[bool] = []
+
+    def function(tensor: Tensor) -> Tensor:
+        seen.append(autograd.is_checkpointing())
+        return tensor.exp()
+
+    tensor = torch.ones(2, requires_grad=True)
+    with autograd.checkpoints_noted() as noted:
+        checkpoint(function, tensor, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+        function(tensor)
+    assert noted == [function]
+    assert seen == [True, False]
+    assert not autograd.is_checkpointing()
 
 
 @canary(autograd, "has_reentrant_checkpoints")
@@ -973,6 +1038,7 @@ def _varying_microbatches() -> list[str]:
         outputs=sent if rank == 0 else [(torch.empty((), device="meta", requires_grad=True),)] * 3,
         device=torch.device("cpu"),
         group=group,
+        recomputes=False,
     )
     schedule = pipelining.InOrder([stage], 3, [0, 1], loss_fn=lambda output, target: output)
     losses: list[Tensor] = []

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML ships no types; omegaconf depends on it
 
+from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.checks import Size, check_values
 from lightning_3d.config.pipeline import PipelineConfig
@@ -78,6 +79,9 @@ class ThreeDConfig:
 
     tensor: TensorConfig = field(default_factory=TensorConfig)
     """Checks of the tensor-parallel plans."""
+
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    """How much of the blocks' forwards is kept for their backwards."""
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Checks of the batch within a replica."""
@@ -187,7 +191,15 @@ def _unknown_key(cls: Any, key: str) -> ConfigError:
     prefix = f"{cls.section}." if cls.section else ""
     here = [prefix + item.name for item in fields(cls)]
     dotted = [item.name for item in fields(ThreeDConfig)]
-    for section in (ZeroConfig, PipelineConfig, TensorConfig, BatchConfig, PrecisionConfig, CheckpointConfig):
+    for section in (
+        ZeroConfig,
+        PipelineConfig,
+        TensorConfig,
+        ActivationsConfig,
+        BatchConfig,
+        PrecisionConfig,
+        CheckpointConfig,
+    ):
         dotted += [f"{section.section}.{item.name}" for item in fields(section)]
     # A key of this section wins; else one with the same last part elsewhere ("stage" -> "zero.stage").
     nearest = (

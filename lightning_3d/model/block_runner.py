@@ -2,9 +2,10 @@
 
     block(...)           route      a running step answers; a block of another stage refuses to run outside of one
                          watch      whoever watches the step sees what goes in and comes out
-                         recompute  the step runs what is below under a checkpoint, if glue called one
+                         checkpoint the step runs what is below under a checkpoint, if glue called one
                          hooks      the user's, and those with which FSDP2 gathers parameters
     block.forward(...)   route      as above, as glue may call it directly
+                         recompute  what is below is computed again in the backward
                          compile    code compiled for calls of this kind
                          shard      the author's forward on shards
                          pack       the step collects all that the call gives, inside of the hooks
@@ -87,6 +88,8 @@ class BlockRunner:
         self.sharded: Call | None = None
         """Its forward on shards, which ends in ``innermost``."""
         self.compiled: Compiled | None = None
+        self.recomputed: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """Makes calls of it so that the backward computes again what they computed."""
         self.joined: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
         self.meet: Callable[[str], None] | None = None
@@ -197,6 +200,11 @@ class BlockRunner:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_present()
+        if self.recomputed is None or self.route is None:
+            return self._compute(*args, **kwargs)
+        return self.recomputed(self._compute, args, kwargs)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
         if self.sharded is None:
             return self.innermost(*args, **kwargs)
         around = self._take_around()
@@ -222,7 +230,7 @@ class BlockRunner:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the block runs its layers, but belongs to no step."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
-        return {**vars(self), "route": None, "_around": None, "_hidden": hidden}
+        return {**vars(self), "route": None, "recomputed": None, "_around": None, "_hidden": hidden}
 
 
 def runner_of(module: nn.Module) -> BlockRunner | None:

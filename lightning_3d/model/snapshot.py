@@ -12,7 +12,7 @@ Only what changed is touched, and by the methods of the built-in classes: a froz
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -42,7 +42,7 @@ class Snapshot:
     Args:
         modules: Or other objects with attributes; modules inside of them are not covered.
         ignored: Names of attributes to leave alone.
-        with_data: Whether to keep the data of tensors too, if they are not in other objects.
+        with_data: Whether to keep the data of tensors too, if they are not in other objects; or of which.
         package: Name of the top-level package, or script, whose objects' attributes are kept, too; empty for none.
     """
 
@@ -51,7 +51,7 @@ class Snapshot:
         modules: Iterable[object],
         *,
         ignored: frozenset[str] = frozenset(),
-        with_data: bool = True,
+        with_data: bool | Callable[[Tensor], bool] = True,
         package: str = "",
     ) -> None:
         self._ignored, self._with_data, self._package = ignored, with_data, package
@@ -78,6 +78,18 @@ class Snapshot:
                 saved.restore(unseen=unseen)
             elif saved is not None:
                 saved.restore()
+
+    def differs(self) -> bool:
+        """Whether anything changed since, as far as torch counts changes of tensors."""
+        owners = any(not _is_filled_with(self._kept(attributes), before) for attributes, before in self._owners)
+        return owners or any(saved is not None and saved.is_changed() for saved in self._saved.values())
+
+    def leave_unchanged(self) -> None:
+        """Let go of the data of the tensors that did not change since."""
+        self._saved = {
+            key: None if isinstance(saved, _Data) and not saved.is_changed() else saved
+            for key, saved in self._saved.items()
+        }
 
     def has_data_of(self, tensor: Tensor) -> bool:
         """Whether the data of a tensor was kept."""
@@ -130,7 +142,8 @@ class Snapshot:
             self._depth -= 1
 
     def _save_data(self, tensor: Tensor) -> None:
-        if self._with_data and self._depth == 0 and id(tensor) not in self._saved and not tensor.is_inference():
+        wanted = self._with_data(tensor) if callable(self._with_data) else self._with_data
+        if wanted and self._depth == 0 and id(tensor) not in self._saved and not tensor.is_inference():
             self._saved[id(tensor)] = _Data(tensor)
 
 

@@ -260,6 +260,7 @@ class PipelineEngine:
             group=self._group,
             backward=step.backward,
             forwards_first=forwards_first,
+            recomputing=self._plan.recomputing_stages,
         )
         kinds = tuple(part.kind for part in step.parts)
         return cached(self._schedules, (step.backward, step.tail is None, forwards_first, kinds), make)

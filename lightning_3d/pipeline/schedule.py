@@ -6,7 +6,7 @@ and the shapes that cross are static, since the trace knows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -62,6 +62,7 @@ class Schedule:
         group: Process group of the pp axis.
         backward: Whether to run the backward too.
         forwards_first: Whether no backward may begin before all forwards have run.
+        recomputing: Stages whose backward computes parts of the forward again.
     """
 
     def __init__(
@@ -76,11 +77,12 @@ class Schedule:
         group: dist.ProcessGroup,
         backward: bool,
         forwards_first: bool,
+        recomputing: Collection[int] = (),
     ) -> None:
         num_microbatches, num_ranks, num_stages = len(flows), max(stage_ranks) + 1, len(stage_ranks)
         modules = [_StageModule(module, stage, splits_backward=name in _SPLITTING) for stage in stages]
         torch_stages = [
-            _Stage(stage_module, flows, stage, num_stages, device, group)
+            _Stage(stage_module, flows, stage, num_stages, device, group, recomputes=stage in recomputing)
             for stage_module, stage in zip(modules, stages, strict=True)
         ]
         loss_fn = (lambda output, target: output) if backward else None
@@ -188,12 +190,23 @@ class _Stage(ShapedStage):
         num_stages: int,
         device: torch.device,
         group: dist.ProcessGroup,
+        *,
+        recomputes: bool,
     ) -> None:
         inputs = [tuple(meta.on_meta() for meta in flow.metas(flow.received(stage))) for flow in flows]
         outputs = [tuple(meta.on_meta() for meta in flow.metas(flow.sent(stage))) for flow in flows]
         if stage == num_stages - 1:  # it returns the loss, or nothing
             outputs = [(torch.empty((), device="meta", requires_grad=True),) for _ in flows]
-        super().__init__(module, stage, num_stages, inputs=inputs, outputs=outputs, device=device, group=group)
+        super().__init__(
+            module,
+            stage,
+            num_stages,
+            inputs=inputs,
+            outputs=outputs,
+            device=device,
+            group=group,
+            recomputes=recomputes,
+        )
 
     def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         if self.recorder is None:

@@ -15,6 +15,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
+from lightning_3d.activations.chosen_blocks import recomputed_blocks
+from lightning_3d.config.activations import Recompute
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.planning.assignment import StagePlan, assign_stages
@@ -44,6 +46,8 @@ class BlockPlan:
     """How its weights are sharded over tp; None if they are replicated."""
     safer: BlockTensorPlan | None = None
     """Takes the place of ``tensor`` if that does not prove out; None for replicated weights."""
+    is_recomputed: bool = False
+    """Whether its backward computes its forward again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,8 @@ class Plan:
     zero_stage: int
     schedule: str
     num_microbatches: int
+    recompute: Recompute
+    """How blocks are recomputed: a value of ``activations.recompute``."""
     loss: str
     """How the loss of a batch comes from those of its microbatches: a value of ``pipeline.loss``."""
     blocks: tuple[BlockPlan, ...]
@@ -92,6 +98,11 @@ class Plan:
     def blocks_of(self, stage: int) -> tuple[BlockPlan, ...]:
         """The blocks that a stage runs."""
         return tuple(block for block in self.blocks if stage in block.stages)
+
+    @property
+    def recomputing_stages(self) -> frozenset[int]:
+        """The stages that run a block whose backward computes its forward again."""
+        return frozenset(stage for block in self.blocks if block.is_recomputed for stage in block.stages)
 
     def blocks_on(self, pp_rank: int) -> tuple[BlockPlan, ...]:
         """The blocks that a rank of the pp axis runs."""
@@ -136,6 +147,8 @@ class Plan:
             tables.append(f"BatchNorm normalises by microbatch, its running statistics are the batch's: {norms}")
         if self.shape.pp > 1:
             tables.append(loss_text(self.loss, self.num_microbatches))
+        if recomputed := [(block.fqn, block.kind) for block in self.blocks if block.is_recomputed]:
+            tables.append(f"recomputed in the backward ({self.recompute}): {', '.join(folded(recomputed))}")
         if self.shape.tp > 1:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
@@ -205,6 +218,7 @@ def make_plan(
     assignment = assign_stages(module, blocks, trace, config, shape, device)
     stages = assignment.stages_of_calls
     order = sorted(blocks, key=lambda fqn: stages[fqn][0])
+    recomputed = recomputed_blocks({fqn: blocks[fqn] for fqn in order}, config.activations)
     ranks = {fqn: {stage_ranks[stage] for stage in of_calls} for fqn, of_calls in stages.items()}
     state_ranks, ties = _place_state(module, blocks, ranks, trace, shape.pp)
     return Plan(
@@ -212,6 +226,7 @@ def make_plan(
         zero_stage=config.zero.stage,
         schedule=config.pipeline.schedule,
         num_microbatches=config.num_microbatches,
+        recompute=config.activations.recompute,
         loss=config.pipeline.loss,
         blocks=tuple(
             BlockPlan(
@@ -220,6 +235,7 @@ def make_plan(
                 num_parameters=num_parameters(blocks[fqn]),
                 stages=stages[fqn],
                 tensor=None,
+                is_recomputed=fqn in recomputed,
             )
             for fqn in order
         ),

@@ -10,7 +10,7 @@ both call a function of the module ``torch.autograd`` that can be replaced.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Variable
 from torch.autograd import function as autograd_function
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import _StopRecomputationError
+from torch.utils.checkpoint import _checkpoint_hook, _StopRecomputationError
 
 from lightning_3d.torch_internals.modules import attributes_replaced
 
@@ -65,6 +65,25 @@ def recomputed_by(again: Callable[[Function], Function]) -> AbstractContextManag
         return generator
 
     return checkpoints_replaced(replace)
+
+
+@contextmanager
+def checkpoints_noted() -> Iterator[list[Function]]:
+    """Collect the functions for which non-reentrant checkpoints are made inside."""
+    noted: list[Function] = []
+
+    def note(function: Function) -> Function:
+        noted.append(function)
+        return function
+
+    with recomputed_by(note):
+        yield noted
+
+
+def is_checkpointing() -> bool:
+    """Whether what is computed now is checkpointed: the innermost hooks of saved tensors are a checkpoint's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith(_checkpoint_hook.__qualname__)
 
 
 def is_reentrant(cls: type[torch.autograd.Function]) -> bool:
@@ -113,10 +132,15 @@ def backwards_seen(see: Callable[[Iterable[Any]], None]) -> AbstractContextManag
     return attributes_replaced(torch.autograd, {name: run})
 
 
-def has_reentrant_checkpoints(outputs: Iterable[Tensor]) -> bool:
-    """Whether the backward of these outputs runs other backwards inside, of reentrant checkpoints."""
+def has_reentrant_checkpoints(outputs: Iterable[Tensor], since: int = 0) -> bool:
+    """Whether the backward of these outputs runs other backwards inside, of reentrant checkpoints.
+
+    Args:
+        since: Number of the first node that counts.
+    """
     backward = torch.utils.checkpoint.CheckpointFunction._backward_cls
-    return any(isinstance(node, backward) for node in reachable_nodes(outputs))
+    found = (node for node in reachable_nodes(outputs) if isinstance(node, backward))
+    return any(number_of_node(node) >= since for node in found)
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

@@ -7,12 +7,15 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
+    DispatchKey,
     FunctionSchema,
     _pop_torch_function_stack,
     _push_on_torch_function_stack,
+    _SetExcludeDispatchKeyGuard,
 )
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -62,3 +65,25 @@ def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     }
     values = [args[i] if i < len(args) else kwargs.get(name) for name, i in names.items()]
     return [value for value in values if value is not None]
+
+
+def alias_below_autograd(tensor: Tensor) -> Tensor:
+    """The same data and version counter without history, in a dispatch mode, where autograd's part has been done."""
+    with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def draws_random_numbers(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of an operator draws random numbers; those of attention do for dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    names = [argument.name for argument in schema_of(op).arguments]
+    if "dropout_p" not in names:
+        return True
+    i = names.index("dropout_p")
+    return bool(args[i] if i < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+def may_write_any(op: OpOverload) -> bool:
+    """Whether it is an operator whose schema hides that it writes: the collectives behind ``torch.distributed``."""
+    return op.namespace == "c10d"

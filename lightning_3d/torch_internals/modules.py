@@ -94,6 +94,17 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def observer_registries(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that may look at what a module is given, and at what it returns."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def hook_registries_copied(module: nn.Module) -> AbstractContextManager[None]:
+    """Let changes of ``observer_registries`` inside end with the context."""
+    names = ("_forward_pre_hooks", "_forward_hooks")
+    return attributes_replaced(module, {name: vars(module)[name].copy() for name in names})
+
+
 def forward_hooks_copied(module: nn.Module) -> AbstractContextManager[None]:
     """Let changes of the module's forward hooks inside end with the context."""
     names = ("_forward_hooks", "_forward_hooks_with_kwargs")

@@ -19,11 +19,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_3d.activations.recomputation import Recomputation
+from lightning_3d.config.activations import Recompute
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.distributed.rng import StepRandomness, join_replica
+from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
 from lightning_3d.model.block_runner import running
 from lightning_3d.model.initial_weights import check_same_model, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
@@ -140,6 +142,7 @@ def make_parallel(
         pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
     _let_meet(own.values(), mesh, rendezvous)
+    _recompute(plan, own, config.activations.recompute, Generators(device))
     if mesh.shape.pp > 1:
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
         ranks = sorted(mesh.device_mesh[shared].mesh.flatten().tolist())
@@ -201,6 +204,18 @@ def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -
         ranks = mesh.device_mesh[axes].mesh.flatten().tolist()
         if len(ranks) > 1 and holds_parts(block):
             running(block).meet = partial(rendezvous.meet, ranks)
+
+
+def _recompute(plan: Plan, own: Mapping[str, nn.Module], mode: Recompute, generators: Generators) -> None:
+    """Let this rank's blocks be computed again in their backwards, as planned."""
+    for block in plan.blocks:
+        if block.fqn in own:
+            make = (
+                Recomputation(block.fqn, own[block.fqn], mode, generators)
+                if mode != "none" and block.is_recomputed
+                else None
+            )
+            running(own[block.fqn]).recomputed = make
 
 
 def _pipeline_stages(plan: Plan, blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, int]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_3d.activations.recomputation import is_recomputing
 from lightning_3d.model.block_runner import Call
 from lightning_3d.model.norm_forward import NormForward
 from lightning_3d.pipeline.effects.effect import Effect, Place
@@ -119,7 +120,7 @@ class Norms(Effect):
         norm, step = self._norms[fqn], self._router.step
         if not updates_statistics(norm):
             return own(*args, **kwargs)
-        calls = [] if self._present is None else self._present[fqn]
+        calls = [] if self._present is None or is_recomputing() else self._present[fqn]
         before = calls[-1].after if calls else state_of(norm)
         # A checkpoint around glue recomputes it in one process, where it then counts twice.
         times = 2 if step is not None and step.is_checkpointing and torch.is_grad_enabled() else 1

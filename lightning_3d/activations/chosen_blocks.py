@@ -1,0 +1,48 @@
+"""The blocks that are recomputed."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lightning_3d.config.activations import TYPE_PREFIX, ActivationsConfig
+from lightning_3d.errors import PlanError
+
+
+def recomputed_blocks(blocks: Mapping[str, nn.Module], config: ActivationsConfig) -> frozenset[str]:
+    """FQNs of the blocks that are recomputed.
+
+    Args:
+        blocks: FQN -> block, in the order of their first calls.
+
+    Raises:
+        PlanError: ``activations.blocks`` names none.
+    """
+    if config.recompute == "none":
+        return frozenset()
+    chosen = [fqn for fqn, block in blocks.items() if _is_chosen(fqn, block, config.blocks)]
+    if isinstance(config.blocks, str) and not chosen:
+        classes = sorted({type(block).__name__ for block in blocks.values()})
+        raise PlanError(
+            f"activations.blocks={config.blocks!r} matches the class of no block. Their classes: {', '.join(classes)}."
+        )
+    for pattern in config.blocks if isinstance(config.blocks, tuple) else ():
+        if not any(fnmatchcase(fqn, pattern) for fqn in blocks):
+            nearest = difflib.get_close_matches(pattern, list(blocks), n=1, cutoff=0)
+            raise PlanError(
+                f"activations.blocks has the pattern {pattern!r}, which matches no block."
+                + "".join(f" The nearest block is {fqn!r}." for fqn in nearest)
+            )
+    return frozenset(chosen[:: config.every])
+
+
+def _is_chosen(fqn: str, block: nn.Module, rule: str | Sequence[str]) -> bool:
+    if isinstance(rule, str):
+        return re.search(rule.removeprefix(TYPE_PREFIX), type(block).__name__) is not None
+    if rule:
+        return any(fnmatchcase(fqn, pattern) for pattern in rule)
+    return next(block.children(), None) is not None  # a single layer keeps little but its inputs

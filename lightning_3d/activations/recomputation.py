@@ -1,0 +1,169 @@
+"""Recomputation of a block: its forward runs under torch's checkpoint, and again in its backward.
+
+The second run finds the state of the first: random numbers, buffers, attributes, lists and caches among the arguments.
+What it changes is put back, and hooks that only look are not called again. So a block does to the world around it what
+it does without recomputation.
+
+A block stands aside, and runs as it is, where its caller checkpoints it, or it checkpoints parts of itself: that is the
+author's choice of what to compute again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextvars import ContextVar
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.activations.block_state import BlockState, StateBefore
+from lightning_3d.activations.observing_hooks import Observers, observers_noted, without_observers
+from lightning_3d.activations.selective import KeptResults
+from lightning_3d.distributed.rng import Generators
+from lightning_3d.errors import StepError
+from lightning_3d.model.block_runner import Call
+from lightning_3d.model.pytrees import as_called, flatten_call
+from lightning_3d.torch_internals.autograd import (
+    checkpoints_noted,
+    has_reentrant_checkpoints,
+    is_checkpointing,
+    is_in_backward,
+    next_node_number,
+)
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.tensors import version_of
+
+_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+
+def is_recomputing() -> bool:
+    """Whether a forward runs again whose effects count already."""
+    return _RECOMPUTING.get()
+
+
+class Recomputation:
+    """Runs the forwards of one block so that most of what they compute is not kept.
+
+    Args:
+        fqn: Name of the block.
+        mode: ``"full"`` keeps its inputs, ``"selective"`` also the results of costly operators.
+        generators: Those that it may draw from.
+    """
+
+    def __init__(self, fqn: str, block: nn.Module, mode: Literal["full", "selective"], generators: Generators) -> None:
+        self.fqn, self.mode, self.generators = fqn, mode, generators
+        self.modules = list(block.modules())
+        self.state = BlockState(fqn, self.modules, generators)
+        self.changed_inputs: frozenset[int] | None = None
+        """The leaves of its arguments that a forward changes in place; None before the first one."""
+        self.checkpoints_itself = False
+
+    def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of the block."""
+        stands_aside = self.checkpoints_itself or is_in_backward() or is_checkpointing()
+        if stands_aside or not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        is_first, first_node = self.changed_inputs is None, next_node_number()
+        run = _Run(self, call, args, kwargs)
+        with checkpoints_noted() as made:
+            output = checkpoint(run, *run.kept, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts)
+        if is_first:
+            outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self.checkpoints_itself = len(made) > 1 or has_reentrant_checkpoints(outputs, first_node)
+        self.changed_inputs = run.changed_inputs | (self.changed_inputs or frozenset())
+        return output
+
+
+class _Run:
+    """One forward of a block, and its recomputations."""
+
+    def __init__(self, owner: Recomputation, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._owner, self._call = owner, call
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until the forward has run
+        leaves, self._with_leaves = flatten_call(args, kwargs)
+        self._leaves = leaves
+        changed = owner.changed_inputs
+        self.kept = as_called(
+            [_copied(leaf) if changed is None or i in changed else leaf for i, leaf in enumerate(leaves)]
+        )
+        """Leaves of the arguments for the recomputation: copies of what the forward changes."""
+        self.changed_inputs: frozenset[int] = frozenset()
+        self._state: StateBefore
+        self._observers: Observers = []
+        self._results = KeptResults() if owner.mode == "selective" else None
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around the forward, and around its recomputations."""
+        if self._results is None:
+            return nullcontext(), nullcontext()
+        return self._results.keeping(), _Anew(self._results.giving)
+
+    def __call__(self, *kept: Any) -> Any:
+        if self._given is None:
+            return self._again(kept)
+        (args, kwargs), self._given = self._given, None
+        leaves, self._leaves = self._leaves, []
+        versions = [version_of(leaf) if _is_versioned(leaf) else None for leaf in leaves]
+        with (
+            self._owner.state.before() as self._state,
+            observers_noted(self._owner.modules, self._owner.generators) as self._observers,
+        ):
+            output = self._call(*args, **kwargs)
+        pairs = enumerate(zip(leaves, versions, strict=True))
+        self.changed_inputs = frozenset(
+            i for i, (leaf, version) in pairs if version is not None and version_of(leaf) != version
+        )
+        self._check_copied()
+        if self._results is not None:
+            self._results.leave(output)
+        return output
+
+    def _check_copied(self) -> None:
+        known = self._owner.changed_inputs
+        if known is not None and not self.changed_inputs <= known:
+            raise StepError(
+                f"{self._owner.fqn} changed an argument in place, which its first training step left alone, so that its"
+                " forward can't be computed again. Leave the block out of activations.blocks."
+            )
+
+    def _again(self, kept: Sequence[Any]) -> Any:
+        leaves = [leaf.clone() if i in self.changed_inputs else leaf for i, leaf in enumerate(kept)]
+        args, kwargs = self._with_leaves(as_called(leaves))
+        token = _RECOMPUTING.set(True)
+        try:
+            with self._state.back(), without_observers(self._observers):
+                return self._call(*args, **kwargs)
+        finally:
+            _RECOMPUTING.reset(token)
+
+
+class _Anew(AbstractContextManager[None]):
+    """A context that is made anew each time that it is entered.
+
+    Args:
+        make: Makes it.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._make, self._entered = make, list[ExitStack]()
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.enter_context(self._make())
+        self._entered.append(stack)
+
+    def __exit__(self, *exc: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exc)
+
+
+def _is_versioned(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
+
+
+def _copied(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or type(leaf) is not Tensor:
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)

@@ -1,0 +1,65 @@
+"""The settings of activation memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from lightning_3d.config.checks import Size, check_values
+from lightning_3d.errors import ConfigError
+
+Recompute = Literal["none", "full", "selective"]
+
+TYPE_PREFIX = "type:"
+"""Begins a rule that names blocks by their class."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationsConfig:
+    """How much of the blocks' forwards is kept for their backwards."""
+
+    section: ClassVar[str] = "activations"
+
+    recompute: Recompute = "none"
+    """``"full"``: a block keeps its inputs, and its backward computes the rest again (Chen et al. 2016).
+    ``"selective"``: it also keeps the results of matrix products, convolutions, attention and collectives (Korthikanti
+    et al. 2022). The same numbers come out: random numbers are those of the forward; buffers, counters and hooks inside
+    change or are called once. Blocks that checkpoint inside of themselves, or are called under a checkpoint, go on as
+    they are. With schedules that split the backward, it stays in one piece on stages that recompute."""
+
+    blocks: str | tuple[str, ...] = ()
+    """Blocks to recompute: ``"type:REGEX"`` by the names of their classes, or FQN patterns (``"layers.*"``; ``*`` and
+    ``?`` as in a shell); by default all that are made of several modules."""
+
+    every: Size = 1
+    """Recompute the first of these blocks and every n-th after it."""
+
+    def __post_init__(self) -> None:
+        given: object = self.blocks
+        if isinstance(given, list):  # from Python or YAML
+            object.__setattr__(self, "blocks", tuple(given))
+        check_values(self)
+        _check_blocks(self.blocks)
+        if self.recompute == "none" and (self.blocks or self.every > 1):
+            raise ConfigError(
+                f"activations.blocks={self.blocks!r} and activations.every={self.every} say which blocks to recompute,"
+                " but activations.recompute='none': set it to 'full' or 'selective'"
+            )
+
+
+def _check_blocks(blocks: str | tuple[str, ...]) -> None:
+    """Refuse a regular expression that does not compile, and one pattern of FQNs that is no list."""
+    if isinstance(blocks, tuple):
+        return
+    if not blocks.startswith(TYPE_PREFIX) or blocks == TYPE_PREFIX:
+        raise ConfigError(
+            f"activations.blocks={blocks!r} is not allowed: use '{TYPE_PREFIX}REGEX' with a regular expression for"
+            f" class names, or a list of patterns of FQNs, as [{blocks!r}]"
+        )
+    try:
+        re.compile(blocks.removeprefix(TYPE_PREFIX))
+    except re.error as error:
+        raise ConfigError(
+            f"activations.blocks={blocks!r} is no regular expression after '{TYPE_PREFIX}': {error}"
+        ) from None

@@ -1,0 +1,347 @@
+"""Recomputed blocks: the same numbers, state and calls as without, in every layout; and that they are recomputed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.activations.chosen_blocks import recomputed_blocks
+from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.model.blocks import find_blocks
+from lightning_3d.planning.plan import Plan
+from tests.models import TinyGPT, features
+from tests.parity import Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference, whole_state
+from tests.workers import WorkerPools
+
+WIDTH = 16
+MODES = ("full", "selective")
+FORWARDS: Counter[str] = Counter()
+"""Forwards that the blocks of this process ran with gradients, recomputations included."""
+
+
+class Busy(nn.Module):
+    """Does all that a block may do besides computing; (B, WIDTH) -> its output and a dict with another."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.inner, self.outer = nn.Linear(8 if name == "0" else WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.dropout = nn.BatchNorm1d(4 * WIDTH), nn.Dropout(0.2)
+        self.calls, self.means = 0, [0.0]
+        self.register_buffer("average", torch.zeros(WIDTH))
+        self.average: Tensor
+
+    def forward(self, x: Tensor, *, scale: float = 1.0, notes: list[Tensor] | None = None) -> dict[str, Any]:
+        if self.training and torch.is_grad_enabled():
+            FORWARDS[self.name] += 1
+        hidden = F.relu(self.inner(x), inplace=True)  # changes the result of a matrix product in place
+        hidden = self.dropout(self.norm(hidden)) * (1.0 + random.random())
+        self.calls += 1
+        self.means[0] = float(self.calls)
+        output = self.outer(hidden) * (scale + 0.1 * (self.calls % 3))
+        output += self.average.detach().clone()
+        if self.training:
+            self.average.mul_(0.9).add_(output.detach().mean(0), alpha=0.1)
+        if notes is not None:
+            notes.append(output.mean())
+        return {"output": output, "rest": (torch.tanh(output), None)}
+
+
+class BusyNet(L.LightningModule):
+    """Regression; a batch is `(features, targets)`, (B, 8) and (B, 4) float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Busy(str(i)) for i in range(4))
+        self.head = nn.Linear(WIDTH, 4)
+        self.hooked: Counter[str] = Counter()
+        for block in self.blocks:
+            block.norm.register_forward_hook(self._saw)  # type: ignore[union-attr,operator]
+            block.outer.register_forward_pre_hook(self._will_see)  # type: ignore[union-attr,operator]
+            block.outer.register_forward_hook(lambda module, args, output: output * 1.5)  # type: ignore[union-attr,operator]
+
+    def _saw(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        HOOKED["forward"] += self.training and torch.is_grad_enabled()
+
+    def _will_see(self, module: nn.Module, args: Any) -> None:
+        HOOKED["before"] += self.training and torch.is_grad_enabled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            notes: list[Tensor] = []
+            given = block(x, scale=0.5 + 0.1 * i, notes=notes)
+            x = given["output"] + 0.1 * given["rest"][0] + 0.01 * notes[0]
+        output: Tensor = self.head(x)
+        return output
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+HOOKED: Counter[str] = Counter()
+"""Calls of the hooks in this process."""
+
+
+def _outcome(layout: Layout) -> tuple[dict[str, float], dict[str, Tensor], list[Any], Counter[str], Counter[str]]:
+    """Metrics, state, attributes of the blocks here, calls of hooks, forwards."""
+    FORWARDS.clear(), HOOKED.clear()
+    trainer, module = fitted(layout, BusyNet, data=features)
+    assert isinstance(module, BusyNet)
+    here = [b for b in module.blocks if not next(b.parameters()).is_meta]
+    attributes = [(block.calls, block.means) for block in here]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    forwards = Counter({block.name: FORWARDS[block.name] for block in here})
+    return metrics, whole_state(trainer), attributes, HOOKED.copy(), forwards
+
+
+def _outcomes(layout: Layout) -> list[Any]:
+    return [_outcome(replace(layout, activations={"recompute": mode})) for mode in ("none", *MODES)]
+
+
+BUSY = {
+    "one": Layout(),
+    "dp2": Layout(dp=2),
+    "dp2-zero3": Layout(dp=2, zero=3),
+    "pp2": Layout(pp=2, num_microbatches=2, partition="type:Busy"),
+    "pp2-zb": Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2, partition="type:Busy"),
+}
+
+
+@pytest.mark.parametrize("layout", BUSY.values(), ids=BUSY)
+def test_a_block_does_to_the_world_what_it_does_without_recomputation(workers: WorkerPools, layout: Layout) -> None:
+    for plain, *recomputed in workers(layout.world_size).run(_outcomes, layout):
+        for metrics, state, attributes, hooked, forwards in recomputed:
+            assert metrics == plain[0]
+            for fqn, value in plain[1].items():
+                torch.testing.assert_close(state[fqn], value, rtol=0, atol=0, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+            assert attributes == plain[2]
+            assert hooked == plain[3]
+            assert plain[4]
+            times = 3 if layout.schedule == "zbv" else 2
+            assert all(plain[4][name] < forwards[name] <= times * n for name, n in plain[4].items()), (
+                forwards,
+                plain[4],
+            )
+
+
+# ---- any layout is one process
+
+
+@cache
+def _reference() -> ReferenceRun:
+    return run_reference(Job(model=TinyGPT))
+
+
+def _recomputed(result_plan: Plan) -> list[str]:
+    return [block.fqn for block in result_plan.blocks if block.is_recomputed]
+
+
+LAYOUTS = {
+    "dp2-zero2": Layout(dp=2, zero=2),
+    "dp2-zero3": Layout(dp=2, zero=3),
+    "pp2-1f1b": Layout(pp=2),
+    "pp2-zbv": Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2),
+    "tp2": Layout(tp=2),
+    "tp2-sequence": Layout(tp=2, sequence_parallel=True),
+}
+SLOW = {
+    "dp2-zero0": Layout(dp=2, zero=0),
+    "dp2-zero1": Layout(dp=2, zero=1),
+    "pp2-gpipe": Layout(pp=2, schedule="gpipe", num_microbatches=4),
+    "pp2-interleaved": Layout(pp=2, schedule="interleaved", stages_per_rank=2),
+    "pp2-interleaved-zb": Layout(pp=2, schedule="interleaved_zero_bubble", stages_per_rank=2, num_microbatches=4),
+    "pp2-dp2-zero3": Layout(pp=2, dp=2, zero=3),
+    "pp2-dp2-zero3-zbv": Layout(pp=2, dp=2, zero=3, schedule="zbv", num_microbatches=4, stages_per_rank=2),
+    "dp2-tp2-zero3": Layout(dp=2, tp=2, zero=3),
+    "pp2-tp2": Layout(pp=2, tp=2, schedule="zbv", num_microbatches=4, stages_per_rank=2),
+    "pp2-dp2-tp2": Layout(pp=2, dp=2, tp=2, zero=2),
+    "pp2-whole": Layout(pp=2, loss="whole", num_microbatches=4),
+}
+
+
+def _check_parity(workers: WorkerPools, layout: Layout, mode: str) -> None:
+    result = run_layout(workers, Job(model=TinyGPT), replace(layout, activations={"recompute": mode}))
+    assert_parity(_reference(), result)
+    assert _recomputed(result.plan) == [f"blocks.{i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_any_layout_is_one_process(workers: WorkerPools, layout: Layout, mode: str) -> None:
+    _check_parity(workers, layout, mode)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", SLOW.values(), ids=SLOW)
+def test_any_further_layout_is_one_process(workers: WorkerPools, layout: Layout, mode: str) -> None:
+    _check_parity(workers, layout, mode)
+
+
+class Dropping(TinyGPT):
+    """With dropout in blocks, of attention too, and around them; in chunks of precision it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.mlp.append(nn.Dropout(0.3))  # type: ignore[union-attr,operator]
+            block.norm2 = nn.Sequential(block.norm2, nn.Dropout(0.2))  # type: ignore[arg-type]
+
+
+def _dropped(layout: Layout, precision: Any, accumulate: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
+    found = []
+    for mode in ("none", *MODES):
+        recomputing = replace(layout, activations={"recompute": mode})
+        trainer, _ = fitted(recomputing, Dropping, precision=precision, accumulate_grad_batches=accumulate, epochs=1)
+        found.append(({k: float(v) for k, v in trainer.callback_metrics.items()}, whole_state(trainer)))
+    return found
+
+
+DROPPING: dict[str, tuple[Layout, Any, int]] = {
+    "dp2-zero3": (Layout(dp=2, zero=3), "32-true", 2),
+    "dp2-bf16": (Layout(dp=2), "bf16-mixed", 1),
+    "pp2": (Layout(pp=2), "32-true", 2),
+    "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2), "bf16-mixed", 1),
+    "tp2": (Layout(tp=2), "32-true", 1),
+}
+
+
+@pytest.mark.parametrize(("layout", "precision", "accumulate"), DROPPING.values(), ids=DROPPING)
+def test_masks_and_precisions_are_those_of_the_forward(
+    workers: WorkerPools, layout: Layout, precision: Any, accumulate: int
+) -> None:
+    for plain, *recomputed in workers(layout.world_size).run(_dropped, layout, precision, accumulate):
+        for metrics, state in recomputed:
+            assert metrics == pytest.approx(plain[0], abs=1e-6)
+            for fqn, value in plain[1].items():
+                torch.testing.assert_close(state[fqn], value, rtol=0, atol=1e-6, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+
+
+# ---- what blocks do to inputs, and checkpoints of the author's
+
+
+class InPlace(nn.Module):
+    """Changes its input in place, and the result of a matrix product that it returns is changed by its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 0.5
+        x.mul_(torch.sigmoid(self.first(x.detach().clone())))
+        output: Tensor = self.second(torch.tanh(x))
+        return output
+
+
+class Checkpointing(nn.Module):
+    """Checkpoints a part of itself."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def part(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            FORWARDS[f"part {self.use_reentrant}"] += 1
+        return torch.tanh(self.first(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        FORWARDS[f"block {self.use_reentrant}"] += self.training
+        output: Tensor = self.second(checkpoint(self.part, x, use_reentrant=self.use_reentrant))
+        return output
+
+
+class Unusual(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList([InPlace(), Checkpointing(False), Checkpointing(True), InPlace()])
+        self.head = nn.Linear(WIDTH, 4)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.stem(batch[0])
+        for block in self.blocks:
+            x = block(x)
+            x *= 1.1
+        loss = F.mse_loss(self.head(x), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def _unusual(layout: Layout) -> list[tuple[dict[str, Tensor], Counter[str]]]:
+    found = []
+    for mode in ("none", *MODES):
+        FORWARDS.clear()
+        trainer, _ = fitted(replace(layout, activations={"recompute": mode}), Unusual, data=features)
+        found.append((whole_state(trainer), FORWARDS.copy()))
+    return found
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2)], ids=["one", "pp2"])
+def test_changed_inputs_and_checkpoints_inside(workers: WorkerPools, layout: Layout) -> None:
+    for plain, *recomputed in workers(layout.world_size).run(_unusual, layout):
+        for state, forwards in recomputed:
+            for fqn, value in plain[0].items():
+                torch.testing.assert_close(state[fqn], value, rtol=0, atol=1e-6, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+            for name, times in plain[1].items():  # the first call finds out
+                assert forwards[name] <= times + 4, (name, forwards, plain[1])
+
+
+# ---- settings
+
+
+def test_settings_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"activations.recompute='none'.*'full' or 'selective'"):
+        ThreeDStrategy(activations={"every": 2})
+    with pytest.raises(ConfigError, match=r"activations.blocks='layers.*' is not allowed"):
+        ThreeDStrategy(activations={"recompute": "full", "blocks": "layers.*"})
+    with pytest.raises(ConfigError, match="no regular expression"):
+        ThreeDStrategy(activations={"recompute": "full", "blocks": "type:("})
+    with pytest.raises(ConfigError, match=r"activations\.recompute='some'"):
+        ThreeDStrategy(activations={"recompute": "some"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"every": 2}, ["blocks.0", "blocks.2"]),
+        ({"blocks": ["blocks.1", "head"]}, ["blocks.1", "head"]),
+        ({"blocks": "type:^Block$", "every": 3}, ["blocks.0", "blocks.3"]),
+    ],
+)
+def test_blocks_are_chosen(settings: dict[str, Any], expected: list[str]) -> None:
+    config = ActivationsConfig(recompute="full", **settings)
+    assert recomputed_blocks(find_blocks(TinyGPT()), config) == {*expected}
+
+
+def test_patterns_that_match_nothing_are_refused() -> None:
+    blocks = find_blocks(TinyGPT())
+    with pytest.raises(PlanError, match=r"'layers\.\*', which matches no block. The nearest block is 'blocks"):
+        recomputed_blocks(blocks, ActivationsConfig(recompute="full", blocks=("layers.*",)))
+    with pytest.raises(PlanError, match=r"matches the class of no block\. Their classes: Block, Embedding"):
+        recomputed_blocks(blocks, ActivationsConfig(recompute="full", blocks="type:Layer$"))
