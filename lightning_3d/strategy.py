@@ -295,7 +295,7 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     def plan(self) -> Plan:
         """The plan of what lies where; there once the Trainer has set the strategy up. Printable by rich."""
-        return self._parts.plan
+        return self._parts.present_plan
 
     @property
     def _parts(self) -> ParallelModel:

@@ -272,6 +272,32 @@ def test_end_of_a_backward() -> None:
     assert calls == ["first", "end"]
 
 
+@canary(autograd, "has_saved_tensor_hooks")
+def test_hooks_on_saved_tensors_are_seen() -> None:
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(autograd.has_saved_tensor_hooks())
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    function(x)
+    with torch.autograd.graph.save_on_cpu():
+        function(x)
+    checkpoint(function, x, use_reentrant=False)
+    assert seen == [False, True, True]
+
+
+@canary(modules, "has_backward_hooks")
+def test_backward_hooks_of_a_module_are_seen() -> None:
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        module = nn.Linear(1, 1)
+        module.register_forward_hook(lambda *_: None)
+        assert not modules.has_backward_hooks(module)
+        getattr(module, register)(lambda *_: None)
+        assert modules.has_backward_hooks(module)
+
+
 @canary(autograd, "is_in_backward")
 def test_a_backward_is_noticed() -> None:
     noticed: list[bool] = []

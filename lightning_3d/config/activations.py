@@ -35,6 +35,10 @@ class ActivationsConfig:
     every: Size = 1
     """Recompute the first of these blocks and every n-th after it."""
 
+    fused_loss: Literal["auto", "never"] = "auto"
+    """``"auto"``: where a linear layer's output goes to a cross entropy and nowhere else, both run together on chunks
+    of rows, so that logits never exist in full. ``"never"``: logits are made."""
+
     def __post_init__(self) -> None:
         given: object = self.blocks
         if isinstance(given, list):  # from Python or YAML

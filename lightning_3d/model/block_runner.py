@@ -96,6 +96,8 @@ class BlockRunner:
         """Called before its forward where that takes other ranks; raises if they run something else."""
         self.returned: Callable[[Any], Any] | None = None
         """Applied to the output of the forward on shards."""
+        self.lazy: Call | None = None
+        """Takes the place of the author's forward where that makes logits for a loss."""
         self.own_forward: Call = block.forward
         self._hidden = {name: vars(block)[name] for name in (_FORWARD, CALL) if name in vars(block)}
         self._around: Around | None = None
@@ -108,6 +110,11 @@ class BlockRunner:
             return
         if not any(map(is_shard, self.block.parameters())):
             self._take_off()
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether calls of the block go through something else than its class's, as with ``block.compile()``."""
+        return CALL in self._hidden or vars(self.block).get(CALL) != self.call
 
     def _take_off(self) -> None:
         attributes = vars(self.block)
@@ -220,8 +227,8 @@ class BlockRunner:
 
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
         """The author's forward, through what the present call wants around it."""
-        around = self._take_around()
-        return self.own_forward(*args, **kwargs) if around is None else around(self.own_forward, args, kwargs)
+        around, forward = self._take_around(), self.own_forward if self.lazy is None else self.lazy
+        return forward(*args, **kwargs) if around is None else around(forward, args, kwargs)
 
     def _take_around(self) -> Around | None:
         around, self._around = self._around, None
@@ -230,7 +237,8 @@ class BlockRunner:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the block runs its layers, but belongs to no step."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
-        return {**vars(self), "route": None, "recomputed": None, "_around": None, "_hidden": hidden}
+        of_run = dict.fromkeys(("route", "recomputed", "_around", "lazy"))
+        return {**vars(self), **of_run, "_hidden": hidden}
 
 
 def runner_of(module: nn.Module) -> BlockRunner | None:

@@ -80,6 +80,8 @@ class Plan:
     """FQNs of modules that normalise by statistics of what they are given."""
     optimizers: tuple[OptimizerPlan, ...] = ()
     """Who steps what; there once the optimizers are made."""
+    heads: tuple[str, ...] = ()
+    """A line for each head on this rank: whether it is fused with its loss; there once steps have shown it."""
 
     @property
     def stages_of_calls(self) -> Mapping[str, tuple[int, ...]]:
@@ -152,6 +154,7 @@ class Plan:
         if self.shape.tp > 1:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
+        tables.extend(self.heads)
         if self.optimizers:
             tables.append(optimizer_table(self.optimizers))
         return Group(*tables)

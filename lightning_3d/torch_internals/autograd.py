@@ -153,6 +153,11 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether something, such as a checkpoint, sees or counts the tensors that the graph keeps."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def is_in_backward() -> bool:
     """Whether this thread runs a backward now."""
     return torch._C._current_graph_task_id() != -1

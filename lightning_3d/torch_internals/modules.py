@@ -125,3 +125,8 @@ def attributes_replaced(owner: object, new: Mapping[str, Any]) -> Iterator[None]
                 setattr(owner, name, before[name])
             else:
                 delattr(owner, name)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks of a module wait for the gradient of its output."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)

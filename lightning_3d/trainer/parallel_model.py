@@ -36,6 +36,7 @@ from lightning_3d.planning.planner import Observer, decide
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
+from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.anomaly import AnomalyDetection
@@ -68,6 +69,12 @@ class ParallelModel:
     buffers: SharedBuffers
     runner: StepRunner
     randomness: StepRandomness
+    heads: FusedHeads
+
+    @property
+    def present_plan(self) -> Plan:
+        """The plan, with what the steps so far have shown of heads and losses."""
+        return replace(self.plan, heads=self.heads.texts)
 
     def with_optimizers(
         self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: ZeroConfig
@@ -160,7 +167,8 @@ def make_parallel(
     )
     scales = precision.scales_losses
     anomalies = AnomalyDetection(router, mesh, plan.num_stages, device, scales_losses=scales)
-    runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies)
+    heads = FusedHeads(blocks, is_on=config.activations.fused_loss == "auto")
+    runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads)
     if mesh.shape.pp > 1:
         engine = PipelineEngine(
             module=module,
@@ -181,6 +189,7 @@ def make_parallel(
             splits_backward=config.pipeline.splits_backward,
             loss_scale=lambda: precision.loss_factor,
             anomalies=anomalies,
+            heads=heads,
         )
     precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
     guard = BatchGuard(config.batch, mesh, device)
@@ -194,6 +203,7 @@ def make_parallel(
         router=router,
         runner=runner,
         randomness=randomness,
+        heads=heads,
     )
 
 

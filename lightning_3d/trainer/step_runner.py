@@ -17,6 +17,8 @@ from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.spans import Timeline
+from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
+from lightning_3d.tensor.vocabulary.lazy_logits import made
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trainer.anomaly import AnomalyDetection
@@ -61,8 +63,14 @@ class WholeModelRunner(StepRunner):
     """Runs steps at once, where every rank holds all blocks."""
 
     def __init__(
-        self, module: LightningModule, zero: Zero, randomness: StepRandomness, anomalies: AnomalyDetection
+        self,
+        module: LightningModule,
+        zero: Zero,
+        randomness: StepRandomness,
+        anomalies: AnomalyDetection,
+        heads: FusedHeads,
     ) -> None:
+        self._heads = heads
         self._module, self._zero, self._randomness, self._anomalies = module, zero, randomness, anomalies
         self._watch: StepWatch | None = None  # of the last training step
         self._watched: MicrobatchWatch | None = None  # its one microbatch
@@ -87,8 +95,13 @@ class WholeModelRunner(StepRunner):
         return output
 
     def _run(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
+        def run() -> Any:
+            with self._heads.on():
+                output = getattr(self._module, name)(batch, *rest)
+                return tree_map(lambda leaf: plain(made(leaf)), output)
+
         with self._randomness.replica(number):
-            return tree_map(plain, self._zero.root(lambda: getattr(self._module, name)(batch, *rest)))
+            return self._zero.root(run)
 
     @contextmanager
     def around_backward(self, loss: Tensor) -> Iterator[None]:
@@ -138,7 +151,9 @@ class PipelineRunner(StepRunner):
         splits_backward: bool,
         anomalies: AnomalyDetection,
         loss_scale: Callable[[], float],
+        heads: FusedHeads,
     ) -> None:
+        self._heads = heads
         self._loss_scale = loss_scale
         self._module, self._zero, self._engine, self._gradients = module, zero, engine, gradients
         self._anomalies, self._splits_backward = anomalies, splits_backward
@@ -148,7 +163,8 @@ class PipelineRunner(StepRunner):
         loss_scale = self._loss_scale()
         self._pending.begin()
         self._zero.begin_step(splits_backward=self._splits_backward)
-        output = self._run(batch, rest, number, loss_scale)
+        with self._heads.on():
+            output = self._run(batch, rest, number, loss_scale)
         self._zero.end_step()
         self._gradients.sum_shared()
         loss = self._pending.hold(loss_of(output))
@@ -169,7 +185,8 @@ class PipelineRunner(StepRunner):
             raise error
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
-        output = self._engine.run(name, batch, rest, number=number, backward=False)
+        with self._heads.on():
+            output = self._engine.run(name, batch, rest, number=number, backward=False)
         self._zero.settle()
         return output
 

@@ -1,8 +1,8 @@
-"""Cross entropy on logits whose classes are sharded over the tp axis (Megatron-LM, Shoeybi et al. 2019).
+"""Cross entropy on logits whose classes are sharded over the tp axis (Megatron-LM, Shoeybi et al. 2019), or whole.
 
 No rank holds all logits: two all-reduces, of a maximum and of three sums per row, take the place of gathering them.
-What the numbers mean is what ``F.cross_entropy`` documents. This is the arithmetic alone; autograd is in
-`sharded_output`.
+Without an axis there is nothing to reduce. What the numbers mean is what ``F.cross_entropy`` documents. This is the
+arithmetic alone; autograd is in `sharded_output` and `chunked_loss`.
 
     loss of a row = -(1 - s) w[t] log p[t]  -  s / C  sum over c of w[c] log p[c]        s: label smoothing, w: weights
 """
@@ -97,23 +97,24 @@ class Saved:
     """``[rows, own classes]`` or broadcastable to it: what label smoothing takes off the gradient."""
 
 
-def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMesh) -> tuple[Tensor, Saved]:
+def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMesh | None) -> tuple[Tensor, Saved]:
     """Compute the loss.
 
     Args:
         call: The call; of its input nothing is read.
         logits: This rank's classes, ``[rows, own classes]``.
         num_classes: The number over all ranks.
-        mesh: The tp axis.
+        mesh: The tp axis; None if all classes are here.
 
     Returns:
         The loss, 0-d or ``[rows]``, equal on all ranks, and what the backward needs.
     """
-    start, stop = shard_bounds(num_classes, mesh)
+    start, stop = (0, num_classes) if mesh is None else shard_bounds(num_classes, mesh)
     target, smoothing = call.target.reshape(-1), call.label_smoothing
     shifted = logits.to(torch.promote_types(logits.dtype, torch.float32))
     greatest = shifted.amax(-1)
-    dist.all_reduce(greatest, dist.ReduceOp.MAX, group=mesh.get_group())
+    if mesh is not None:
+        dist.all_reduce(greatest, dist.ReduceOp.MAX, group=mesh.get_group())
     shifted = shifted - greatest.unsqueeze(-1)
     counted = target != call.ignore_index
     is_own = counted & (target >= start) & (target < stop)
@@ -128,7 +129,8 @@ def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMe
         sums.append((shifted if own_weight is None else shifted * own_weight).sum(-1))
     exponentials = shifted.exp_()
     summed = torch.stack([exponentials.sum(-1), *sums])
-    dist.all_reduce(summed, group=mesh.get_group())
+    if mesh is not None:
+        dist.all_reduce(summed, group=mesh.get_group())
     log_sum = summed[0].log()
 
     row_weight = counted.to(shifted.dtype)

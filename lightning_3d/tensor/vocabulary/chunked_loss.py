@@ -1,0 +1,242 @@
+"""Cross entropy of a head's outputs that never exist in full: rows in chunks, logits -> loss and gradients.
+
+[Note: loss without logits]
+The loss of a row needs no other row's logits. So a chunk of rows at a time makes its logits, its part of the loss and
+the gradient of these logits, which at once becomes that of the rows and a part of that of the weight. The forward does
+all of it, as the gradient is linear in that of the loss, a factor that the backward supplies (Hsu et al. 2024, Liger):
+
+    rows [N, D] -> for each chunk: logits [n, V] -> losses [n], d logits [n, V] -> d rows [n, D], d weight [V, D] += ...
+
+Where the factor is not one number (``reduction="none"``), or where gradients without it are too small for the numbers
+(fp16, which a loss scale serves), the backward makes the logits again, chunk by chunk (Wijmans et al. 2024).
+
+``torch.nn.functional.linear_cross_entropy`` (torch 2.13) works alike, but has no label smoothing, no elementwise
+functions between head and loss, no product in another dtype than the weight's, and drops its gradients in the first
+backward; a schedule that splits the backward asks for them twice. Gradients of rows and of weights come from two nodes
+of the graph here, so that such schedules find each where they look for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.tensor.collectives import refuse_second_order
+from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
+from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Reduction
+
+MOST_CHUNKS = 32
+"""More of them would save little memory, and make the products of matrices too thin."""
+LEAST_LOGITS = 2**22
+"""Logits that a chunk has at least, if there are so many."""
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    """How logits are made of rows and read by a loss."""
+
+    weight: Tensor
+    """``[classes, width]``."""
+    bias: Tensor | None
+    dtype: torch.dtype
+    """In which they are multiplied: that of autocast, or their own."""
+    then: tuple[Elementwise, ...] = ()
+    """Functions of single logits that come before the loss."""
+
+    def cast(self) -> Head:
+        """The same with weights in the dtype of the product."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return replace(self, weight=self.weight.to(self.dtype), bias=bias)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """The logits ``[n, classes]`` of some rows, without what happens to them."""
+        with torch.autocast(rows.device.type, enabled=False):
+            return F.linear(rows, self.weight, self.bias)
+
+    def after(self, logits: Tensor) -> Tensor:
+        """The logits as the loss reads them."""
+        for function in self.then:
+            logits = function(logits)
+        return logits
+
+
+def cross_entropy_of(rows: Tensor, head: Head, call: CrossEntropy) -> Tensor:
+    """The cross entropy of the logits that a head makes of rows.
+
+    Args:
+        rows: ``[N, width]``.
+        head: Makes their logits.
+        call: Its options, and targets of N rows; its input is not read. It has a sharded form.
+
+    Returns:
+        0-d, or ``[N]`` with ``reduction="none"``; fp32 or wider.
+    """
+    gradients = _Gradients(head, replace(call, input=rows.detach(), target=call.target.reshape(-1)))
+    seed = gradients.seed()
+    return cast(Tensor, _Loss.apply(rows, seed, gradients))  # type: ignore[no-untyped-call]  # torch 2.13
+
+
+@dataclass(slots=True)
+class _Made:
+    """Gradients for a factor of the loss's gradient."""
+
+    rows: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class _Gradients:
+    """Loss and gradients of one call, which the two nodes of its graph share."""
+
+    def __init__(self, head: Head, call: CrossEntropy) -> None:
+        self.wide = torch.promote_types(head.dtype, torch.float32)
+        self.rows, self.call = call.input, call
+        self.weight, self.bias = head.weight, head.bias  # the nodes of the graph
+        self.head = replace(head, weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach())
+        self.made: _Made | None = None  # of the weights, for a factor of 1; until a backward takes them
+        self.has_backward = torch.is_grad_enabled()
+        self.comes_late = call.reduction == "none" or head.dtype == torch.float16
+        self.normaliser = _normaliser(call).to(self.wide) if call.reduction == "mean" else None
+
+    def seed(self) -> Tensor:
+        """Stands for the weights in the graph of the loss; gets the gradient of the loss."""
+        shape = (len(self.rows),) if self.call.reduction == "none" else ()
+        return cast(Tensor, _Weights.apply(self.weight, self.bias, self, shape))  # type: ignore[no-untyped-call]
+
+    def run(
+        self, factor: Tensor | None, *, of_rows: bool = False, of_weight: bool = False, of_bias: bool = False
+    ) -> tuple[Tensor, _Made]:
+        """The losses, and the gradients asked for.
+
+        Args:
+            factor: The gradient of the loss, 0-d or ``[N]``; None for 1.
+        """
+        rows, made, losses = self.rows, _Made(), []
+        head = self.head.cast()
+        if of_rows:
+            made.rows = torch.empty_like(rows)
+        if of_weight:
+            made.weight = torch.zeros_like(head.weight, dtype=self.wide)
+        if of_bias:
+            made.bias = torch.zeros(len(head.weight), dtype=self.wide, device=rows.device)
+        reduction: Reduction = "none" if self.call.reduction == "none" else "sum"
+        scale = self._scale(factor)
+        for part in chunks(len(rows), len(head.weight)):
+            own = rows[part].to(head.dtype)
+            call = replace(self.call, target=self.call.target[part], reduction=reduction)
+            of_logits = (scale[part] if scale.dim() else scale) if of_rows or of_weight or of_bias else None
+            loss, gradient = _chunk(own, head, call, of_logits)
+            losses.append(loss)
+            if gradient is None:
+                continue
+            if made.rows is not None:
+                made.rows[part] = gradient @ head.weight
+            if made.bias is not None:
+                made.bias += gradient.sum(0, dtype=self.wide)
+            if made.weight is not None and self.wide == head.dtype:
+                made.weight.addmm_(gradient.t(), own)
+            elif made.weight is not None:
+                made.weight += gradient.t() @ own
+        if self.call.reduction == "none":
+            return torch.cat(losses), made
+        total = torch.stack(losses).sum()
+        return total if self.normaliser is None else total / self.normaliser, made
+
+    def _scale(self, factor: Tensor | None) -> Tensor:
+        """The gradient of a row's loss."""
+        scale = torch.ones((), dtype=self.wide, device=self.rows.device) if factor is None else factor.to(self.wide)
+        if self.normaliser is None:
+            return scale
+        return torch.where(self.normaliser == 0, 0.0, scale / self.normaliser)  # no row counts: no gradient
+
+
+def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The loss of a chunk, and the gradient of its logits, given that of the loss, before what happens to them."""
+    logits = head.logits(rows)
+    read = logits
+    if head.then:
+        with torch.enable_grad():
+            read = head.after(logits.requires_grad_(of_loss is not None))
+    loss, saved = vocabulary_loss.forward(call, read.detach(), read.shape[-1], None)
+    if of_loss is None:
+        return loss, None
+    gradient = vocabulary_loss.backward(saved, of_loss).to(read.dtype)
+    return loss, torch.autograd.grad(read, logits, gradient)[0] if head.then else gradient
+
+
+def chunks(num_rows: int, num_classes: int) -> Iterator[slice]:
+    """The rows of each chunk."""
+    length = max(-(-num_rows // MOST_CHUNKS), -(-LEAST_LOGITS // num_classes))
+    for start in range(0, num_rows, length):
+        yield slice(start, min(start + length, num_rows))
+
+
+def _normaliser(call: CrossEntropy) -> Tensor:
+    """That of a mean."""
+    counted = call.target != call.ignore_index
+    if call.weight is None:
+        return counted.sum()
+    weights = call.weight[torch.where(counted, call.target, 0)]
+    return torch.where(counted, weights, 0.0).sum(dtype=torch.promote_types(weights.dtype, torch.float32))
+
+
+class _Loss(torch.autograd.Function):
+    """rows, seed of the weights -> the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, seed: Tensor, gradients: _Gradients) -> Tensor:
+        ctx.gradients = gradients
+        is_early = gradients.has_backward and not gradients.comes_late
+        weight, bias = gradients.weight, gradients.bias
+        loss, made = gradients.run(
+            None,
+            of_rows=is_early and rows.requires_grad,
+            of_weight=is_early and weight.requires_grad,
+            of_bias=is_early and bias is not None and bias.requires_grad,
+        )
+        ctx.of_rows, gradients.made = made.rows, made if is_early else None
+        made.rows = None
+        if not is_early:
+            ctx.save_for_backward(rows, weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
+        refuse_second_order("a cross entropy that is fused with its head")
+        if not ctx.needs_input_grad[0]:
+            return None, gradient, None
+        if ctx.of_rows is not None:  # kept, as a schedule that splits the backward comes twice
+            return ctx.of_rows * gradient.to(ctx.of_rows.dtype), gradient, None
+        ctx.saved_tensors  # noqa: B018  # raises where they were changed in place
+        return ctx.gradients.run(gradient, of_rows=True)[1].rows, gradient, None
+
+
+class _Weights(torch.autograd.Function):
+    """weight, bias -> what stands for them in the graph of the loss."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, gradients: _Gradients, shape: Sequence[int]) -> Tensor:
+        ctx.gradients, ctx.dtypes = gradients, (weight.dtype, None if bias is None else bias.dtype)
+        return weight.new_zeros(shape, dtype=gradients.wide)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        gradients: _Gradients = ctx.gradients
+        of_weight, of_bias = ctx.needs_input_grad[:2]
+        made, gradients.made = gradients.made, None
+        if made is None:
+            made = gradients.run(gradient, of_weight=of_weight, of_bias=of_bias)[1]
+        else:  # the first backward, which nobody shares them with
+            for part in (made.weight, made.bias):
+                if part is not None:
+                    part.mul_(gradient)
+        weight = made.weight.to(ctx.dtypes[0]) if of_weight and made.weight is not None else None
+        bias = made.bias.to(ctx.dtypes[1]) if of_bias and made.bias is not None else None
+        return weight, bias, None, None

@@ -1,0 +1,426 @@
+"""Logits that are made when somebody reads them; a cross entropy does not (`chunked_loss`).
+
+[Note: lazy logits]
+A head gives a tensor of the shape of its logits that holds the head's input rows and its weights. What becomes of it:
+
+    views that keep the classes together, casts, scaling, tanh      a tensor of this class again, of other rows
+    ``F.cross_entropy`` with class indices                           computed in chunks of rows
+    shape, dtype, device and the like                                answered
+    anything else                                                    the head runs, once per call of it, and is plain
+
+Whoever reads logits has those that the head would have made: in the autocast state of its call, with their graph. All
+views of them are then views of the same memory. Code that no function mode sees, such as a custom autograd function,
+finds a tensor with a graph of its own, and operators compute with its data.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.errors import StepError
+from lightning_3d.tensor.collectives import refuse_second_order
+from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.vocabulary.chunked_loss import Elementwise, Head, cross_entropy_of
+from lightning_3d.tensor.vocabulary.loss import CrossEntropy, as_cross_entropy
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass, OpOverload
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
+from lightning_3d.torch_internals.tensors import make_wrapper
+from lightning_3d.trace.interception import reads_meta_only
+
+OnRead = Callable[[str], None]
+"""Called with the name of the function when logits are made in full."""
+
+
+class HeadCall:
+    """One call of a head, whose logits are made at most once.
+
+    Args:
+        rows: What the head was given, ``[..., width]``.
+        on_read: Called when they are made.
+    """
+
+    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, on_read: OnRead) -> None:
+        self.rows, self.weight, self.bias, self._on_read = rows, weight, bias, on_read
+        device = rows.device.type
+        self._autocast = torch.is_autocast_enabled(device)
+        self._autocast_dtype = torch.get_autocast_dtype(device)
+        self.has_grad = torch.is_grad_enabled()
+        self.made: Tensor | None = None
+        self.is_fused = False
+        """Whether a loss was computed without the logits."""
+        self.views: list[weakref.ref[Tensor]] = []
+        """The lazy tensors that come of it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        is_cast = self._autocast and self.rows.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        return self._autocast_dtype if is_cast else self.rows.dtype
+
+    def end(self) -> None:
+        """Make those that somebody still refers to, before the weights change."""
+        for reference in self.views:
+            made(reference())
+
+    def logits(self, reader: str) -> Tensor:
+        """The logits as the head makes them."""
+        if self.made is None:
+            self._on_read(reader)
+            device = self.rows.device.type
+            with (
+                DisableTorchFunctionSubclass(),
+                torch.set_grad_enabled(self.has_grad),
+                torch.autocast(device, dtype=self._autocast_dtype, enabled=self._autocast),
+            ):
+                self.made = F.linear(self.rows, self.weight, self.bias)
+        return self.made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """How a tensor comes from a head's logits."""
+
+    call: HeadCall
+    rows: Tensor
+    """``[..., width]``: the rows of its logits, in the order of its other dims."""
+    class_dim: int
+    then: tuple[Elementwise, ...]
+    dtype: torch.dtype
+    make: Callable[[str], Tensor]
+    """The plain tensor, given the name of the function that reads it."""
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the tensor."""
+        shape = list(self.rows.shape[:-1])
+        shape.insert(self.class_dim, len(self.call.weight))
+        return shape
+
+
+class LazyLogits(Tensor):
+    """Logits that are not there yet; see [Note: lazy logits]."""
+
+    view_of_head: View
+    _plain: Tensor | None
+
+    @staticmethod
+    def __new__(cls, view: View) -> LazyLogits:
+        tensor: LazyLogits = make_wrapper(cls, view.shape, dtype=view.dtype, device=view.rows.device)
+        tensor.view_of_head, tensor._plain = view, None
+        return tensor
+
+    def plain(self, reader: str) -> Tensor:
+        """The logits, with their graph."""
+        if self._plain is None:
+            self._plain = self.view_of_head.make(reader)
+        return self._plain
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, cls) and first.is_untouched:
+            if reads_meta_only(func) and func not in _NOT_ANSWERED:
+                with DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if (step := _CARRIED.get(func)) is not None and (view := step(first, func, args[1:], kwargs)) is not None:
+                return _lazily(view)
+        call = as_cross_entropy(func, args, kwargs)
+        if call is not None and isinstance(call.input, cls) and _can_fuse(call):
+            return _fused(call)
+        if func is Tensor.__hash__:
+            return id(first)
+        name = getattr(func, "__name__", str(func))
+        if func in _ASK_FOR_GRADIENTS:
+            _refuse_late(name, args, kwargs)
+        args, kwargs = tree_map(lambda leaf: leaf.plain(name) if isinstance(leaf, cls) else leaf, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nobody has read the logits of its head's call."""
+        return self._plain is None and self.view_of_head.call.made is None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
+        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func)
+        args, kwargs = tree_map(
+            lambda leaf: leaf.plain(name).detach() if isinstance(leaf, cls) else leaf, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def lazy_logits(call: HeadCall) -> Tensor:
+    """The output of a head as a tensor whose values come when they are read."""
+    last = call.rows.dim() - 1
+    return _lazily(View(call=call, rows=call.rows, class_dim=last, then=(), dtype=call.dtype, make=call.logits))
+
+
+def made(leaf: Any) -> Any:
+    """Lazy logits as a plain tensor; anything else as it is."""
+    return leaf.plain("the end of the step") if isinstance(leaf, LazyLogits) else leaf
+
+
+def _lazily(view: View) -> Tensor:
+    logits = cast(Tensor, _Enter.apply(view.rows, view.call.weight, view.call.bias, view))  # type: ignore[no-untyped-call]
+    view.call.views.append(weakref.ref(logits))
+    return logits
+
+
+class _Enter(torch.autograd.Function):
+    """The graph of logits for code that computes with them unseen."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, view: View) -> Tensor:
+        ctx.head, ctx.class_dim = _head(view), view.class_dim
+        ctx.save_for_backward(rows, weight, bias)
+        return LazyLogits(view)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        refuse_second_order("logits that a custom autograd function reads")
+        leaves = [_leaf(tensor) for tensor in ctx.saved_tensors]
+        rows, weight, bias = leaves
+        head: Head = replace(ctx.head, weight=weight, bias=bias)
+        with torch.enable_grad():
+            head = head.cast()
+            logits = head.after(head.logits(rows.to(head.dtype))).movedim(-1, ctx.class_dim)
+        asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        found = iter(torch.autograd.grad(logits, asked, gradient))
+        made = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+        return made[0], made[1], made[2], None
+
+
+def _leaf(tensor: Any) -> Any:
+    return None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _head(view: View) -> Head:
+    call = view.call
+    return Head(weight=call.weight, bias=call.bias, dtype=call.dtype, then=view.then)
+
+
+# ------------------------------------------------------------------------------------------------------- the loss
+
+
+def _can_fuse(call: CrossEntropy) -> bool:
+    logits = cast(LazyLogits, call.input)
+    others = isinstance(call.target, LazyLogits) or isinstance(call.weight, LazyLogits)
+    return (
+        logits.is_untouched
+        and not others
+        and logits.view_of_head.class_dim == call.class_dim
+        and logits.view_of_head.rows.numel() > 0
+        and call.target.device == logits.device
+    )
+
+
+def _fused(call: CrossEntropy) -> Tensor:
+    view = cast(LazyLogits, call.input).view_of_head
+    view.call.is_fused = True
+    head = _head(view)
+    wide = torch.promote_types(head.dtype, torch.float32)
+    while head.then and head.then[-1] == _Cast(wide):  # as the loss does by itself
+        head = replace(head, then=head.then[:-1])
+    loss = cross_entropy_of(view.rows.reshape(-1, view.rows.shape[-1]), head, call)
+    is_autocast = torch.is_autocast_enabled(view.rows.device.type)
+    loss = loss.to(loss.dtype if is_autocast else view.dtype)
+    return loss.reshape(call.target.shape if loss.dim() else ())
+
+
+_ASK_FOR_GRADIENTS = frozenset({Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward})
+
+
+def _refuse_late(name: str, args: Any, kwargs: Any) -> None:
+    if any(isinstance(leaf, LazyLogits) and leaf.view_of_head.call.is_fused for leaf in tree_leaves((args, kwargs))):
+        raise StepError(
+            f"{name} asks for the gradient of logits after their cross entropy was computed, fused with the head, which"
+            " makes no such gradient. Call it before the loss, or set activations.fused_loss='never'."
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- lazy calls
+
+Carry = Callable[[LazyLogits, Function, Sequence[Any], Mapping[str, Any]], "View | None"]
+"""Answers a call by another view of the logits; None if it needs them."""
+
+
+def _derived(
+    logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], **changes: Any
+) -> View:
+    def make(reader: str) -> Tensor:
+        made: Tensor = func(logits.plain(reader), *args, **kwargs)
+        return made
+
+    return replace(logits.view_of_head, make=make, **changes)
+
+
+def _index(logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    view = logits.view_of_head
+    last = view.rows.dim() - 1
+    (index,) = args
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if view.class_dim != last or not all(_is_index(part) for part in parts):
+        return None
+    lengths = [_num_dims(part) for part in parts]
+    if Ellipsis not in [part for part in parts if not isinstance(part, Tensor)]:
+        parts, lengths = [*parts, Ellipsis], [*lengths, 0]
+    position = next(i for i, part in enumerate(parts) if part is Ellipsis)
+    missing = last + 1 - sum(lengths)
+    if missing < 0:
+        return None
+    parts[position : position + 1] = [slice(None)] * missing
+    if parts[-1] is None or isinstance(parts[-1], (int, Tensor)) or parts[-1] != slice(None):
+        return None
+    rows = view.rows[tuple(parts)]
+    return _derived(logits, func, args, kwargs, rows=rows, class_dim=rows.dim() - 1)
+
+
+def _is_index(part: Any) -> bool:
+    if isinstance(part, Tensor):
+        return type(part) is Tensor and part.dtype in (torch.bool, torch.int64)
+    return part is None or part is Ellipsis or (isinstance(part, (int, slice)) and not isinstance(part, bool))
+
+
+def _num_dims(part: Any) -> int:
+    """The dims that a part of an index takes."""
+    if isinstance(part, Tensor) and part.dtype == torch.bool:
+        return part.dim()
+    return 0 if part is None or part is Ellipsis else 1
+
+
+def _reshape(logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    view = logits.view_of_head
+    shape = list(args[0]) if args and isinstance(args[0], (tuple, list)) else list(args)
+    if kwargs or not shape or not all(type(length) is int for length in shape):
+        return None
+    if -1 in shape:
+        shape[shape.index(-1)] = math.prod(view.shape) // max(-math.prod(shape), 1)
+    is_kept = shape[-1] == view.shape[-1] and math.prod(shape) == math.prod(view.shape)
+    if view.class_dim != view.rows.dim() - 1 or not is_kept:
+        return None
+    return _derived(
+        logits,
+        func,
+        args,
+        kwargs,
+        rows=view.rows.reshape(*shape[:-1], view.rows.shape[-1]),
+        class_dim=len(shape) - 1,
+    )
+
+
+def _flatten(logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    view = logits.view_of_head
+    bounds = dict(zip(("start_dim", "end_dim"), args, strict=False)) | dict(kwargs)
+    start, end = (bounds.pop(name, default) % view.rows.dim() for name, default in (("start_dim", 0), ("end_dim", -1)))
+    if bounds or view.class_dim != view.rows.dim() - 1 or end >= view.class_dim:
+        return None
+    rows = view.rows.flatten(start, end)
+    return _derived(logits, func, args, kwargs, rows=rows, class_dim=rows.dim() - 1)
+
+
+def _transpose(logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    if kwargs or len(args) != 2:
+        return None
+    order = list(range(logits.view_of_head.rows.dim()))
+    first, second = args
+    order[first], order[second] = order[second], order[first]
+    return _ordered(logits, func, args, order)
+
+
+def _permute(logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    dims = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if kwargs or len(dims) != logits.view_of_head.rows.dim():
+        return None
+    return _ordered(logits, func, args, [dim % len(dims) for dim in dims])
+
+
+def _ordered(logits: LazyLogits, func: Function, args: Sequence[Any], order: Sequence[int]) -> View:
+    view = logits.view_of_head
+    last = len(order) - 1
+    places = [last if dim == view.class_dim else dim - (dim > view.class_dim) for dim in order]  # of the rows' dims
+    others = [place for place in places if place != last]
+    rows = view.rows.permute(*others, last)
+    return _derived(logits, func, args, {}, rows=rows, class_dim=places.index(last))
+
+
+def _same(logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    return None if args or kwargs else _derived(logits, func, args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    dtype: torch.dtype
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.to(self.dtype)
+
+
+def _to(logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    if func is Tensor.float and not args and not kwargs:
+        dtype: Any = torch.float32
+    elif func is Tensor.to and len(args) == 1 and not kwargs:
+        dtype = args[0]
+    else:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return None
+    view = logits.view_of_head
+    then = view.then if dtype == view.dtype else (*view.then, _Cast(dtype))
+    return _derived(logits, func, args, kwargs, then=then, dtype=dtype)
+
+
+def _elementwise(logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:
+    if kwargs or not all(type(arg) in (int, float) for arg in args):
+        return None
+    view = logits.view_of_head
+    return _derived(logits, func, args, kwargs, then=(*view.then, lambda chunk: func(chunk, *args)))
+
+
+_CARRIED: Mapping[Function, Carry] = {
+    Tensor.__getitem__: _index,
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.transpose: _transpose,
+    torch.transpose: _transpose,
+    Tensor.swapaxes: _transpose,
+    Tensor.permute: _permute,
+    torch.permute: _permute,
+    Tensor.contiguous: _same,
+    Tensor.clone: _same,
+    torch.clone: _same,
+    Tensor.float: _to,
+    Tensor.to: _to,
+    **dict.fromkeys(
+        (
+            Tensor.mul,
+            Tensor.__mul__,
+            Tensor.__rmul__,
+            torch.mul,
+            Tensor.div,
+            Tensor.__truediv__,
+            Tensor.true_divide,
+            torch.div,
+            torch.true_divide,
+            Tensor.tanh,
+            torch.tanh,
+        ),
+        _elementwise,
+    ),
+}
+
+_NOT_ANSWERED = frozenset({Tensor.register_hook, Tensor.__repr__})
+"""Exceptions from the functions that ask for shape, dtype and the like."""

@@ -1,0 +1,425 @@
+"""The loss without logits: heads fused with their cross entropy give what they give apart, and logits stay readable."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.errors import StepError
+from lightning_3d.tensor.vocabulary import chunked_loss
+from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, LazyLogits, lazy_logits, made
+from tests.models import TinyGPT, tokens
+from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.workers import WorkerPools
+
+CLASSES, WIDTH = 10, 5
+
+Use = Callable[[Tensor], Any]
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "LEAST_LOGITS", 3 * CLASSES)
+
+
+class Compared:
+    """One head, called as always and lazily."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
+        generator = torch.Generator().manual_seed(0)
+        head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        with torch.no_grad():
+            for parameter in head.parameters():
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) - 0.5)
+        head = head.to(dtype)
+        rows = torch.randn(*shape, WIDTH, generator=generator).to(dtype)
+        self.leaves = [
+            [rows.clone().requires_grad_(), *(p.detach().clone().requires_grad_() for p in head.parameters())]
+        ]
+        self.leaves.append([leaf.detach().clone().requires_grad_() for leaf in self.leaves[0]])
+        self.reads: list[str] = []
+
+    def dense(self) -> Tensor:
+        return F.linear(*self.leaves[0])
+
+    def lazy(self) -> Tensor:
+        leaves = self.leaves[1]
+        self.call = HeadCall(leaves[0], leaves[1], leaves[2] if leaves[2:] else None, self.reads.append)
+        return lazy_logits(self.call)
+
+    def check(self, use: Use, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+        """``use`` gives the same values and gradients of both."""
+        expected, result = use(self.dense()), use(self.lazy())
+        torch.testing.assert_close(made(result), expected, rtol=rtol, atol=atol, equal_nan=True)
+        if not expected.requires_grad:
+            return
+        assert result.requires_grad
+        seed = torch.linspace(0.5, 1.5, expected.numel()).reshape(expected.shape).to(expected.dtype)
+        for of_leaves, loss in zip(self.leaves, (expected, made(result)), strict=True):
+            for leaf in of_leaves:
+                leaf.grad = None
+            loss.backward(seed)
+        for theirs, ours in zip(*self.leaves, strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=rtol, atol=atol, equal_nan=True)
+
+
+FLAT = torch.tensor([0, 9, 3, -100, 5, 6, 1, 2])
+TARGETS = FLAT.view(2, 4)
+WEIGHT = torch.linspace(0.1, 1.0, CLASSES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_option_of_cross_entropy(dtype: torch.dtype) -> None:
+    options = itertools.product(("mean", "sum", "none"), (0.0, 0.3), (None, WEIGHT), (-100, 5), (True, False))
+    for reduction, smoothing, weight, ignored, bias in options:
+        compared = Compared(8, dtype=dtype, bias=bias)
+        target = FLAT if ignored == -100 else FLAT.clamp(min=0)
+        keywords: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
+        weights = None if weight is None else weight.to(dtype)
+        compared.check(lambda x: F.cross_entropy(x, target, weights, **keywords))  # noqa: B023
+        assert not compared.reads
+    compared = Compared(8, dtype=dtype)
+    compared.check(lambda x: F.cross_entropy(x, torch.full((8,), -100)))  # NaN
+    compared.check(lambda x: F.cross_entropy(x, torch.full((8,), -100), reduction="sum"))
+
+
+FUSED: list[Use] = [
+    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT),
+    lambda x: F.cross_entropy(x.view(-1, CLASSES), FLAT),
+    lambda x: F.cross_entropy(x.reshape(-1, x.size(-1)).float(), FLAT),
+    lambda x: F.cross_entropy(x.reshape((8, x.shape[-1])).to(torch.float64), FLAT),
+    lambda x: F.cross_entropy(x.transpose(1, 2), TARGETS),
+    lambda x: F.cross_entropy(x.permute(0, 2, 1), TARGETS, reduction="none"),
+    lambda x: F.cross_entropy(x.transpose(-1, -2).contiguous(), TARGETS, label_smoothing=0.2),
+    lambda x: F.cross_entropy(x.permute(2, 1, 0).permute(2, 0, 1), TARGETS),
+    lambda x: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, CLASSES), TARGETS[:, 1:].flatten()),
+    lambda x: F.cross_entropy(x[:, 1:].reshape(-1, CLASSES), TARGETS[:, 1:].flatten()),
+    lambda x: F.cross_entropy(x[:, :-1, :].flatten(0, 1), TARGETS[:, 1:].flatten()),
+    lambda x: F.cross_entropy(x[0], TARGETS[0]),
+    lambda x: F.cross_entropy(x[:, 0], TARGETS[:, 0]),
+    lambda x: F.cross_entropy(x[0, 0], TARGETS[0, 0]),
+    lambda x: F.cross_entropy(x[TARGETS > 2], TARGETS[TARGETS > 2]),
+    lambda x: F.cross_entropy(x[:, torch.tensor([3, 0, 0])].flatten(0, 1), TARGETS[:, [3, 0, 0]].flatten().abs() % 10),
+    lambda x: F.cross_entropy(x.flatten(0, 1) / 0.7, FLAT),
+    lambda x: F.cross_entropy((torch.tanh(x / 3) * 3).flatten(0, 1), FLAT, WEIGHT),
+    lambda x: F.cross_entropy((2 * x).float().tanh().flatten(0, 1), FLAT, reduction="none"),
+    lambda x: nn.CrossEntropyLoss(ignore_index=5)(x.view(8, CLASSES).clone(), FLAT.clamp(min=0)),
+    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT).mul_(2.0),
+    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT, reduction="none").mul_(FLAT > 2),
+    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + F.cross_entropy(x[0], TARGETS[0], reduction="sum"),
+    lambda x: F.cross_entropy(x[:, 0], TARGETS[:, 0]) * F.cross_entropy(x[:, 1], TARGETS[:, 1]),
+    lambda x: F.cross_entropy(x[:0].flatten(0, 1), FLAT[:0], reduction="sum") + F.cross_entropy(x[1], TARGETS[1]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FUSED)))
+def test_ways_to_the_loss_that_make_no_logits(number: int) -> None:
+    compared = Compared(2, 4)
+    compared.check(FUSED[number])
+    assert not compared.reads or number == len(FUSED) - 1
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def _changed(logits: Tensor) -> Tensor:
+    view = logits[:, 1:]
+    logits[..., 0] = -1.0
+    logits.mul_(2)
+    return F.cross_entropy(logits.flatten(0, 1), FLAT) + view.sum()
+
+
+READ: list[Use] = [
+    lambda x: x.argmax(-1),
+    lambda x: x[..., 3],
+    lambda x: x[..., 2:5],
+    lambda x: x.log_softmax(-1),
+    lambda x: F.nll_loss(x.flatten(0, 1).log_softmax(-1), FLAT),
+    lambda x: F.cross_entropy(x.flatten(0, 1), torch.full((8, CLASSES), 0.1)),
+    lambda x: F.cross_entropy(x, torch.zeros(2, CLASSES, dtype=torch.int64)),
+    lambda x: F.mse_loss(x, torch.zeros(2, 4, CLASSES)),
+    lambda x: torch.cat([x, x], 1),
+    lambda x: torch.stack(x.unbind(1)).sum(),
+    lambda x: x.view(2, 4, 2, 5),
+    lambda x: x.detach(),
+    lambda x: x > 0,
+    lambda x: x * torch.linspace(0, 1, CLASSES),
+    lambda x: x[0] + x,
+    lambda x: x.flatten(),
+    lambda x: x.half(),
+    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + 0.1 * x.logsumexp(-1).square().mean(),
+    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + 0.1 * x.view(-1, CLASSES).square().mean(),
+    lambda x: _Doubled.apply(x),
+    lambda x: _Doubled.apply((x / 3).tanh().transpose(1, 2)).square(),
+    lambda x: torch.vmap(lambda row: row.square().sum())(x),
+    _changed,
+    lambda x: x.contiguous(memory_format=torch.contiguous_format),
+]
+
+
+@pytest.mark.parametrize("number", range(len(READ)))
+def test_other_uses_see_the_logits(number: int) -> None:
+    compared = Compared(2, 4)
+    compared.check(READ[number])
+    assert len(compared.reads) == 1  # the head ran once
+
+
+def test_data_of_lazy_logits() -> None:
+    compared = Compared(2, 4)
+    lazy, dense = compared.lazy(), compared.dense()
+    assert isinstance(lazy, LazyLogits)
+    assert (lazy.shape, lazy.dtype, lazy.stride(), lazy.requires_grad) == (
+        dense.shape,
+        dense.dtype,
+        dense.stride(),
+        True,
+    )
+    assert not compared.reads
+    compared = Compared(2, 4)
+    assert compared.lazy().tolist() == compared.dense().tolist()
+    assert (compared.lazy().detach().numpy() == compared.dense().detach().numpy()).all()
+    assert repr(compared.lazy().detach()) == repr(compared.dense().detach())
+    lazy = compared.lazy()
+    assert {lazy: 1}[lazy] == 1
+
+
+def test_the_graph_can_be_run_twice_and_in_pieces() -> None:
+    compared = Compared(8)
+    loss = F.cross_entropy(compared.lazy(), FLAT)
+    leaves = compared.leaves[1]
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    second = torch.autograd.grad(2 * loss, leaves, retain_graph=True)
+    of_rows = torch.autograd.grad(loss, leaves[:1], retain_graph=True)
+    of_weights = torch.autograd.grad(loss, leaves[1:])
+    for one, two, three in zip(first, second, (*of_rows, *of_weights), strict=True):
+        torch.testing.assert_close(two, 2 * one)
+        torch.testing.assert_close(three, one)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_frozen_leaves_get_no_gradient(frozen: int) -> None:
+    compared = Compared(8)
+    for leaves in compared.leaves:
+        leaves[frozen].requires_grad_(False)
+    for leaves, logits in zip(compared.leaves, (compared.dense(), compared.lazy()), strict=True):
+        F.cross_entropy(logits, FLAT).backward()
+        assert leaves[frozen].grad is None
+    for theirs, ours in zip(*compared.leaves, strict=True):
+        assert ours is compared.leaves[1][frozen] or torch.allclose(ours.grad, theirs.grad, atol=1e-7)
+
+
+def test_without_gradients_none_are_computed() -> None:
+    compared = Compared(8)
+    with torch.no_grad():
+        loss = F.cross_entropy(compared.lazy(), FLAT)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, F.cross_entropy(compared.dense(), FLAT).detach())
+    assert not compared.reads
+
+
+@pytest.mark.parametrize("reader", [lambda x: x.register_hook(print), lambda x: x.retain_grad()])
+def test_gradients_of_logits_after_their_loss_are_refused(reader: Use) -> None:
+    compared = Compared(8)
+    lazy = compared.lazy()
+    F.cross_entropy(lazy, FLAT)
+    with pytest.raises(StepError, match=r"before the loss, or set activations\.fused_loss='never'"):
+        reader(lazy)
+
+
+def test_gradients_of_logits_before_their_loss() -> None:
+    compared = Compared(8)
+    lazy, dense = compared.lazy(), compared.dense()
+    for logits in (lazy, dense):
+        logits.retain_grad()
+        F.cross_entropy(logits, FLAT).backward()
+    torch.testing.assert_close(lazy.grad, dense.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    """Mixed: the fused gradients are as near to fp32's as those of logits; bf16 alone as well."""
+    for cast in (lambda x: x, lambda x: x.float()):
+        exact, mixed, fused = Compared(64), Compared(64), Compared(64)
+        target = torch.arange(64) % CLASSES
+        F.cross_entropy(exact.dense(), target).backward()
+        scale = 1024.0 if dtype == torch.float16 else 1.0
+        with torch.autocast("cpu", dtype):
+            losses = [F.cross_entropy(cast(mixed.dense()), target), F.cross_entropy(cast(fused.lazy()), target)]
+        assert losses[0].dtype == losses[1].dtype == torch.float32
+        torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+        for loss in losses:
+            (scale * loss).backward()
+        for true, apart, ours in zip(exact.leaves[0], mixed.leaves[0], fused.leaves[1], strict=True):
+            distance = (true.grad - ours.grad / scale).norm() / true.grad.norm()
+            assert distance <= 1.5 * (true.grad - apart.grad / scale).norm() / true.grad.norm() + 1e-3
+    alone = Compared(64, dtype=dtype)
+    alone.check(lambda x: F.cross_entropy(x, target), rtol=0.03, atol=2e-3)
+
+
+def test_target_beyond_the_vocabulary_is_refused() -> None:
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        F.cross_entropy(Compared(2).lazy(), torch.tensor([0, CLASSES]))
+
+
+def test_logits_never_exist() -> None:
+    """The graph keeps neither logits nor anything of their size."""
+    compared = Compared(64)
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+        F.cross_entropy(compared.lazy(), torch.zeros(64, dtype=torch.int64))
+    assert max(sizes) <= 64 * WIDTH
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+class Shifted(TinyGPT):
+    """A head with a bias, and a loss with all that fusing must see through."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(tied=False, **options)
+        vocabulary, width = self.tokens.weight.shape
+        self.head = nn.Linear(width, vocabulary)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, _ = batch
+        logits = self(inputs)
+        shifted, targets = logits[..., :-1, :].float().contiguous() / 0.8, inputs[..., 1:]
+        weight = torch.linspace(0.5, 1.5, logits.shape[-1], device=self.device)
+        loss = F.cross_entropy(
+            shifted.view(-1, logits.size(-1)),
+            targets.flatten(),
+            weight,
+            reduction="sum",
+            ignore_index=3,
+            label_smoothing=0.1,
+        )
+        loss = loss / targets.numel()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+class ByRow(TinyGPT):
+    """Its loss is a weighted mean of losses by row, made by a module."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.criterion = nn.CrossEntropyLoss(reduction="none")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        losses = self.criterion(self(inputs).transpose(1, 2), targets)
+        loss = (losses * torch.linspace(0.5, 1.5, losses.shape[1])).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+JOBS = {
+    "tied": Job(),
+    "untied": Job(model=partial(TinyGPT, tied=False), accumulate_grad_batches=2, gradient_clip_val=0.3),
+    "shifted": Job(model=Shifted),
+    "by row": Job(model=ByRow),
+}
+
+
+@cache
+def _reference(name: str) -> ReferenceRun:
+    return run_reference(JOBS[name])
+
+
+class Reading(TinyGPT):
+    """Does more with its logits than to compute a loss."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.seen: list[float] = []
+        self.kept: Tensor | None = None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        if self.way == "accuracy" or (self.way == "accuracy at times" and batch_idx == 1):
+            self.seen.append((logits.argmax(-1) == batch[1]).float().mean().item())
+        if self.way == "kept":
+            self.kept = logits
+        return {"loss": loss, "logits": logits} if self.way == "returned" else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        read = outputs["logits"] if self.way == "returned" else self.kept
+        if read is not None:
+            self.seen.append(read.square().mean().item())
+        self.seen.append(outputs["loss"].item())
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        pass
+
+
+WAYS = ("nothing", "accuracy", "accuracy at times", "kept", "returned")
+
+
+def _read_in(way: str) -> None:
+    seen = []
+    for strategy in ("auto", ThreeDStrategy(), ThreeDStrategy(activations={"fused_loss": "never"})):
+        L.seed_everything(1)
+        model = Reading(way)
+        trainer = L.Trainer(strategy=strategy, max_steps=4, limit_val_batches=0, **QUIET)
+        trainer.fit(model, DataLoader(tokens(16), batch_size=4), DataLoader(tokens(4), batch_size=4))
+        seen.append(model.seen)
+        if isinstance(trainer.strategy, ThreeDStrategy):
+            heads = trainer.strategy.plan.heads
+            fused = trainer.strategy.config.activations.fused_loss == "auto"
+            assert ("fused with" in str(heads)) == (fused and way in ("nothing", "accuracy at times")), heads
+            assert ("the step reads logits" in str(heads)) == (fused and way in ("accuracy", "kept", "returned")), heads
+    for other in seen[1:]:
+        assert other == pytest.approx(seen[0], rel=1e-5)
+
+
+def test_logits_that_the_step_reads_are_those_of_the_head(workers: WorkerPools) -> None:
+    for way in WAYS:
+        workers(1).run(_read_in, way)
+
+
+FUSED_LINE = ("head: fused with its cross entropy, without logits",)
+
+TABLE = [
+    ("tied", Layout(), FUSED_LINE),
+    ("shifted", Layout(dp=2), FUSED_LINE),
+    ("untied", Layout(dp=2, zero=2), FUSED_LINE),
+    (
+        "untied",
+        Layout(dp=2, zero=3),
+        ("head: makes logits, as its weight is gathered only while it runs (zero.stage=3)",),
+    ),
+    ("tied", Layout(dp=2, zero=3), FUSED_LINE),
+    ("shifted", Layout(pp=2), None),
+    ("by row", Layout(pp=2, schedule="zbv"), FUSED_LINE),
+    ("tied", Layout(tp=2), ("head: makes logits, as tensor parallel shards or runs it",)),
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "heads"), TABLE, ids=[f"{name}-{layout}" for name, layout, _ in TABLE])
+def test_fused_heads_train_as_in_one_process(
+    workers: WorkerPools, name: str, layout: Layout, heads: tuple[str, ...] | None
+) -> None:
+    result = run_layout(workers, JOBS[name], layout)
+    assert_parity(_reference(name), result, tolerance=1e-5)
+    elsewhere = ("head: its pipeline stage fuses it with its cross entropy unless the step reads logits",)
+    assert result.plan.heads == (heads or elsewhere)  # as rank 0 has it
