@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import ThreeDStrategy
@@ -237,6 +238,56 @@ def test_masks_and_precisions_are_those_of_the_forward(
                 torch.testing.assert_close(state[fqn], value, rtol=0, atol=1e-6, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
 
 
+PARTITIONED = {
+    "tp2": Layout(tp=2),
+    "tp2-sequence": Layout(tp=2, sequence_parallel=True),
+    "pp2-tp2": Layout(pp=2, tp=2, schedule="zbv", num_microbatches=4, stages_per_rank=2),
+    "dp2-tp2-zero3": Layout(dp=2, tp=2, zero=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        pytest.param(layout, mode, id=f"{name}-{mode}", marks=() if name == "tp2" else pytest.mark.matrix)
+        for name, layout in PARTITIONED.items()
+        for mode in MODES
+    ],
+)
+def test_partitioned_inputs_are_gathered_again(workers: WorkerPools, layout: Layout, mode: str) -> None:
+    activations = {"recompute": mode, "partition": True}
+    assert_parity(_reference(), run_layout(workers, Job(model=TinyGPT), replace(layout, activations=activations)))
+
+
+class Watched(TinyGPT):
+    """Notes which inputs of blocks are still there when all blocks have run."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, inputs = self.tokens(tokens), []
+        for block in self.blocks:
+            inputs.append(StorageWeakRef(x.untyped_storage()))
+            x = block(x)
+        if self.training:
+            THERE.append([not reference.expired() for reference in inputs])
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+THERE: list[list[bool]] = []
+
+
+def _inputs_there(partition: bool) -> list[list[bool]]:
+    THERE.clear()
+    fitted(Layout(tp=2, activations={"recompute": "full", "partition": partition}), Watched, batches=3, epochs=1)
+    return THERE[-1:]
+
+
+@pytest.mark.parametrize("partition", [True, False])
+def test_slices_are_all_that_is_kept_of_inputs(workers: WorkerPools, partition: bool) -> None:
+    for there in workers(2).run(_inputs_there, partition):
+        assert there == [[not partition] * 4]
+
+
 # ---- what blocks do to inputs, and checkpoints of the author's
 
 
@@ -320,6 +371,10 @@ def test_settings_that_say_nothing_are_refused() -> None:
         ThreeDStrategy(activations={"every": 2})
     with pytest.raises(ConfigError, match=r"activations.blocks='layers.*' is not allowed"):
         ThreeDStrategy(activations={"recompute": "full", "blocks": "layers.*"})
+    with pytest.raises(ConfigError, match=r"activations.partition=True cuts.*'none'"):
+        ThreeDStrategy(tensor_parallel_size=2, activations={"partition": True})
+    with pytest.raises(ConfigError, match=r"activations.partition=True lets.*tensor_parallel_size=1"):
+        ThreeDStrategy(activations={"recompute": "full", "partition": True})
     with pytest.raises(ConfigError, match="no regular expression"):
         ThreeDStrategy(activations={"recompute": "full", "blocks": "type:("})
     with pytest.raises(ConfigError, match=r"activations\.recompute='some'"):

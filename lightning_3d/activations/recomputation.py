@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,9 +51,20 @@ class Recomputation:
         fqn: Name of the block.
         mode: ``"full"`` keeps its inputs, ``"selective"`` also the results of costly operators.
         generators: Those that it may draw from.
+        whole: Applied to each leaf of its arguments: makes tensors of subclasses plain that stand for values to come.
+        inputs: Makes the context in which its inputs are kept.
     """
 
-    def __init__(self, fqn: str, block: nn.Module, mode: Literal["full", "selective"], generators: Generators) -> None:
+    def __init__(
+        self,
+        fqn: str,
+        block: nn.Module,
+        mode: Literal["full", "selective"],
+        generators: Generators,
+        whole: Callable[[Any], Any] = lambda leaf: leaf,
+        inputs: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.whole, self._inputs = whole, inputs
         self.fqn, self.mode, self.generators = fqn, mode, generators
         self.modules = list(block.modules())
         self.state = BlockState(fqn, self.modules, generators)
@@ -68,8 +79,10 @@ class Recomputation:
             return call(*args, **kwargs)
         is_first, first_node = self.changed_inputs is None, next_node_number()
         run = _Run(self, call, args, kwargs)
-        with checkpoints_noted() as made:
-            output = checkpoint(run, *run.kept, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts)
+        with checkpoints_noted() as made, self._inputs():
+            output = checkpoint(
+                run, *run.kept(), use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
+            )
         if is_first:
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self.checkpoints_itself = len(made) > 1 or has_reentrant_checkpoints(outputs, first_node)
@@ -84,16 +97,17 @@ class _Run:
         self._owner, self._call = owner, call
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until the forward has run
         leaves, self._with_leaves = flatten_call(args, kwargs)
-        self._leaves = leaves
-        changed = owner.changed_inputs
-        self.kept = as_called(
-            [_copied(leaf) if changed is None or i in changed else leaf for i, leaf in enumerate(leaves)]
-        )
-        """Leaves of the arguments for the recomputation: copies of what the forward changes."""
+        self._leaves = [owner.whole(leaf) for leaf in leaves]
         self.changed_inputs: frozenset[int] = frozenset()
         self._state: StateBefore
         self._observers: Observers = []
         self._results = KeptResults() if owner.mode == "selective" else None
+
+    def kept(self) -> list[Any]:
+        """Leaves of the arguments for the recomputation: copies of what the forward changes."""
+        changed = self._owner.changed_inputs
+        leaves = [_copied(leaf) if changed is None or i in changed else leaf for i, leaf in enumerate(self._leaves)]
+        return cast(list[Any], as_called(leaves))
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Around the forward, and around its recomputations."""

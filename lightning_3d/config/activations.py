@@ -35,6 +35,10 @@ class ActivationsConfig:
     every: Size = 1
     """Recompute the first of these blocks and every n-th after it."""
 
+    partition: bool = False
+    """Let the tensor-parallel ranks keep a slice each of the inputs of recomputed blocks, and gather them before they
+    compute a block again (Rajbhandari et al. 2020): 1 / tensor_parallel_size of the memory, one all-gather more."""
+
     fused_loss: Literal["auto", "never"] = "auto"
     """``"auto"``: where a linear layer's output goes to a cross entropy and nowhere else, both run together on chunks
     of rows, so that logits never exist in full. ``"never"``: logits are made."""
@@ -45,11 +49,21 @@ class ActivationsConfig:
             object.__setattr__(self, "blocks", tuple(given))
         check_values(self)
         _check_blocks(self.blocks)
+        _check_partition(self)
         if self.recompute == "none" and (self.blocks or self.every > 1):
             raise ConfigError(
                 f"activations.blocks={self.blocks!r} and activations.every={self.every} say which blocks to recompute,"
                 " but activations.recompute='none': set it to 'full' or 'selective'"
             )
+
+
+def _check_partition(config: ActivationsConfig) -> None:
+    """Refuse to cut what is not kept."""
+    if config.partition and config.recompute == "none":
+        raise ConfigError(
+            "activations.partition=True cuts the inputs that recomputed blocks keep, but activations.recompute='none':"
+            " set it to 'full' or 'selective'"
+        )
 
 
 def _check_blocks(blocks: str | tuple[str, ...]) -> None:

@@ -101,6 +101,7 @@ class ThreeDConfig:
         _check_pipeline(self)
         _check_compile(self)
         _check_power_sgd(self)
+        _check_partition(self)
         if self.context_parallel_size > 1:
             raise ConfigError(
                 f"context_parallel_size={self.context_parallel_size}: context parallel is not built yet; use 1"
@@ -219,6 +220,15 @@ def _check_power_sgd(config: ThreeDConfig) -> None:
             f"zero.power_sgd_rank={config.zero.power_sgd_rank} with tensor_parallel_size={config.tensor_parallel_size}:"
             " each tensor-parallel rank would compress its own shards, and copies of a parameter could drift apart; use"
             " one of them"
+        )
+
+
+def _check_partition(config: ThreeDConfig) -> None:
+    """Refuse to cut activations for one rank."""
+    if config.activations.partition and config.tensor_parallel_size == 1:
+        raise ConfigError(
+            "activations.partition=True lets tensor-parallel ranks keep a slice each of what they all have, but"
+            " tensor_parallel_size=1: set it to 2 or more, or activations.partition=False"
         )
 
 

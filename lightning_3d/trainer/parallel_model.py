@@ -10,8 +10,10 @@ apply     tensor parallel, ZeRO, pipeline
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -19,8 +21,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_3d.activations.partitioned_inputs import PartitionedInputs
 from lightning_3d.activations.recomputation import Recomputation
-from lightning_3d.config.activations import Recompute
+from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
@@ -37,6 +40,8 @@ from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
+from lightning_3d.tensor.vocabulary.lazy_logits import made
+from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.anomaly import AnomalyDetection
@@ -149,7 +154,7 @@ def make_parallel(
         pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
     _let_meet(own.values(), mesh, rendezvous)
-    _recompute(plan, own, config.activations.recompute, Generators(device))
+    _recompute(plan, own, config.activations, mesh, device)
     if mesh.shape.pp > 1:
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
         ranks = sorted(mesh.device_mesh[shared].mesh.flatten().tolist())
@@ -216,16 +221,25 @@ def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -
             running(block).meet = partial(rendezvous.meet, ranks)
 
 
-def _recompute(plan: Plan, own: Mapping[str, nn.Module], mode: Recompute, generators: Generators) -> None:
+def _recompute(
+    plan: Plan, own: Mapping[str, nn.Module], config: ActivationsConfig, mesh: Mesh, device: torch.device
+) -> None:
     """Let this rank's blocks be computed again in their backwards, as planned."""
+    generators = Generators(device)
+    inputs = PartitionedInputs(mesh.group("tp")).kept if config.partition else nullcontext
     for block in plan.blocks:
-        if block.fqn in own:
-            make = (
-                Recomputation(block.fqn, own[block.fqn], mode, generators)
-                if mode != "none" and block.is_recomputed
-                else None
-            )
-            running(own[block.fqn]).recomputed = make
+        if block.fqn not in own:
+            continue
+        recomputed = None
+        if block.is_recomputed:
+            assert config.recompute != "none"
+            recomputed = Recomputation(block.fqn, own[block.fqn], config.recompute, generators, _whole, inputs)
+        running(own[block.fqn]).recomputed = recomputed
+
+
+def _whole(leaf: Any) -> Any:
+    """The values of logits that are there in parts, or not yet."""
+    return plain(made(leaf))
 
 
 def _pipeline_stages(plan: Plan, blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, int]:
