@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lightning as L
@@ -22,6 +22,9 @@ from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import Plan
+from tests.architectures import text as text_data
+from tests.hugging_face import CLM, MLM, hf_job, small_job, text_settings
+from tests.hugging_face import recomputed as hugging_face_recomputed
 from tests.models import TinyGPT, features
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference, whole_state
 from tests.workers import WorkerPools
@@ -400,3 +403,43 @@ def test_patterns_that_match_nothing_are_refused() -> None:
         recomputed_blocks(blocks, ActivationsConfig(recompute="full", blocks=("layers.*",)))
     with pytest.raises(PlanError, match=r"matches the class of no block\. Their classes: Block, Embedding"):
         recomputed_blocks(blocks, ActivationsConfig(recompute="full", blocks="type:Layer$"))
+
+
+# ---- models of transformers
+
+
+@cache
+def _of_transformers(name: str) -> Job:
+    text = {**text_settings(width=16, num_heads=2, num_layers=2), "num_key_value_heads": 1}
+    if name == "llama":
+        return hf_job("LlamaConfig", CLM, **text)
+    settings = text_settings(width=16, num_heads=2, num_layers=2)
+    return small_job(
+        partial(hugging_face_recomputed, "BertConfig", MLM, use_reentrant=name == "bert reentrant", **settings),
+        text_data,
+    )
+
+
+@cache
+def _reference_of(name: str) -> ReferenceRun:
+    return run_reference(_of_transformers(name))
+
+
+@pytest.mark.parametrize("mode", [pytest.param("full"), pytest.param("selective", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", pytest.param("bert", marks=pytest.mark.matrix), pytest.param("bert reentrant", marks=pytest.mark.matrix)],
+)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(dp=2, zero=3), id="dp2-zero3"),
+        pytest.param(Layout(pp=2), id="pp2", marks=pytest.mark.matrix),
+        pytest.param(Layout(tp=2), id="tp2", marks=pytest.mark.matrix),
+    ],
+)
+def test_models_of_transformers(workers: WorkerPools, layout: Layout, name: str, mode: str) -> None:
+    """Also with checkpoints of their own (``gradient_checkpointing_enable()``), which take precedence."""
+    result = run_layout(workers, _of_transformers(name), replace(layout, activations={"recompute": mode}))
+    assert_parity(_reference_of(name), result)
+    assert _recomputed(result.plan)
