@@ -6,7 +6,7 @@ Two processes of one thread, width 512, length 256, batch 4, 8 heads, fp32, forw
 Steps of all alternate in the same processes, so that noise hits all. By hand is either plain local weights between
 Megatron's f and g (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), or torch's `parallelize_module` with a plan
 for this block. The bars are ratios of 1.05 against the first and 1.0 against the second. A further row is the block as
-``tensor.compile`` runs it, by inductor.
+``compile`` runs it, by inductor.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from benchmarks.launch import run_ranks
 from benchmarks.models import Block
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.tensor import BlockCompiler, apply_block, plan_block
 
 BATCH, LENGTH, WIDTH, HEADS, WARM_UP, STEPS = 4, 256, 512, 8, 5, 60
@@ -137,7 +138,7 @@ def measure() -> dict[str, list[float]]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     dense, x = Block(WIDTH, HEADS), torch.randn(BATCH, LENGTH, WIDTH)
-    compiler = BlockCompiler(mesh, "inductor")
+    compiler = BlockCompiler(mesh, CompileConfig())
     blocks = {
         "lightning_3d": _by_lightning_3d(dense, mesh),
         "layers by hand": MegatronBlock(dense),

@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_3d.checkpoint import read_folder
 from lightning_3d.config.checkpoint import CheckpointConfig
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
@@ -33,6 +34,7 @@ __all__ = [
     "BatchError",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CompileConfig",
     "ConfigError",
     "PipelineConfig",
     "PlanError",

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -62,6 +62,7 @@ from lightning_3d.checkpoint.run_state import RUN, gather_ranks, mesh_entry, of_
 from lightning_3d.checkpoint.saves import Saves
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
@@ -86,6 +87,7 @@ from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.ranks.restarts import store_of_start
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
@@ -134,6 +136,7 @@ class ThreeDStrategy(ParallelStrategy):
         pipeline: A ``PipelineConfig`` or a dict of its keys.
         tensor: A ``TensorConfig`` or a dict of its keys.
         activations: An ``ActivationsConfig`` or a dict of its keys.
+        compile: A ``CompileConfig`` or a dict of its keys.
         batch: A ``BatchConfig`` or a dict of its keys.
         precision: A ``PrecisionConfig`` or a dict of its keys; ``Trainer(precision=...)`` picks the precision itself.
         checkpoint: A ``CheckpointConfig`` or a dict of its keys.
@@ -157,6 +160,7 @@ class ThreeDStrategy(ParallelStrategy):
         pipeline: PipelineConfig | dict[str, Any] | None = None,
         tensor: TensorConfig | dict[str, Any] | None = None,
         activations: ActivationsConfig | dict[str, Any] | None = None,
+        compile: CompileConfig | dict[str, Any] | None = None,
         batch: BatchConfig | dict[str, Any] | None = None,
         precision: PrecisionConfig | dict[str, Any] | None = None,
         checkpoint: CheckpointConfig | dict[str, Any] | None = None,
@@ -176,6 +180,7 @@ class ThreeDStrategy(ParallelStrategy):
                 "pipeline": pipeline,
                 "tensor": tensor,
                 "activations": activations,
+                "compile": compile,
                 "batch": batch,
                 "precision": precision,
                 "checkpoint": checkpoint,
@@ -445,6 +450,8 @@ class ThreeDStrategy(ParallelStrategy):
             self._patches.enter_context(lightning_helpers.logging_as_alone())
         if self.mesh.shape.is_model_parallel:
             self._patches.enter_context(torch.compiler.set_stance("force_eager"))
+        if self.config.compile.enabled:
+            self._patches.enter_context(modules_watched())
         refuse_callbacks(trainer, self.mesh)
         if trainer.state.fn == TrainerFn.FITTING:
             refuse_serving(trainer, self.mesh, self.config.zero)
@@ -595,6 +602,9 @@ class ThreeDStrategy(ParallelStrategy):
                 yield
         finally:
             self._is_stepping = False
+        num, seconds = self._parts.compiling.take()
+        if num:
+            rank_zero_info(f"Compiling blocks took {seconds:.1f} s, for {num} kinds of calls.")
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

@@ -28,6 +28,27 @@ def not_told(what: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+class CountedWait:
+    """Tells of waits, and counts those that are over and their seconds."""
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+        self.num, self.seconds = 0, 0.0
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Tell of a wait."""
+        start = time.monotonic()
+        with self._wait(what):
+            yield
+        self.num, self.seconds = self.num + 1, self.seconds + time.monotonic() - start
+
+    def take(self) -> tuple[int, float]:
+        """How many waits are over, and their seconds, since this was last asked."""
+        taken, self.num, self.seconds = (self.num, self.seconds), 0, 0.0
+        return taken
+
+
 class Waits:
     """Tells of waits, which may be nested: the innermost is named, and the outermost counts for the time.
 

@@ -127,10 +127,9 @@ class Layout:
                 "plan": self.tensor_plan,
                 "sequence_parallel": self.sequence_parallel,
                 "verify": self.verify,
-                "compile": self.compile_backend is not None,
-                "compile_backend": self.compile_backend or "inductor",
             },
             activations=dict(self.activations),
+            compile={"enabled": self.compile_backend is not None, "backend": self.compile_backend or "inductor"},
             checkpoint=dict(self.checkpoint),
             save_distributed_checkpoint=self.save_distributed_checkpoint,
         )

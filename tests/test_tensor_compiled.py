@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.errors import ConfigError
 from lightning_3d.tensor import BlockCompiler, apply_block, plan_block, verify_block
 from lightning_3d.tensor.compiled import call as compiled_call
@@ -30,6 +31,7 @@ from tests.test_tensor_plan import Example, gpt2, llama
 from tests.test_unread_outputs import Telling
 from tests.workers import WorkerPools
 
+AOT_EAGER = CompileConfig(backend="aot_eager")
 SHAPE = (2, 8, 32)  # (B, T, D)
 
 
@@ -72,7 +74,7 @@ def _compare(names: list[str], backend: str) -> dict[str, tuple[int, Counter[str
         for module in dense.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-        compiler = BlockCompiler(_mesh(), backend)
+        compiler = BlockCompiler(_mesh(), CompileConfig(backend=backend))
         block = _compiled(dense, args, kwargs, compiler, _mesh())
         for _ in range(2):
             dense.zero_grad()
@@ -121,7 +123,7 @@ def test_values_and_gradients_are_those_of_the_dense_block(
 def _variants() -> dict[str, float]:
     """Ways to run a block -> greatest difference from the same way to run the dense one."""
     torch.manual_seed(0)
-    dense, inputs, compiler = Block(32, 4), torch.randn(SHAPE), BlockCompiler(_mesh(), "aot_eager")
+    dense, inputs, compiler = Block(32, 4), torch.randn(SHAPE), BlockCompiler(_mesh(), AOT_EAGER)
     block = _compiled(dense, (inputs,), {}, compiler, _mesh())
     ways: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
         "plain": lambda block, x: block(x),
@@ -150,7 +152,7 @@ def _variants() -> dict[str, float]:
 
 def _proved() -> tuple[bool, int]:
     torch.manual_seed(0)
-    block, inputs, compiler = Block(32, 4), torch.randn(SHAPE), BlockCompiler(_mesh(), "aot_eager")
+    block, inputs, compiler = Block(32, 4), torch.randn(SHAPE), BlockCompiler(_mesh(), AOT_EAGER)
     plan = plan_block(block, (inputs,), {}, size=2)
     return verify_block(block, plan, (inputs,), {}, _mesh(), compiler=compiler).passed, compiler.num_compiled
 
@@ -281,7 +283,7 @@ def _fallbacks() -> dict[str, tuple[list[str], float, Any]]:
     for make in REASONS:
         torch.manual_seed(0)
         dense, inputs = make(32, 4), torch.randn(SHAPE)
-        compiler, block = BlockCompiler(_mesh(), "aot_eager"), copy.deepcopy(dense)
+        compiler, block = BlockCompiler(_mesh(), AOT_EAGER), copy.deepcopy(dense)
         plan = plan_block(Block(32, 4), (inputs,), {}, size=2)  # it would not be found for all of them
         apply_block(block, plan, _mesh(), compiler=compiler)
         outputs, left = [], []
@@ -295,7 +297,7 @@ def _fallbacks() -> dict[str, tuple[list[str], float, Any]]:
                     output = each(inputs.clone(), *more)
                 outputs.append(output["x"] if isinstance(output, dict) else output)
                 left.append((len(kept), getattr(each, "counts", None)))
-        told = [str(warning.message) for warning in caught if "tensor.compile" in str(warning.message)]
+        told = [str(warning.message) for warning in caught if "compile.enabled" in str(warning.message)]
         assert compiler.num_compiled == 0
         assert left[0] == left[1]
         found[make.__name__] = told, float((outputs[0] - outputs[1]).abs().max()), left
@@ -307,7 +309,7 @@ def test_what_can_not_be_compiled_runs_eagerly_and_says_why(workers: WorkerPools
     for make, reason in REASONS.items():
         told, difference, _ = first[make.__name__]
         assert len(told) == 1, (make, told)
-        assert f"tensor.compile: {make.__name__} runs eagerly" in told[0]
+        assert f"compile.enabled: {make.__name__} runs eagerly" in told[0]
         assert reason in told[0], told
         assert difference < 1e-5, make
     assert not any(told for told, _, _ in second.values())
@@ -317,7 +319,7 @@ def _other_values() -> tuple[list[str], float]:
     """A compiler that errs."""
     torch.manual_seed(0)
     dense, inputs = Block(32, 4), torch.randn(SHAPE)
-    compiler = BlockCompiler(_mesh(), "aot_eager")
+    compiler = BlockCompiler(_mesh(), AOT_EAGER)
     block = _compiled(dense, (inputs,), {}, compiler, _mesh())
     right = compiled_call.capture
 
@@ -356,7 +358,7 @@ class Scaled(Block):
 
 def _recompiled() -> dict[str, Any]:
     torch.manual_seed(0)
-    compiler, inputs = BlockCompiler(_mesh(), "aot_eager"), torch.randn(SHAPE)
+    compiler, inputs = BlockCompiler(_mesh(), AOT_EAGER), torch.randn(SHAPE)
     dense = Scaled()
     block = _compiled(dense, (inputs,), {}, compiler, _mesh())
     alike = _compiled(dense, (inputs,), {}, compiler, _mesh())
@@ -382,7 +384,7 @@ def _recompiled() -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(recompile_limit=4):
         warnings.simplefilter("always")
         found["lengths"] = (max(differs(torch.randn(2, n, 32)) for n in (1, 2, 3, 1)), compiler.num_compiled)
-    found["warnings"] = [str(warning.message) for warning in caught if "tensor.compile" in str(warning.message)]
+    found["warnings"] = [str(warning.message) for warning in caught if "compile.enabled" in str(warning.message)]
     return found
 
 
@@ -404,7 +406,7 @@ def _gathered() -> float:
     """Parameters that FSDP2 frees between forward and backward, and gathers again."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dense, inputs, compiler = Block(32, 4), torch.randn(SHAPE), BlockCompiler(mesh["tp"], "aot_eager")
+    dense, inputs, compiler = Block(32, 4), torch.randn(SHAPE), BlockCompiler(mesh["tp"], AOT_EAGER)
     block = _compiled(dense, (inputs,), {}, compiler, mesh["tp"])
     fully_shard(block, mesh=mesh["dp"], reshard_after_forward=True)
     greatest = 0.0
@@ -483,7 +485,6 @@ def test_layout_equals_one_process(workers: WorkerPools, layout: Layout, job: Jo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "tensor_parallel_size=1: compile them yourself"),
         ({"tensor_parallel_size": 2, "tensor": {"sequence_parallel": True}}, "sequence_parallel=True would keep"),
         (
             {
@@ -493,10 +494,14 @@ def test_layout_equals_one_process(workers: WorkerPools, layout: Layout, job: Jo
             },
             "schedule='zbv' computes weight gradients apart",
         ),
-        ({"tensor_parallel_size": 2, "tensor": {"compile_backend": "inductr"}}, "nearest: 'inductor'"),
+        ({"compile": {"backend": "inductr"}}, "nearest: 'inductor'"),
+        ({"compile": {"mode": "reduce-overhead"}}, "compile.mode='reduce-overhead' is not allowed"),
+        ({"compile": {"backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"}}, "is one of inductor's"),
+        ({"tensor": {"compile": True}}, "unknown config key 'tensor.compile': the nearest valid key is 'compile'"),
+        ({"tensor": {"compile_backend": "inductor"}}, "the nearest valid key is 'compile.backend'"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
-    tensor = {"compile": True, **settings.pop("tensor", {})}
+    compile = {"enabled": True, **settings.pop("compile", {})}
     with pytest.raises(ConfigError, match=message):
-        ThreeDStrategy(**settings, tensor=tensor)
+        ThreeDStrategy(**settings, compile=compile)

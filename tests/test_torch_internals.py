@@ -55,12 +55,14 @@ from torch.utils.data import DataLoader
 from lightning_3d import torch_internals
 from lightning_3d.torch_internals import (
     autograd,
+    backends,
     capture,
     clipping,
     data_loops,
     dispatch,
     distributions,
     dtensor,
+    dynamo,
     fake_tensors,
     fsdp,
     fsdp_units,
@@ -74,6 +76,7 @@ from lightning_3d.torch_internals import (
     stored_index,
     tensors,
 )
+from lightning_3d.waits import CountedWait, not_told
 from tests.workers import WorkerPools
 
 _CHECKED: set[tuple[str, str]] = set()
@@ -420,7 +423,7 @@ def test_what_a_call_of_a_module_calls() -> None:
     assert vars(module)[modules.CALL](torch.ones(2)) == "hooked"
 
 
-@canary(modules, "runs_beneath_torch_functions", "is_compiled")
+@canary(modules, "runs_beneath_torch_functions", "is_compiled", "is_wrapper_of_compiler")
 def test_forwards_that_no_torch_function_sees() -> None:
     module = nn.Linear(2, 2)
     assert not modules.runs_beneath_torch_functions(module)
@@ -1125,6 +1128,50 @@ def test_a_function_is_captured() -> None:
     with pytest.raises(capture.NotCompilable, match="neither its arguments"):
         capture.capture(lambda tensor: [tensor + other], [tensor], "aot_eager")
     assert capture.recompile_limit() > 1
+
+
+@canary(dynamo, "compiled", "compiler_errors", "is_limit", "modules_watched")
+def test_a_function_is_compiled_as_one_piece() -> None:
+    def function(module: nn.Module, tensor: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            eager.append(1)
+        if tensor.dim() > 1:
+            return tensor if tensor.sum() > 0 else -tensor
+        result: Tensor = module(tensor) * torch.rand(())
+        return result
+
+    eager: list[int] = []
+    waits = CountedWait(not_told)
+    wait = functools.partial(waits, "")
+    run = dynamo.compiled(function, backend="aot_eager", mode="default", compiling=wait)
+    module, tensor = nn.Linear(2, 2), torch.ones(2)
+    with dynamo.modules_watched():
+        torch.manual_seed(0)
+        output = run(module, tensor)
+        assert (eager, waits.num) == ([], 1)
+        torch.manual_seed(0)
+        assert torch.equal(output, function(module, tensor))
+        eager.clear()
+        module.register_forward_hook(lambda module, args, output: output * 0)
+        assert not run(module, tensor).any(), "hooks that are added later are called"
+        with pytest.raises(dynamo.compiler_errors()) as broken:
+            run(module, torch.ones(1, 2))
+        assert not dynamo.is_limit(broken.value)
+        assert not eager, "nothing of it has run"
+        with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(dynamo.compiler_errors()) as limit:
+            run(module, tensor.double())
+        assert dynamo.is_limit(limit.value)
+
+
+@canary(backends, "compile_graph")
+def test_backends_compile_graphs() -> None:
+    class Doubled(nn.Module):
+        def forward(self, tensor: Tensor) -> tuple[Tensor]:
+            return (tensor * 2,)
+
+    graph, tensor = torch.fx.symbolic_trace(Doubled()), torch.ones(2)
+    (output,) = backends.compile_graph(graph, [tensor], "aot_eager", "default")(tensor)
+    assert torch.equal(output, tensor * 2)
 
 
 # ------------------------------------------------------------------------------------------ Lightning and torchmetrics

@@ -21,6 +21,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML ships no ty
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.checks import Size, check_values
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.tensor import TensorConfig
@@ -82,6 +83,9 @@ class ThreeDConfig:
 
     activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     """How much of the blocks' forwards is kept for their backwards."""
+
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    """Whether blocks are compiled, and by what."""
 
     batch: BatchConfig = field(default_factory=BatchConfig)
     """Checks of the batch within a replica."""
@@ -197,14 +201,17 @@ def _unknown_key(cls: Any, key: str) -> ConfigError:
         PipelineConfig,
         TensorConfig,
         ActivationsConfig,
+        CompileConfig,
         BatchConfig,
         PrecisionConfig,
         CheckpointConfig,
     ):
         dotted += [f"{section.section}.{item.name}" for item in fields(section)]
-    # A key of this section wins; else one with the same last part elsewhere ("stage" -> "zero.stage").
+    # A section, or a key in it, wins ("compile_backend" -> "compile.backend"); then one of this section; then one with
+    # the same last part elsewhere ("stage" -> "zero.stage").
     nearest = (
-        difflib.get_close_matches(prefix + key, here, n=1)
+        [name for name in dotted if key in (name, name.replace(".", "_"))]
+        or difflib.get_close_matches(prefix + key, here, n=1)
         or [name for name in dotted if name.rsplit(".", 1)[-1] == key]
         or difflib.get_close_matches(prefix + key, dotted, n=1, cutoff=0)
     )
@@ -243,22 +250,17 @@ def _check_cut_points(partition: str | tuple[str, ...], num_stages: int) -> None
 
 def _check_compile(config: ThreeDConfig) -> None:
     """Refuse what compiled blocks can't do."""
-    if not config.tensor.compile:
+    if not config.compile.enabled:
         return
-    if config.tensor_parallel_size == 1:
+    if config.tensor_parallel_size > 1 and config.tensor.sequence_parallel:
         raise ConfigError(
-            "tensor.compile=True compiles blocks on shards, but tensor_parallel_size=1: compile them yourself, by"
-            " block.compile() in configure_model"
-        )
-    if config.tensor.sequence_parallel:
-        raise ConfigError(
-            "tensor.compile=True with tensor.sequence_parallel=True would keep the gathered sequences that the latter"
+            "compile.enabled=True with tensor.sequence_parallel=True would keep the gathered sequences that the latter"
             " is there to drop: use one of them"
         )
     if config.pipeline_parallel_size > 1 and config.pipeline.splits_backward:
         raise ConfigError(
-            f"pipeline.schedule='{config.pipeline.schedule}' computes weight gradients apart, but the backward of a"
-            " block that tensor.compile=True compiles is one piece: use another schedule, or tensor.compile=False"
+            f"pipeline.schedule={config.pipeline.schedule!r} computes weight gradients apart, but the backward of a"
+            " block that compile.enabled=True compiles is one piece: use another schedule, or compile.enabled=False"
         )
 
 

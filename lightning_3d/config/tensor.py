@@ -30,16 +30,6 @@ class TensorConfig:
     1 / tensor_parallel_size of the memory for their activations (Korthikanti et al. 2022). For blocks whose first
     argument is (B, T, D) and whose T the size divides."""
 
-    compile: bool = False
-    """Compile each sharded block, its collectives included; those sharded over the vocabulary run eagerly. A block is
-    compiled once for each kind of call: shapes, values of its attributes and of arguments other than tensors, training
-    or evaluation. One that does more than compute on tensors (draws random numbers as dropout does, sets attributes,
-    looks into its data) runs eagerly, with a warning that says why. It must not read anything else that changes; and
-    what activation checkpointing inside of it would recompute is for the compiler to decide."""
-
-    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
-    """As for ``torch.compile``. ``"aot_eager"`` fuses nothing, and needs no compiler on the machine."""
-
     verify: bool = True
     """Compare every distinct planned block with its dense self before training, and drop the plans that differ."""
 

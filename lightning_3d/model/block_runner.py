@@ -6,9 +6,10 @@
                          hooks      the user's, and those with which FSDP2 gathers parameters
     block.forward(...)   route      as above, as glue may call it directly
                          recompute  what is below is computed again in the backward
-                         compile    code compiled for calls of this kind
+                         compile    code on shards, compiled for calls of this kind
                          shard      the author's forward on shards
                          pack       the step collects all that the call gives, inside of the hooks
+                         compile    the code of a block that is here in full
                          forward    the author's own
 
 The patch is two attributes of the instance, so the class stays the author's, FSDP2 may swap it before or after, and
@@ -31,7 +32,7 @@ from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import Container, argument_containers, changed_containers
 from lightning_3d.model.snapshot import refill
-from lightning_3d.torch_internals.modules import CALL, call_of
+from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler
 
 _FORWARD = "forward"
 
@@ -90,6 +91,8 @@ class BlockRunner:
         self.compiled: Compiled | None = None
         self.recomputed: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Makes calls of it so that the backward computes again what they computed."""
+        self.dense: Around | None = None
+        """Runs the author's forward compiled."""
         self.joined: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
         self.meet: Callable[[str], None] | None = None
@@ -103,6 +106,11 @@ class BlockRunner:
         self._around: Around | None = None
         functools.update_wrapper(self, block.forward, updated=())
         vars(block).update({_FORWARD: self, CALL: self.call})
+
+    @property
+    def is_compiled_by_author(self) -> bool:
+        """Whether calls of the block beneath the patch run what ``torch.compile`` made."""
+        return self._hidden.get(CALL) is not None or is_wrapper_of_compiler(self.block)
 
     def release(self) -> None:
         """Take the patch off the block, unless its weights need it."""
@@ -227,18 +235,22 @@ class BlockRunner:
 
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
         """The author's forward, through what the present call wants around it."""
-        around, forward = self._take_around(), self.own_forward if self.lazy is None else self.lazy
-        return forward(*args, **kwargs) if around is None else around(forward, args, kwargs)
+        around = self._take_around()
+        return self._run_own(*args, **kwargs) if around is None else around(self._run_own, args, kwargs)
+
+    def _run_own(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.own_forward if self.lazy is None else self.lazy
+        return forward(*args, **kwargs) if self.dense is None else self.dense(forward, args, kwargs)
 
     def _take_around(self) -> Around | None:
         around, self._around = self._around, None
         return around
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the block runs its layers, but belongs to no step."""
+        """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
-        of_run = dict.fromkeys(("route", "recomputed", "_around", "lazy"))
-        return {**vars(self), **of_run, "_hidden": hidden}
+        own = dict.fromkeys(("route", "recomputed", "compiled", "dense", "lazy", "_around"))
+        return {**vars(self), **own, "_hidden": hidden}
 
 
 def runner_of(module: nn.Module) -> BlockRunner | None:

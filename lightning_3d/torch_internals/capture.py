@@ -2,7 +2,7 @@
 
 Dynamo reads bytecode and does not follow the modes that run a block on shards. The backends behind it take any function
 that AOTAutograd can trace: it runs on stand-ins, modes included, and what is left is a graph of plain tensor operations
-and collectives, forward and backward. torch 2.13; ``lookup_backend`` is what ``torch.compile(backend=...)`` calls.
+and collectives, forward and backward. torch 2.13.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 
+from lightning_3d.torch_internals.backends import compile_graph
 from lightning_3d.torch_internals.dispatch import OpOverload, TorchDispatchMode
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode
 
@@ -26,7 +27,7 @@ class NotCompilable(Exception):
     """Why a block runs eagerly."""
 
 
-def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -> Computation:
+def capture(computation: Computation, tensors: Sequence[Tensor], backend: str, mode: str = "default") -> Computation:
     """Trace a function and compile its forward and backward, without running it.
 
     Args:
@@ -34,14 +35,13 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -
         tensors: Examples of its arguments. What is compiled holds for others of the same shapes, strides, dtypes,
             devices, ``requires_grad`` and identities, under the same modes of autograd and autocast.
         backend: As for ``torch.compile``.
+        mode: One of inductor's.
 
     Raises:
         NotCompilable: the function reads values or other tensors, or communicates in place.
         Exception: whatever else it raises on tensors without values, or the compiler.
     """
-    from torch._dynamo import lookup_backend  # takes a second, which runs without compilation need not wait for
-
-    module, compiler = _AsModule(computation), lookup_backend(backend)
+    module = _AsModule(computation)
     settings = torch._functorch.config.patch(
         enable_autograd_cache=False,  # its key is of a graph of Dynamo's
         force_non_lazy_backward_lowering=True,  # so that it fails here, not in a backward
@@ -49,8 +49,7 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str) -
     # A mode that refuses tensors which are no arguments: they would become constants, and get no gradients.
     stand_ins = TracingContext(FakeTensorMode())
     with _without_autocast_cache(), settings, tracing(stand_ins), _known_failures():
-        # They declare a GraphModule, of which they need no more than a module.
-        compiled: Computation = compiler(module, list(tensors))  # type: ignore[arg-type]
+        compiled: Computation = compile_graph(module, list(tensors), backend, mode)
     del module.computation  # what is compiled refers to the module
     return compiled
 

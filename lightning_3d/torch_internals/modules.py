@@ -67,8 +67,12 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of it runs what ``torch.compile(module)`` or ``module.compile()`` made."""
-    is_wrapped = type(module).__name__ == "OptimizedModule"  # of torch._dynamo, which takes a second to import
-    return is_wrapped or vars(module).get(CALL) is not None
+    return is_wrapper_of_compiler(module) or vars(module).get(CALL) is not None
+
+
+def is_wrapper_of_compiler(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` made it."""
+    return type(module).__name__ == "OptimizedModule"  # of torch._dynamo, which takes a second to import
 
 
 def runs_beneath_torch_functions(module: nn.Module) -> bool:

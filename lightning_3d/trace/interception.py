@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.model.block_runner import BlockRunner, Call, Watch, running
+from lightning_3d.model.block_runner import Around, BlockRunner, Call, Watch, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, custom_functions_seen, is_reentrant
 from lightning_3d.torch_internals.dispatch import function_modes, pop_function_mode, push_function_mode
 from lightning_3d.torch_internals.distributions import arguments_unchecked
@@ -208,12 +208,18 @@ class Router:
     Args:
         blocks: FQN -> block.
         absent: FQNs of the blocks of other stages.
+        compiled: Gives what runs the forward of a block that is here in full compiled, if there is such a thing.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], absent: AbstractSet[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[str, nn.Module],
+        absent: AbstractSet[str] = frozenset(),
+        compiled: Callable[[nn.Module], Around | None] = lambda block: None,
+    ) -> None:
         self.step: StepMode | None = None
         self.watch: Watch | None = None
-        self.blocks, self._absent = blocks, absent
+        self.blocks, self._absent, self._compiled = blocks, absent, compiled
         self._guards = AttributeGuards(lambda: self.step is not None)
 
     @contextmanager
@@ -226,11 +232,13 @@ class Router:
                 assert runner.route is None, f"{fqn} is routed already"
                 runners.append(runner)
                 runner.fqn, runner.route, runner.is_absent = fqn, self, fqn in self._absent
+                if not runner.is_absent and runner.sharded is None:
+                    runner.dense = self._compiled(block)
             yield
         finally:
             self._guards.remove()
             for runner in runners:
-                runner.route = None
+                runner.route = runner.dense = None
                 runner.release()
 
     def guard(self, attributes: Mapping[str, frozenset[str]]) -> None:

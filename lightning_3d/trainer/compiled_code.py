@@ -33,5 +33,5 @@ def warn_of_compiled(module: nn.Module) -> None:
         names = ", ".join(compiled[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
         rank_zero_warn(
             f"{names}: compiled by torch.compile, but run eagerly, as steps with a pipeline or tensor parallel meet"
-            " tensors that other ranks hold. tensor.compile=true compiles tensor-parallel blocks."
+            " tensors that other ranks hold. compile.enabled=true compiles blocks in every layout."
         )

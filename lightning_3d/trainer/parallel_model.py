@@ -9,7 +9,7 @@ apply     tensor parallel, ZeRO, pipeline
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,12 +24,14 @@ from torch.optim import Optimizer
 from lightning_3d.activations.partitioned_inputs import PartitionedInputs
 from lightning_3d.activations.recomputation import Recomputation
 from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
-from lightning_3d.model.block_runner import running
+from lightning_3d.model.block_runner import Around, running
+from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.model.initial_weights import check_same_model, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
@@ -53,7 +55,7 @@ from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.stage_calls import StageCalls
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
-from lightning_3d.waits import Wait
+from lightning_3d.waits import CountedWait, Wait
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.fully_sharded import FullySharded
 from lightning_3d.zero.gradients import Gradients
@@ -80,6 +82,9 @@ class ParallelModel:
     def present_plan(self) -> Plan:
         """The plan, with what the steps so far have shown of heads and losses."""
         return replace(self.plan, heads=self.heads.texts)
+
+    compiling: CountedWait
+    """For blocks that were compiled."""
 
     def with_optimizers(
         self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: ZeroConfig
@@ -113,6 +118,7 @@ def make_parallel(
     """
     check_same_model(module, device)
     join_replica(mesh, device)
+    compiling = CountedWait(wait)
     step = example_step(trainer, module, config, mesh.shape, precision)
     observer = Observer(module, step, device, StepEffects)
     with wait(f"Tracing {step.name}"):
@@ -128,12 +134,11 @@ def make_parallel(
         place_weights(module, partial(plan.holds, mesh.pp_rank), device, parameters_on=first)
     set_device(module, device=device)
     if mesh.shape.tp > 1:
-        tensor = config.tensor
-        compiler = BlockCompiler(mesh.axis("tp"), tensor.compile_backend, wait) if tensor.compile else None
-        plan = prove_blocks(plan, observed, mesh, tensor, compiler, wait) if tensor.verify else plan
+        compiler = BlockCompiler(mesh.axis("tp"), config.compile, compiling) if config.compile.enabled else None
+        plan = prove_blocks(plan, observed, mesh, config.tensor, compiler, wait) if config.tensor.verify else plan
         apply_blocks(plan, module, blocks, mesh, compiler)
     own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
-    router = Router(blocks, absent=blocks.keys() - own.keys())
+    router = Router(blocks, absent=blocks.keys() - own.keys(), compiled=_compiled_by(config.compile, mesh, compiling))
     zero: Zero
     if config.zero.stage == 3 and (mesh.shape.dp > 1 or offloads):
         place = config.zero.offload_params
@@ -209,7 +214,14 @@ def make_parallel(
         runner=runner,
         randomness=randomness,
         heads=heads,
+        compiling=compiling,
     )
+
+
+def _compiled_by(config: CompileConfig, mesh: Mesh, wait: Wait) -> Callable[[nn.Module], Around | None]:
+    if not config.enabled:
+        return lambda block: None
+    return DenseCompiler(config, wait, is_telling=mesh.dp_rank == 0 and mesh.coordinate.tp == 0).of
 
 
 def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -> None:

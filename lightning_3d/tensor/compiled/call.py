@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.compiled.state import STATIC_TYPES, copied, own_part, read_state
 from lightning_3d.tensor.placement import Partial, Sharded
@@ -121,14 +122,14 @@ class CompiledCall:
         return all(_is_close(found, wanted) for found, wanted in zip([*results, *state], expected, strict=True))
 
 
-def compile_call(block: nn.Module, run: Callable[..., Any], call: Call, backend: str) -> CompiledCall:
+def compile_call(block: nn.Module, run: Callable[..., Any], call: Call, config: CompileConfig) -> CompiledCall:
     """Compile a call, without running it.
 
     Args:
         block: Its modules hold the tensors.
         run: Its forward, which must do no more than compute (`observation`).
         call: The call of it to compile.
-        backend: As for ``torch.compile``.
+        config: By what.
 
     Raises:
         NotCompilable: it returns something else than tensors and static values.
@@ -147,7 +148,7 @@ def compile_call(block: nn.Module, run: Callable[..., Any], call: Call, backend:
         answer["leaves"] = [_result_of(leaf) for leaf in output]
         return [own_part(leaf) for leaf in output if isinstance(leaf, Tensor)]
 
-    made = capture(computation, [_example(tensor) for tensor in call.tensors], backend)
+    made = capture(computation, [_example(tensor) for tensor in call.tensors], config.backend, config.mode)
     return CompiledCall(computation=made, leaves=answer["leaves"], spec=answer["spec"])
 
 

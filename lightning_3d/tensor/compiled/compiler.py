@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import Compiled
 from lightning_3d.tensor.compiled.call import Call, CompiledCall, compile_call, read_call
 from lightning_3d.tensor.compiled.observation import observe
@@ -35,12 +36,12 @@ class BlockCompiler:
 
     Args:
         mesh: The tp axis.
-        backend: As for ``torch.compile``.
+        config: By what they are compiled.
         wait: Told of each block that is compiled.
     """
 
-    def __init__(self, mesh: DeviceMesh, backend: str, wait: Wait = not_told) -> None:
-        self._mesh, self._backend, self._wait = mesh, backend, wait
+    def __init__(self, mesh: DeviceMesh, config: CompileConfig, wait: Wait = not_told) -> None:
+        self._mesh, self._config, self._wait = mesh, config, wait
         self._known: dict[Hashable, CompiledCall | str] = {}  # a string: why calls of this kind run eagerly
         self._warned: set[str] = set()
 
@@ -83,7 +84,7 @@ class BlockCompiler:
         made, reason = None, "another rank can't compile it"
         try:
             expected = observe(block, run, call, _device(self._mesh))
-            made = compile_call(block, run, call, self._backend)
+            made = compile_call(block, run, call, self._config)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of tracing, of the compiler, or of the block itself, which eagerly says so
@@ -112,7 +113,7 @@ class BlockCompiler:
         self._warned.add(name)
         reason = " ".join(reason.split())
         reason = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
-        warnings.warn(f"tensor.compile: {name} runs eagerly, at least in part: {reason}", stacklevel=3)
+        warnings.warn(f"compile.enabled: {name} runs eagerly, at least in part: {reason}", stacklevel=3)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

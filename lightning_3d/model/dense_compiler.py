@@ -1,0 +1,105 @@
+"""Blocks that are here in full, compiled one by one by ``torch.compile``.
+
+Blocks with the same code and the same layers share what is compiled. A kind of call that can't be compiled as one piece
+is known before any of its code has run, so the block runs eagerly instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.config.compile import CompileConfig
+from lightning_3d.model.block_runner import Around, Call, running
+from lightning_3d.model.norm_forward import is_watched
+from lightning_3d.torch_internals.capture import recompile_limit
+from lightning_3d.torch_internals.dynamo import compiled, compiler_errors, is_limit
+from lightning_3d.torch_internals.modules import RunningNorm, children_of
+from lightning_3d.waits import Wait, not_told
+from lightning_3d.zero.gathering import wait_for
+
+_MAX_REASON = 300
+"""Characters of a reason that a warning tells; errors of compilers are long."""
+
+
+class DenseCompiler:
+    """Compiles the blocks of one model.
+
+    Args:
+        wait: Told of each kind of call that is compiled.
+        is_telling: Whether this rank warns.
+    """
+
+    def __init__(self, config: CompileConfig, wait: Wait = not_told, *, is_telling: bool = True) -> None:
+        self._config, self._wait, self._is_telling = config, wait, is_telling
+        self._functions: dict[Hashable, Call] = {}
+        self._warned: set[str] = set()
+
+    def of(self, block: nn.Module) -> Around | None:
+        """Runs the forward of a block compiled; None if there is nothing to gain, or if its author compiles it."""
+        is_layer = type(block).__module__.startswith("torch.nn.") and not any(children_of(block).values())
+        if is_layer or running(block).is_compiled_by_author:
+            return None
+        return _CompiledForward(block, self)
+
+    def function(self, block: nn.Module, function: Call) -> Call:
+        """Runs a forward of blocks like this one compiled."""
+        key = function, repr(block)
+        if key not in self._functions:
+            name, config = type(block).__name__, self._config
+            told = partial(self._wait, f"Compiling {name}")
+            self._functions[key] = compiled(function, backend=config.backend, mode=config.mode, compiling=told)
+        return self._functions[key]
+
+    def warn(self, block: nn.Module, error: Exception) -> None:
+        """Once for each class of blocks."""
+        name = type(block).__name__
+        if self._is_telling and name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(f"compile.enabled: {name} runs eagerly, at least in part: {_reason(error)}", stacklevel=2)
+
+
+class _CompiledForward:
+    """Runs the forward of one block."""
+
+    def __init__(self, block: nn.Module, compiler: DenseCompiler) -> None:
+        self._block, self._compiler = block, compiler
+        self._parameters = tuple(block.parameters())
+        self._norms = [norm for norm in block.modules() if isinstance(norm, RunningNorm)]
+        self._is_compilable = True
+        self._stance = "default"
+
+    def __call__(self, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_compilable or _is_observed() or any(norm.training and is_watched(norm) for norm in self._norms):
+            return forward(*args, **kwargs)
+        wait_for(self._parameters)  # compiled code reads them beneath torch's functions
+        function, owner = (forward.__func__, (forward.__self__,)) if isinstance(forward, MethodType) else (forward, ())
+        run = self._compiler.function(self._block, function)
+        try:
+            with torch.compiler.set_stance(self._stance):  # also where code outside of blocks is not compiled
+                return run(*owner, *args, **kwargs)
+        except compiler_errors() as error:
+            self._compiler.warn(self._block, error)
+            if is_limit(error):
+                self._stance = "eager_on_recompile"
+            else:
+                self._is_compilable = False
+        return forward(*args, **kwargs)
+
+
+def _is_observed() -> bool:
+    """Whether somebody compiles, exports or traces the code that calls the block."""
+    return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
+def _reason(error: Exception) -> str:
+    if is_limit(error):
+        return f"it was called in more than {recompile_limit()} ways (shapes, values, modes)"
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
