@@ -75,10 +75,15 @@ LAYOUTS = [
     Layout(dp=2, compile_backend="aot_eager"),
     Layout(dp=2, zero=3, compile_backend="aot_eager"),
     Layout(pp=2, num_microbatches=2, compile_backend="aot_eager"),
+    Layout(pp=2, num_microbatches=4, schedule="zbv", compile_backend="aot_eager"),
+    Layout(compile_backend="aot_eager", activations={"recompute": "full"}),
+    Layout(dp=2, zero=3, compile_backend="aot_eager", activations={"recompute": "full"}),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout}-{layout.compile_backend}")
+@pytest.mark.parametrize(
+    "layout", LAYOUTS, ids=lambda la: f"{la}-{la.compile_backend}{'-recomputed' if la.activations else ''}"
+)
 def test_compiled_blocks_train_as_eager_ones(workers: WorkerPools, layout: Layout) -> None:
     run = partial(workers(layout.world_size).run, _trained)
     eager = run(replace(layout, compile_backend=None), DroppingGPT, {"accumulate_grad_batches": 2})

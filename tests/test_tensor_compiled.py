@@ -486,14 +486,7 @@ def test_layout_equals_one_process(workers: WorkerPools, layout: Layout, job: Jo
     ("settings", "message"),
     [
         ({"tensor_parallel_size": 2, "tensor": {"sequence_parallel": True}}, "sequence_parallel=True would keep"),
-        (
-            {
-                "tensor_parallel_size": 2,
-                "pipeline_parallel_size": 2,
-                "pipeline": {"schedule": "zbv", "num_microbatches": 4},
-            },
-            "schedule='zbv' computes weight gradients apart",
-        ),
+        ({"activations": {"recompute": "selective"}}, "the compiler decides what a compiled block keeps"),
         ({"compile": {"backend": "inductr"}}, "nearest: 'inductor'"),
         ({"compile": {"mode": "reduce-overhead"}}, "compile.mode='reduce-overhead' is not allowed"),
         ({"compile": {"backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"}}, "is one of inductor's"),

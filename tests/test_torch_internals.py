@@ -1067,7 +1067,7 @@ def _varying_microbatches() -> list[str]:
         outputs=sent if rank == 0 else [(torch.empty((), device="meta", requires_grad=True),)] * 3,
         device=torch.device("cpu"),
         group=group,
-        recomputes=False,
+        is_unsplit=False,
     )
     schedule = pipelining.InOrder([stage], 3, [0, 1], loss_fn=lambda output, target: output)
     losses: list[Tensor] = []

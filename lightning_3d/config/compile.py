@@ -19,7 +19,8 @@ class CompileConfig:
     """Compile the forward and backward of every block, one by one, when its calls first come; layers of torch alone
     (``Linear``, ``Embedding``), in which there is nothing to fuse, stay as they are. Blocks of one class with the same
     settings share what is compiled. Random numbers are those of eager code. What can't be compiled as one piece (code
-    that looks into its data) runs eagerly, with a warning that names the class and the reason.
+    that looks into its data) runs eagerly, with a warning that names the class and the reason. With schedules that
+    split the backward, it stays in one piece, as that of compiled code is one.
 
     A block on tensor-parallel shards is compiled with its collectives, once for each kind of call: shapes, values of
     its attributes and of arguments other than tensors, training or evaluation; unless it draws random numbers, sets

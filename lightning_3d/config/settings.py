@@ -257,10 +257,10 @@ def _check_compile(config: ThreeDConfig) -> None:
             "compile.enabled=True with tensor.sequence_parallel=True would keep the gathered sequences that the latter"
             " is there to drop: use one of them"
         )
-    if config.pipeline_parallel_size > 1 and config.pipeline.splits_backward:
+    if config.activations.recompute == "selective":
         raise ConfigError(
-            f"pipeline.schedule={config.pipeline.schedule!r} computes weight gradients apart, but the backward of a"
-            " block that compile.enabled=True compiles is one piece: use another schedule, or compile.enabled=False"
+            "activations.recompute='selective' with compile.enabled=True: the compiler decides what a compiled block"
+            " keeps, and computes cheap operators again by itself. Use activations.recompute='full' or 'none'"
         )
 
 

@@ -7,7 +7,7 @@ same on every rank.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -90,6 +90,7 @@ class PipelineEngine:
         rank_module: The root of this rank's shards, around ``module``.
         around_backward: Gives the context of each backward of a microbatch on a stage.
         wait: Told when a step is traced or studied.
+        unsplit: Stages whose backward stays in one piece where the schedule splits it.
     """
 
     def __init__(
@@ -104,7 +105,9 @@ class PipelineEngine:
         device: torch.device,
         around_backward: AroundBackward,
         wait: Wait,
+        unsplit: Collection[int] = (),
     ) -> None:
+        self._unsplit = unsplit
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
         self._around_backward, self._wait = around_backward, wait
         self._group = mesh.group("pp")
@@ -260,7 +263,7 @@ class PipelineEngine:
             group=self._group,
             backward=step.backward,
             forwards_first=forwards_first,
-            recomputing=self._plan.recomputing_stages,
+            unsplit=self._unsplit,
         )
         kinds = tuple(part.kind for part in step.parts)
         return cached(self._schedules, (step.backward, step.tail is None, forwards_first, kinds), make)

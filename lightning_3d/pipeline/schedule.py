@@ -62,7 +62,7 @@ class Schedule:
         group: Process group of the pp axis.
         backward: Whether to run the backward too.
         forwards_first: Whether no backward may begin before all forwards have run.
-        recomputing: Stages whose backward computes parts of the forward again.
+        unsplit: Stages whose backward stays in one piece where the schedule splits it.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Schedule:
         group: dist.ProcessGroup,
         backward: bool,
         forwards_first: bool,
-        recomputing: Collection[int] = (),
+        unsplit: Collection[int] = (),
     ) -> None:
         num_microbatches, num_ranks, num_stages = len(flows), max(stage_ranks) + 1, len(stage_ranks)
         modules = [_StageModule(module, stage, splits_backward=name in _SPLITTING) for stage in stages]
         torch_stages = [
-            _Stage(stage_module, flows, stage, num_stages, device, group, recomputes=stage in recomputing)
+            _Stage(stage_module, flows, stage, num_stages, device, group, is_unsplit=stage in unsplit)
             for stage_module, stage in zip(modules, stages, strict=True)
         ]
         loss_fn = (lambda output, target: output) if backward else None
@@ -191,7 +191,7 @@ class _Stage(ShapedStage):
         device: torch.device,
         group: dist.ProcessGroup,
         *,
-        recomputes: bool,
+        is_unsplit: bool,
     ) -> None:
         inputs = [tuple(meta.on_meta() for meta in flow.metas(flow.received(stage))) for flow in flows]
         outputs = [tuple(meta.on_meta() for meta in flow.metas(flow.sent(stage))) for flow in flows]
@@ -205,7 +205,7 @@ class _Stage(ShapedStage):
             outputs=outputs,
             device=device,
             group=group,
-            recomputes=recomputes,
+            is_unsplit=is_unsplit,
         )
 
     def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:

@@ -103,7 +103,10 @@ class Plan:
 
     @property
     def recomputing_stages(self) -> frozenset[int]:
-        """The stages that run a block whose backward computes its forward again."""
+        """The stages that run a block whose backward computes its forward again.
+
+        Torch would do so for each group of weights anew where a schedule splits the backward.
+        """
         return frozenset(stage for block in self.blocks if block.is_recomputed for stage in block.stages)
 
     def blocks_on(self, pp_rank: int) -> tuple[BlockPlan, ...]:

@@ -60,8 +60,7 @@ class ShapedStage(PipelineStage):
     Args:
         inputs: Meta tensors that each microbatch receives.
         outputs: Meta tensors that each microbatch sends.
-        recomputes: Whether its backward computes parts of the forward again: torch would do so for each group of
-            weights anew, so a backward that is to be split stays in one piece.
+        is_unsplit: Whether its backward stays in one piece where others are split.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class ShapedStage(PipelineStage):
         outputs: Sequence[tuple[Tensor, ...]],
         device: torch.device,
         group: dist.ProcessGroup,
-        recomputes: bool,
+        is_unsplit: bool,
     ) -> None:
         super().__init__(module, stage, num_stages, device, input_args=inputs[0], output_args=outputs[0], group=group)
         self._inputs = [_metas(examples) for examples in inputs]
         self._outputs = [_metas(examples) for examples in outputs]
-        self._recomputes = recomputes
+        self._is_unsplit = is_unsplit
         self._is_reentrant: bool | None = None  # found in the first backward that is to be split
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
@@ -124,7 +123,7 @@ class ShapedStage(PipelineStage):
         It looks for weights along the paths from received tensors that require grad, and a reentrant checkpoint takes
         no gradients of inputs alone.
         """
-        if self._recomputes or not any(isinstance(given, Tensor) and given.requires_grad for given in inputs):
+        if self._is_unsplit or not any(isinstance(given, Tensor) and given.requires_grad for given in inputs):
             return False
         if self._is_reentrant is None:
             self._is_reentrant = has_reentrant_checkpoints(outputs)

@@ -190,6 +190,7 @@ def make_parallel(
             device=device,
             around_backward=zero.stage_backward,
             wait=wait,
+            unsplit=range(plan.num_stages) if config.compile.enabled else plan.recomputing_stages,
         )
         runner = PipelineRunner(
             module,
