@@ -271,9 +271,11 @@ def _with_another_head(layout: Layout | None) -> tuple[list[dict[str, Tensor]], 
     trainer = _trainer(layout, max_epochs=1)
     train, test = _data(layout)
     trainer.fit(module, train)
-    plan = trainer.strategy.plan if isinstance(trainer.strategy, ThreeDStrategy) else None
+    blocks = trainer.strategy.plan.blocks if isinstance(trainer.strategy, ThreeDStrategy) else None
     trainer.test(module, test, verbose=False)
-    is_kept = plan is None or (isinstance(trainer.strategy, ThreeDStrategy) and trainer.strategy.plan is plan)
+    is_kept = blocks is None or (
+        isinstance(trainer.strategy, ThreeDStrategy) and trainer.strategy.plan.blocks is blocks
+    )
     states = [whole_state(trainer)]
     module.blocks[1], module.positions.weight = other.blocks[1], other.positions.weight
     trainer.fit_loop.max_epochs = 2
