@@ -6,6 +6,7 @@ Importing registers the strategy, for which Lightning has no entry point; ``load
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_3d.checkpoint import read_folder
+from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.pipeline import PipelineConfig
@@ -29,6 +30,7 @@ from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.torch_internals.lightning_helpers import load_folders
 
 __all__ = [
+    "ActivationsConfig",
     "BatchConfig",
     "CheckpointConfig",
     "BatchError",

@@ -146,6 +146,23 @@ class TinyMLP(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=ADAM_EPS)
 
 
+class Regression(L.LightningModule):
+    """Regression by the forward of a subclass; a batch is `(features, targets)`, (B, 8) and (B, 4) float32."""
+
+    lr = 0.1
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
 def tokens(num_samples: int, *, vocabulary: int = 64, context: int = 16, seed: int = 0) -> Dataset[tuple[Tensor, ...]]:
     """Fixed random sequences as `(inputs, targets)`, each (context,) int64, targets shifted by one."""
     generator = torch.Generator().manual_seed(seed)

@@ -25,7 +25,7 @@ from lightning_3d.planning.plan import Plan
 from tests.architectures import text as text_data
 from tests.hugging_face import CLM, MLM, hf_job, small_job, text_settings
 from tests.hugging_face import recomputed as hugging_face_recomputed
-from tests.models import TinyGPT, features
+from tests.models import Regression, TinyGPT, features
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference, whole_state
 from tests.workers import WorkerPools
 
@@ -63,8 +63,10 @@ class Busy(nn.Module):
         return {"output": output, "rest": (torch.tanh(output), None)}
 
 
-class BusyNet(L.LightningModule):
-    """Regression; a batch is `(features, targets)`, (B, 8) and (B, 4) float32."""
+class BusyNet(Regression):
+    """Blocks with all of it, hooked."""
+
+    lr = 0.01
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,17 +91,6 @@ class BusyNet(L.LightningModule):
             x = given["output"] + 0.1 * given["rest"][0] + 0.01 * notes[0]
         output: Tensor = self.head(x)
         return output
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 HOOKED: Counter[str] = Counter()

@@ -7,14 +7,12 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models import TinyGPT, features
+from tests.models import Regression, TinyGPT, features
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
 
@@ -45,22 +43,7 @@ class WithMask(nn.Module):
         return y, self.norm(y), torch.linspace(0, 1, WIDTH).repeat(len(y)).view_as(y)
 
 
-class Net(L.LightningModule):
-    """Regression; a batch is `(features, targets)`, (B, 8) and (B, 4) float32."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Chain(Net):
+class Chain(Regression):
     """Four layers, each a stage of its own; the first are frozen, or the middle ones recomputed."""
 
     def __init__(self, num_frozen: int = 0, is_recomputed: bool = False) -> None:
@@ -77,7 +60,7 @@ class Chain(Net):
         return output
 
 
-class Branches(Net):
+class Branches(Regression):
     """Each stage computes something of the batch alone, and sends it without mixing it with what it received."""
 
     def __init__(self) -> None:
@@ -91,7 +74,7 @@ class Branches(Net):
         return output
 
 
-class Stopped(Net):
+class Stopped(Regression):
     """The last two stages read what they received without its gradient."""
 
     def __init__(self) -> None:
@@ -107,7 +90,7 @@ class Stopped(Net):
         return output * third[:, :4] + second[:, :4]
 
 
-class Masked(Net):
+class Masked(Regression):
     """A stage sends several tensors."""
 
     def __init__(self) -> None:

@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from lightning_3d.config.activations import TYPE_PREFIX, ActivationsConfig
+from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.config.checks import TYPE_PREFIX
 from lightning_3d.errors import PlanError
 
 

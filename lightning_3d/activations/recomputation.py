@@ -178,6 +178,6 @@ def _is_versioned(leaf: Any) -> bool:
 
 
 def _copied(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or type(leaf) is not Tensor:
+    if type(leaf) is not Tensor:
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)

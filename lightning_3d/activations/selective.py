@@ -1,7 +1,7 @@
 """Selective recomputation: the results of costly operators are kept, the rest is computed again.
 
 Written anew rather than by torch's ``create_selective_checkpoint_contexts``, which gives what it kept once, where a
-schedule that splits the backward needs it twice, and refuses operators that change a kept result in place, as
+second backward through a graph needs it again, and refuses operators that change a kept result in place, as
 ``relu(conv(x), inplace=True)`` does: here such a result is copied first.
 """
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lightning_3d.config.checks import Size, check_values
+from lightning_3d.config.checks import TYPE_PREFIX, Size, as_tuple, check_type_rule, check_values
 from lightning_3d.errors import ConfigError
 
 Recompute = Literal["none", "full", "selective"]
-
-TYPE_PREFIX = "type:"
-"""Begins a rule that names blocks by their class."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +40,7 @@ class ActivationsConfig:
     of rows, so that logits never exist in full. ``"never"``: logits are made."""
 
     def __post_init__(self) -> None:
-        given: object = self.blocks
-        if isinstance(given, list):  # from Python or YAML
-            object.__setattr__(self, "blocks", tuple(given))
+        as_tuple(self, "blocks")
         check_values(self)
         _check_blocks(self.blocks)
         _check_partition(self)
@@ -75,9 +69,4 @@ def _check_blocks(blocks: str | tuple[str, ...]) -> None:
             f"activations.blocks={blocks!r} is not allowed: use '{TYPE_PREFIX}REGEX' with a regular expression for"
             f" class names, or a list of patterns of FQNs, as [{blocks!r}]"
         )
-    try:
-        re.compile(blocks.removeprefix(TYPE_PREFIX))
-    except re.error as error:
-        raise ConfigError(
-            f"activations.blocks={blocks!r} is no regular expression after '{TYPE_PREFIX}': {error}"
-        ) from None
+    check_type_rule("activations.blocks", blocks)

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
 from lightning_3d.config.values import AtLeast, accepts, describe, nearest_value
 from lightning_3d.errors import ConfigError
 
 Size = Annotated[int, AtLeast(1)]
+
+
+TYPE_PREFIX = "type:"
+"""Begins a rule that names blocks by a regular expression for their classes."""
+
+
+def as_tuple(config: Any, name: str) -> None:
+    """Let a field of a frozen dataclass that was given as a list, from Python or YAML, be a tuple."""
+    if isinstance(given := getattr(config, name), list):
+        object.__setattr__(config, name, tuple(given))
+
+
+def check_type_rule(key: str, rule: str) -> None:
+    """Refuse a rule with ``TYPE_PREFIX`` whose regular expression does not compile."""
+    try:
+        re.compile(rule.removeprefix(TYPE_PREFIX))
+    except re.error as error:
+        raise ConfigError(f"{key}={rule!r} is no regular expression after '{TYPE_PREFIX}': {error}") from None
 
 
 def check_values(config: Any) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lightning_3d.config.checks import Size, check_values
+from lightning_3d.config.checks import TYPE_PREFIX, Size, as_tuple, check_type_rule, check_values
 from lightning_3d.errors import ConfigError
 
 PARTITION_METHODS = ("parameters", "uniform", "time", "memory")
@@ -47,9 +46,7 @@ class PipelineConfig:
     each microbatch weighs, and how other values that a step gives are joined."""
 
     def __post_init__(self) -> None:
-        given: object = self.partition
-        if isinstance(given, list):  # from Python or YAML
-            object.__setattr__(self, "partition", tuple(given))
+        as_tuple(self, "partition")
         check_values(self)
         _check_partition(self.partition)
 
@@ -82,15 +79,11 @@ def _check_partition(partition: str | tuple[str, ...]) -> None:
         return
     if partition in PARTITION_METHODS:
         return
-    rule, separator, pattern = partition.partition(":")
-    if rule != "type" or not separator or not pattern:
+    if not partition.startswith(TYPE_PREFIX) or partition == TYPE_PREFIX:
         nearest = difflib.get_close_matches(partition, (*PARTITION_METHODS, "type:REGEX"), n=1, cutoff=0)[0]
         raise ConfigError(
             f"pipeline.partition={partition!r} is not allowed: use {', '.join(map(repr, PARTITION_METHODS))},"
             " 'type:REGEX' with a regular expression for class names, or a list of the FQNs of blocks"
             f" (nearest: {nearest!r})"
         )
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"pipeline.partition={partition!r} is no regular expression after 'type:': {error}") from None
+    check_type_rule("pipeline.partition", partition)

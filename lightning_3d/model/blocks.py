@@ -18,11 +18,11 @@ from collections.abc import Hashable, Sequence
 import torchmetrics
 from torch import nn
 
+from lightning_3d.config.checks import TYPE_PREFIX
 from lightning_3d.errors import PlanError
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)  # they have no forward, so they can't be a block themselves
-_TYPE_PREFIX = "type:"
 
 
 def find_blocks(root: nn.Module, partition: str | Sequence[str] = "parameters") -> dict[str, nn.Module]:
@@ -105,7 +105,7 @@ def _chosen(root: nn.Module, partition: str | Sequence[str]) -> set[nn.Module]:
     """The modules that the user wants as blocks."""
     if not isinstance(partition, str):
         return {_named(root, fqn) for fqn in partition}
-    return _matching(root, partition.removeprefix(_TYPE_PREFIX)) if partition.startswith(_TYPE_PREFIX) else set()
+    return _matching(root, partition.removeprefix(TYPE_PREFIX)) if partition.startswith(TYPE_PREFIX) else set()
 
 
 def _named(root: nn.Module, fqn: str) -> nn.Module:
@@ -123,7 +123,7 @@ def _matching(root: nn.Module, pattern: str) -> set[nn.Module]:
     names = {type(module).__name__ for module in root.modules() if module is not root and holds_state(module)}
     if not any(re.search(pattern, name) for name in names):
         raise PlanError(
-            f"pipeline.partition='{_TYPE_PREFIX}{pattern}' matches no class of {type(root).__name__} that has"
+            f"pipeline.partition='{TYPE_PREFIX}{pattern}' matches no class of {type(root).__name__} that has"
             f" parameters. Its classes: {', '.join(sorted(names))}."
         )
     return {module for module in root.modules() if module is not root and re.search(pattern, type(module).__name__)}

@@ -6,7 +6,6 @@ is known before any of its code has run, so the block runs eagerly instead.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable
 from functools import partial
 from types import MethodType
@@ -17,15 +16,13 @@ from torch import nn
 
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import Around, Call, running
+from lightning_3d.model.eager_blocks import EagerWarnings
 from lightning_3d.model.norm_forward import is_watched
 from lightning_3d.torch_internals.capture import recompile_limit
 from lightning_3d.torch_internals.dynamo import compiled, compiler_errors, is_limit
 from lightning_3d.torch_internals.modules import RunningNorm, children_of
 from lightning_3d.waits import Wait, not_told
 from lightning_3d.zero.gathering import wait_for
-
-_MAX_REASON = 300
-"""Characters of a reason that a warning tells; errors of compilers are long."""
 
 
 class DenseCompiler:
@@ -37,9 +34,9 @@ class DenseCompiler:
     """
 
     def __init__(self, config: CompileConfig, wait: Wait = not_told, *, is_telling: bool = True) -> None:
-        self._config, self._wait, self._is_telling = config, wait, is_telling
+        self._config, self._wait = config, wait
         self._functions: dict[Hashable, Call] = {}
-        self._warned: set[str] = set()
+        self.warnings = EagerWarnings(is_telling=is_telling)
 
     def of(self, block: nn.Module) -> Around | None:
         """Runs the forward of a block compiled; None if there is nothing to gain, or if its author compiles it."""
@@ -56,13 +53,6 @@ class DenseCompiler:
             told = partial(self._wait, f"Compiling {name}")
             self._functions[key] = compiled(function, backend=config.backend, mode=config.mode, compiling=told)
         return self._functions[key]
-
-    def warn(self, block: nn.Module, error: Exception) -> None:
-        """Once for each class of blocks."""
-        name = type(block).__name__
-        if self._is_telling and name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(f"compile.enabled: {name} runs eagerly, at least in part: {_reason(error)}", stacklevel=2)
 
 
 class _CompiledForward:
@@ -85,7 +75,7 @@ class _CompiledForward:
             with torch.compiler.set_stance(self._stance):  # also where code outside of blocks is not compiled
                 return run(*owner, *args, **kwargs)
         except compiler_errors() as error:
-            self._compiler.warn(self._block, error)
+            self._compiler.warnings.warn(self._block, _reason(error))
             if is_limit(error):
                 self._stance = "eager_on_recompile"
             else:
@@ -101,5 +91,4 @@ def _is_observed() -> bool:
 def _reason(error: Exception) -> str:
     if is_limit(error):
         return f"it was called in more than {recompile_limit()} ways (shapes, values, modes)"
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
+    return str(error).strip() or type(error).__name__

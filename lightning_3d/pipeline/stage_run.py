@@ -20,8 +20,7 @@ from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.planning.stage_gradients import refused
-from lightning_3d.tensor.vocabulary.lazy_logits import made
-from lightning_3d.tensor.vocabulary.sharded_output import plain
+from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.autograd import reachable_nodes
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import base_of
@@ -110,13 +109,13 @@ class StageRun(StepMode):
                 output = step()
             if self._flow.trace.stopped_by is None and self._position != len(self._flow.trace.calls):
                 raise self._changed("the step ended")
-            return tree_map(lambda leaf: plain(made(self._value(leaf))), output)
+            return tree_map(lambda leaf: whole(self._value(leaf)), output)
         try:
             with self:
                 self._leave_if_done()
                 step()
         except StageExit:
-            return tuple(plain(made(self._made[i])).contiguous() for i in self._to_send)
+            return tuple(whole(self._made[i]).contiguous() for i in self._to_send)
         raise self._changed("the step ended")
 
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

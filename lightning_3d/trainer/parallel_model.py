@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -42,8 +41,7 @@ from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
-from lightning_3d.tensor.vocabulary.lazy_logits import made
-from lightning_3d.tensor.vocabulary.sharded_output import plain
+from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.anomaly import AnomalyDetection
@@ -246,13 +244,8 @@ def _recompute(
         recomputed = None
         if block.is_recomputed:
             assert config.recompute != "none"
-            recomputed = Recomputation(block.fqn, own[block.fqn], config.recompute, generators, _whole, inputs)
+            recomputed = Recomputation(block.fqn, own[block.fqn], config.recompute, generators, whole, inputs)
         running(own[block.fqn]).recomputed = recomputed
-
-
-def _whole(leaf: Any) -> Any:
-    """The values of logits that are there in parts, or not yet."""
-    return plain(made(leaf))
 
 
 def _pipeline_stages(plan: Plan, blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, int]:

@@ -18,8 +18,7 @@ from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
-from lightning_3d.tensor.vocabulary.lazy_logits import made
-from lightning_3d.tensor.vocabulary.sharded_output import plain
+from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
@@ -98,7 +97,7 @@ class WholeModelRunner(StepRunner):
         def run() -> Any:
             with self._heads.on():
                 output = getattr(self._module, name)(batch, *rest)
-                return tree_map(lambda leaf: plain(made(leaf)), output)
+                return tree_map(whole, output)
 
         with self._randomness.replica(number):
             return self._zero.root(run)

@@ -10,7 +10,6 @@ compiled may leave out collectives that nobody needs.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -21,14 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import Compiled
+from lightning_3d.model.eager_blocks import EagerWarnings
 from lightning_3d.tensor.compiled.call import Call, CompiledCall, compile_call, read_call
 from lightning_3d.tensor.compiled.observation import observe
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.capture import NotCompilable, recompile_limit
 from lightning_3d.waits import Wait, not_told
-
-_MAX_REASON = 300
-"""Characters of a reason that a warning tells; errors of compilers are long."""
 
 
 class BlockCompiler:
@@ -43,7 +40,7 @@ class BlockCompiler:
     def __init__(self, mesh: DeviceMesh, config: CompileConfig, wait: Wait = not_told) -> None:
         self._mesh, self._config, self._wait = mesh, config, wait
         self._known: dict[Hashable, CompiledCall | str] = {}  # a string: why calls of this kind run eagerly
-        self._warned: set[str] = set()
+        self._warnings = EagerWarnings(is_telling=mesh.get_local_rank() == 0)
 
     @property
     def num_compiled(self) -> int:
@@ -59,7 +56,7 @@ class BlockCompiler:
                 call = read_call(block, args, kwargs)
                 return functools.partial(self._find(block, run, call, (block_key, call.key), call_keys), call.tensors)
             except NotCompilable as reason:
-                self._warn(block, str(reason))
+                self._warnings.warn(block, str(reason))
                 return None
 
         return find
@@ -104,16 +101,6 @@ class BlockCompiler:
         agreed = torch.tensor(int(is_true), device=_device(self._mesh))
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=self._mesh.get_group())
         return bool(agreed)
-
-    def _warn(self, block: nn.Module, reason: str) -> None:
-        """Once for each class of blocks."""
-        name = type(block).__name__
-        if name in self._warned or self._mesh.get_local_rank() != 0:
-            return
-        self._warned.add(name)
-        reason = " ".join(reason.split())
-        reason = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]} ..."
-        warnings.warn(f"compile.enabled: {name} runs eagerly, at least in part: {reason}", stacklevel=3)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
