@@ -6,20 +6,23 @@ import itertools
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import StepError
-from lightning_3d.tensor.vocabulary import chunked_loss
+from lightning_3d.tensor.vocabulary import chunked_loss, fused_heads
 from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, LazyLogits, lazy_logits, made
+from lightning_3d.zero import gathering
 from tests.models import TinyGPT, tokens
-from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
 from tests.workers import WorkerPools
 
 CLASSES, WIDTH = 10, 5
@@ -398,6 +401,10 @@ def test_logits_that_the_step_reads_are_those_of_the_head(workers: WorkerPools) 
 
 
 FUSED_LINE = ("head: fused with its cross entropy, without logits",)
+ELSEWHERE = (
+    "head: its pipeline stage fuses it with its cross entropy,"
+    " unless the step reads logits or waits for their gradient",
+)
 
 TABLE = [
     ("tied", Layout(), FUSED_LINE),
@@ -409,17 +416,64 @@ TABLE = [
         ("head: makes logits, as its weight is gathered only while it runs (zero.stage=3)",),
     ),
     ("tied", Layout(dp=2, zero=3), FUSED_LINE),
-    ("shifted", Layout(pp=2), None),
+    ("shifted", Layout(pp=2), ELSEWHERE),
+    (
+        "untied",
+        Layout(pp=2, activations={"recompute": "full", "blocks": ["head"]}),
+        ("head: makes logits, as its backward computes it again (activations.recompute)",),
+    ),
     ("by row", Layout(pp=2, schedule="zbv"), FUSED_LINE),
-    ("tied", Layout(tp=2), ("head: makes logits, as tensor parallel shards or runs it",)),
 ]
 
 
 @pytest.mark.parametrize(("name", "layout", "heads"), TABLE, ids=[f"{name}-{layout}" for name, layout, _ in TABLE])
 def test_fused_heads_train_as_in_one_process(
-    workers: WorkerPools, name: str, layout: Layout, heads: tuple[str, ...] | None
+    workers: WorkerPools, name: str, layout: Layout, heads: tuple[str, ...]
 ) -> None:
     result = run_layout(workers, JOBS[name], layout)
     assert_parity(_reference(name), result, tolerance=1e-5)
-    elsewhere = ("head: its pipeline stage fuses it with its cross entropy unless the step reads logits",)
-    assert result.plan.heads == (heads or elsewhere)  # as rank 0 has it
+    assert result.plan.heads == heads  # as rank 0 has it
+
+
+def _alive_between_microbatches() -> list[int]:
+    """For each call of the head, how many inputs of its earlier calls are still there."""
+    rows: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def noted(call: HeadCall) -> Tensor:
+        alive.append(sum(not one.expired() for one in rows))
+        rows.append(StorageWeakRef(call.rows.untyped_storage()))
+        return lazy_logits(call)
+
+    with patch.object(fused_heads, "lazy_logits", noted):
+        fitted(Layout(pp=2, num_microbatches=4), TinyGPT, batches=1, epochs=1, limit_val_batches=0)
+    return alive
+
+
+def test_microbatches_leave_nothing_behind(workers: WorkerPools) -> None:
+    first, last = workers(2).run(_alive_between_microbatches)
+    assert not first
+    assert len(last) >= 4
+    assert not any(last)
+
+
+class Keywords(TinyGPT):
+    """Calls its head by keyword."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(input=x)
+
+
+def _gathered_alone() -> None:
+    with patch.object(gathering, "_IN_PLACE_BYTES", 0):
+        layout = Layout(dp=2, zero=2, zero_settings={"overlap_gather": True})
+        trainer, _ = fitted(layout, partial(Keywords, tied=False), limit_val_batches=0)
+    assert trainer.strategy.plan.heads == FUSED_LINE
+
+
+def test_weights_on_their_way_are_waited_for(workers: WorkerPools) -> None:
+    """A large weight, which other ranks made parts of, comes alone, and is waited for by the call of the head."""
+    workers(2).run(_gathered_alone)

@@ -40,7 +40,8 @@ from lightning_3d.planning.planner import Observer, decide
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
-from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
+from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
@@ -175,7 +176,7 @@ def make_parallel(
     )
     scales = precision.scales_losses
     anomalies = AnomalyDetection(router, mesh, plan.num_stages, device, scales_losses=scales)
-    heads = FusedHeads(blocks, is_on=config.activations.fused_loss == "auto")
+    heads = FusedHeads(_planned_heads(plan, blocks, config), MeshAxis(mesh.axis("tp")) if mesh.shape.tp > 1 else None)
     runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads)
     if mesh.shape.pp > 1:
         engine = PipelineEngine(
@@ -246,6 +247,26 @@ def _recompute(
             assert config.recompute != "none"
             recomputed = Recomputation(block.fqn, own[block.fqn], config.recompute, generators, whole, inputs)
         running(own[block.fqn]).recomputed = recomputed
+
+
+def _planned_heads(
+    plan: Plan, blocks: Mapping[str, nn.Module], config: ThreeDConfig
+) -> dict[str, tuple[nn.Module, HeadPlan]]:
+    """The blocks that may be fused with a loss, and what is planned of them."""
+    if config.activations.fused_loss == "never":
+        return {}
+    is_fully_sharded = config.zero.stage == 3 and (plan.shape.dp > 1 or config.zero.offload_params != "none")
+    return {
+        block.fqn: (
+            blocks[block.fqn],
+            HeadPlan(
+                tensor=block.tensor,
+                is_recomputed=block.is_recomputed,
+                is_unit=is_fully_sharded and not any(fqn.startswith(f"{block.fqn}.") for fqn in plan.ties),
+            ),
+        )
+        for block in plan.blocks
+    }
 
 
 def _pipeline_stages(plan: Plan, blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, int]:

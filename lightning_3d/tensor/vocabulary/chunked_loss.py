@@ -7,6 +7,9 @@ all of it, as the gradient is linear in that of the loss, a factor that the back
 
     rows [N, D] -> for each chunk: logits [n, V] -> losses [n], d logits [n, V] -> d rows [n, D], d weight [V, D] += ...
 
+With classes that are sharded over the tp axis, each rank does so with its own. A chunk takes two all-reduces (`loss`);
+d rows are then parts of a sum over the ranks, which is made once, where the rows come in.
+
 Where the factor is not one number (``reduction="none"``), or where gradients without it are too small for the numbers
 (fp16, which a loss scale serves), the backward makes the logits again, chunk by chunk (Wijmans et al. 2024).
 
@@ -28,7 +31,7 @@ from torch import Tensor
 
 from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
-from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Reduction
+from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Reduction, ShardedClasses
 
 MOST_CHUNKS = 32
 """More of them would save little memory, and make the products of matrices too thin."""
@@ -43,12 +46,19 @@ class Head:
     """How logits are made of rows and read by a loss."""
 
     weight: Tensor
-    """``[classes, width]``."""
+    """``[classes, width]``, of this rank's classes."""
     bias: Tensor | None
     dtype: torch.dtype
     """In which they are multiplied: that of autocast, or their own."""
     then: tuple[Elementwise, ...] = ()
     """Functions of single logits that come before the loss."""
+    classes: ShardedClasses | None = None
+    """All classes, where a rank has a part of them."""
+
+    @property
+    def most_classes(self) -> int:
+        """The number of classes on the rank that has most."""
+        return len(self.weight) if self.classes is None else self.classes.most
 
     def cast(self) -> Head:
         """The same with weights in the dtype of the product."""
@@ -56,7 +66,7 @@ class Head:
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """The logits ``[n, classes]`` of some rows, without what happens to them."""
+        """The logits of some rows for the classes here, without what happens to them."""
         with torch.autocast(rows.device.type, enabled=False):
             return F.linear(rows, self.weight, self.bias)
 
@@ -71,7 +81,7 @@ def cross_entropy_of(rows: Tensor, head: Head, call: CrossEntropy) -> Tensor:
     """The cross entropy of the logits that a head makes of rows.
 
     Args:
-        rows: ``[N, width]``.
+        rows: ``[N, width]``. Where classes are sharded, every rank gets its part of their gradient.
         head: Makes their logits.
         call: Its options, and targets of N rows; its input is not read. It has a sharded form.
 
@@ -128,7 +138,7 @@ class _Gradients:
             made.bias = torch.zeros(len(head.weight), dtype=self.wide, device=rows.device)
         reduction: Reduction = "none" if self.call.reduction == "none" else "sum"
         scale = self._scale(factor)
-        for part in chunks(len(rows), len(head.weight)):
+        for part in chunks(len(rows), head.most_classes):
             own = rows[part].to(head.dtype)
             call = replace(self.call, target=self.call.target[part], reduction=reduction)
             of_logits = (scale[part] if scale.dim() else scale) if of_rows or of_weight or of_bias else None
@@ -164,7 +174,8 @@ def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None)
     if head.then:
         with torch.enable_grad():
             read = head.after(logits.requires_grad_(of_loss is not None))
-    loss, saved = vocabulary_loss.forward(call, read.detach(), read.shape[-1], None)
+    num_classes, mesh = (read.shape[-1], None) if head.classes is None else (head.classes.num, head.classes.mesh)
+    loss, saved = vocabulary_loss.forward(call, read.detach(), num_classes, mesh)
     if of_loss is None:
         return loss, None
     gradient = vocabulary_loss.backward(saved, of_loss).to(read.dtype)
@@ -172,7 +183,7 @@ def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None)
 
 
 def chunks(num_rows: int, num_classes: int) -> Iterator[slice]:
-    """The rows of each chunk."""
+    """The rows of each chunk, given how many logits a row has on a rank."""
     length = max(-(-num_rows // MOST_CHUNKS), -(-LEAST_LOGITS // num_classes))
     for start in range(0, num_rows, length):
         yield slice(start, min(start + length, num_rows))

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import BlockRunner, Call, runner_of
-from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, lazy_logits
+from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.collectives import enter, own_shard
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
+from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, OnRead, Outcome, lazy_logits
+from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.modules import has_backward_hooks
 from lightning_3d.trace.refusals import user_frame
+from lightning_3d.zero.gathering import wait_for
 
 PATIENCE = 2
 """Calls in a row whose logits are read, after which they are made at once; one of many may, as to log an accuracy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadPlan:
+    """The plan of a head, on whatever rank it is."""
+
+    tensor: BlockTensorPlan | None = None
+    is_recomputed: bool = False
+    is_unit: bool = False
+    """Whether ZeRO gathers its weight only while it runs."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether tensor parallel runs it on shards."""
+        return self.tensor is not None and self.tensor.is_sharded
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is never fused with its loss."""
+        if self.is_unit:
+            return "its weight is gathered only while it runs (zero.stage=3)"
+        if self.is_recomputed:
+            return "its backward computes it again (activations.recompute)"
+        if self.tensor is None or not self.tensor.is_sharded:
+            return None
+        if self.tensor.weight("weight").role != "vocabulary":
+            return "tensor parallel shards it, but not for a loss on shards of its classes"
+        if self.tensor.gathers_logits:
+            return "the step, as traced, reads logits or does not show that it never does"
+        return None
 
 
 class FusedHead:
@@ -26,13 +63,16 @@ class FusedHead:
 
     Args:
         head: A block.
+        plan: Of the whole model, as all ranks have it.
+        tp: The tp axis; None if it has one rank.
     """
 
-    def __init__(self, fqn: str, head: nn.Linear) -> None:
-        self.fqn, self._head = fqn, head
+    def __init__(self, fqn: str, head: nn.Linear, plan: HeadPlan, tp: MeshAxis | None) -> None:
+        self.fqn, self._head, self._plan = fqn, head, plan
+        self._tp = tp if plan.is_sharded else None
         self._num_read: dict[bool, int] = {}  # with gradients or without -> calls in a row
         self._reasons: dict[bool, str] = {}
-        self._calls: list[HeadCall] = []
+        self._calls: list[tuple[Outcome, weakref.ref[HeadCall]]] = []
         self._is_absent = False
         self.is_known = False
         """Whether a training step has run."""
@@ -56,15 +96,26 @@ class FusedHead:
 
     def _call(self, forward: Call, *args: Any, **kwargs: Any) -> Any:
         has_grad = torch.is_grad_enabled()
-        if self._num_read.get(has_grad, 0) >= PATIENCE or len(args) != 1 or kwargs:
+        given = [*args, *(value for name, value in kwargs.items() if name == "input")]
+        if self._num_read.get(has_grad, 0) >= PATIENCE or len(given) != 1 or len(args) + len(kwargs) != 1:
             return forward(*args, **kwargs)
-        rows = args[0]
+        rows = given[0]
+        wait_for(self._head.parameters())
         if (reason := self._obstacle(rows)) is not None:
             self._reasons[has_grad] = reason
             return forward(rows)
-        call = HeadCall(rows, self._head.weight, self._head.bias, partial(self._note, has_grad))
-        self._calls.append(call)
+        call = self._made_of(rows, partial(self._note, has_grad))
+        self._calls.append((call.outcome, weakref.ref(call)))
         return lazy_logits(call)
+
+    def _made_of(self, rows: Tensor, on_read: OnRead) -> HeadCall:
+        weight, bias = self._head.weight, self._head.bias
+        if self._tp is None:
+            return HeadCall(rows, weight, bias, on_read)
+        assert isinstance(weight, DTensor)
+        own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
+        classes = ShardedClasses(weight.shape[0], self._tp.mesh)
+        return HeadCall(enter(rows, self._tp), own_shard(weight), own_bias, on_read, classes)
 
     def _note(self, has_grad: bool, reader: str) -> None:
         self._reasons[has_grad] = f"the step reads logits: {reader} at {user_frame()}"
@@ -75,17 +126,12 @@ class FusedHead:
             return "its forward is not that of nn.Linear"
         if runner.is_wrapped:
             return "it is compiled or called through a wrapper"
-        if isinstance(self._head, FSDPModule):
-            return "its weight is gathered only while it runs (zero.stage=3)"
-        if runner.recomputed is not None:
-            return "its backward computes it again (activations.recompute)"
-        if runner.sharded is not None:
-            return "tensor parallel shards or runs it"
-        return None
+        return self._plan.reason
 
     def _obstacle(self, rows: Tensor) -> str | None:
         head = self._head
-        if type(rows) is not Tensor or type(head.weight) is not nn.Parameter or head.weight.device != rows.device:
+        is_expected = type(head.weight) is nn.Parameter if self._tp is None else isinstance(head.weight, DTensor)
+        if type(rows) is not Tensor or not is_expected or head.weight.device != rows.device:
             return "its input or its weight is no plain tensor"
         if has_backward_hooks(head):
             return "it has backward hooks"
@@ -98,12 +144,14 @@ class FusedHead:
 
     def end_step(self) -> None:
         """Count what the step's calls became."""
-        for call in self._calls:
-            call.end()
-            self._num_read[call.has_grad] = 0 if call.made is None else self._num_read.get(call.has_grad, 0) + 1
-            self.is_known |= call.has_grad
-            if call.made is None:
-                self._reasons.pop(call.has_grad, None)
+        for outcome, reference in self._calls:
+            if (call := reference()) is not None:
+                call.end()
+            has_grad = outcome.has_grad
+            self._num_read[has_grad] = self._num_read.get(has_grad, 0) + 1 if outcome.is_plain else 0
+            self.is_known |= has_grad
+            if not outcome.is_plain:
+                self._reasons.pop(has_grad, None)
         self._calls.clear()
 
     @property
@@ -112,7 +160,8 @@ class FusedHead:
         if (reason := self._reasons.get(True)) is not None:
             return f"{self.fqn}: makes logits, as {reason}"
         if self._is_absent:
-            return f"{self.fqn}: its pipeline stage fuses it with its cross entropy unless the step reads logits"
+            unless = "unless the step reads logits or waits for their gradient"
+            return f"{self.fqn}: its pipeline stage fuses it with its cross entropy, {unless}"
         if not self.is_known:
             return f"{self.fqn}: the first training step shows whether it is fused with its loss"
         return f"{self.fqn}: fused with its cross entropy, without logits"
@@ -122,15 +171,15 @@ class FusedHeads:
     """All heads on this rank.
 
     Args:
-        blocks: FQN -> block.
-        is_on: Whether to fuse at all.
+        blocks: FQN -> block, and what is planned of it.
+        tp: The tp axis; None if it has one rank.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], *, is_on: bool) -> None:
+    def __init__(self, blocks: Mapping[str, tuple[nn.Module, HeadPlan]], tp: MeshAxis | None) -> None:
         self._heads: list[FusedHead] = []
-        for fqn, block in blocks.items() if is_on else ():
+        for fqn, (block, plan) in blocks.items():
             if isinstance(block, nn.Linear) and block.out_features > block.in_features:
-                self._heads.append(FusedHead(fqn, block))
+                self._heads.append(FusedHead(fqn, block, plan, tp))
 
     @contextmanager
     def on(self) -> Iterator[None]:

@@ -11,6 +11,9 @@ A head gives a tensor of the shape of its logits that holds the head's input row
 Whoever reads logits has those that the head would have made: in the autocast state of its call, with their graph. All
 views of them are then views of the same memory. Code that no function mode sees, such as a custom autograd function,
 finds a tensor with a graph of its own, and operators compute with its data.
+
+Where classes are sharded over the tp axis, logits that are read are [Note: outputs on shards]. Their loss is computed
+in chunks nevertheless: one rank may read them alone, while the loss takes all.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from lightning_3d.errors import StepError
 from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.vocabulary.chunked_loss import Elementwise, Head, cross_entropy_of
-from lightning_3d.tensor.vocabulary.loss import CrossEntropy, as_cross_entropy
+from lightning_3d.tensor.vocabulary.loss import CrossEntropy, ShardedClasses, as_cross_entropy
+from lightning_3d.tensor.vocabulary.sharded_output import as_logits, plain
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass, OpOverload
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import make_wrapper
@@ -39,20 +43,38 @@ OnRead = Callable[[str], None]
 """Called with the name of the function when logits are made in full."""
 
 
+@dataclass(slots=True)
+class Outcome:
+    """The end of a call of a head."""
+
+    has_grad: bool
+    is_plain: bool = False
+    """Whether its logits went on as plain tensors, as somebody read them or waits for their gradient."""
+
+
 class HeadCall:
     """One call of a head, whose logits are made at most once.
 
     Args:
-        rows: What the head was given, ``[..., width]``.
+        rows: What the head was given, ``[..., width]``; of sharded classes, it sums the gradients of all ranks.
+        weight: ``[classes, width]``, of this rank's classes.
         on_read: Called when they are made.
+        classes: All classes, where a rank has a part of them.
     """
 
-    def __init__(self, rows: Tensor, weight: Tensor, bias: Tensor | None, on_read: OnRead) -> None:
-        self.rows, self.weight, self.bias, self._on_read = rows, weight, bias, on_read
+    def __init__(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        on_read: OnRead,
+        classes: ShardedClasses | None = None,
+    ) -> None:
+        self.rows, self.weight, self.bias, self.classes, self._on_read = rows, weight, bias, classes, on_read
         device = rows.device.type
         self._autocast = torch.is_autocast_enabled(device)
         self._autocast_dtype = torch.get_autocast_dtype(device)
-        self.has_grad = torch.is_grad_enabled()
+        self.outcome = Outcome(torch.is_grad_enabled())
         self.made: Tensor | None = None
         self.is_fused = False
         """Whether a loss was computed without the logits."""
@@ -65,22 +87,29 @@ class HeadCall:
         is_cast = self._autocast and self.rows.dtype in (torch.float32, torch.float16, torch.bfloat16)
         return self._autocast_dtype if is_cast else self.rows.dtype
 
+    @property
+    def num_classes(self) -> int:
+        """The number over all ranks."""
+        return len(self.weight) if self.classes is None else self.classes.num
+
     def end(self) -> None:
         """Make those that somebody still refers to, before the weights change."""
         for reference in self.views:
             made(reference())
 
     def logits(self, reader: str) -> Tensor:
-        """The logits as the head makes them."""
+        """The logits as the head makes them, on shards if the classes are sharded."""
         if self.made is None:
             self._on_read(reader)
+            self.outcome.is_plain |= self.classes is None
             device = self.rows.device.type
             with (
                 DisableTorchFunctionSubclass(),
-                torch.set_grad_enabled(self.has_grad),
+                torch.set_grad_enabled(self.outcome.has_grad),
                 torch.autocast(device, dtype=self._autocast_dtype, enabled=self._autocast),
             ):
-                self.made = F.linear(self.rows, self.weight, self.bias)
+                made = F.linear(self.rows, self.weight, self.bias)
+                self.made = made if self.classes is None else as_logits(made, self.classes.mesh, self.classes.num)
         return self.made
 
 
@@ -101,7 +130,7 @@ class View:
     def shape(self) -> list[int]:
         """The shape of the tensor."""
         shape = list(self.rows.shape[:-1])
-        shape.insert(self.class_dim, len(self.call.weight))
+        shape.insert(self.class_dim, self.call.num_classes)
         return shape
 
 
@@ -140,14 +169,15 @@ class LazyLogits(Tensor):
             return id(first)
         name = getattr(func, "__name__", str(func))
         if func in _ASK_FOR_GRADIENTS:
-            _refuse_late(name, args, kwargs)
+            _hook(name, args, kwargs)
         args, kwargs = tree_map(lambda leaf: leaf.plain(name) if isinstance(leaf, cls) else leaf, (args, kwargs))
         return func(*args, **kwargs)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody has read the logits of its head's call."""
-        return self._plain is None and self.view_of_head.call.made is None
+        """Whether nobody has read the logits of its head's call, so that they may differ now."""
+        call = self.view_of_head.call
+        return not call.outcome.is_plain
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
@@ -189,6 +219,9 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_second_order("logits that a custom autograd function reads")
+        if (classes := ctx.head.classes) is not None:
+            start, stop = classes.bounds
+            gradient = plain(gradient).narrow(ctx.class_dim, start, stop - start)
         leaves = [_leaf(tensor) for tensor in ctx.saved_tensors]
         rows, weight, bias = leaves
         head: Head = replace(ctx.head, weight=weight, bias=bias)
@@ -207,7 +240,7 @@ def _leaf(tensor: Any) -> Any:
 
 def _head(view: View) -> Head:
     call = view.call
-    return Head(weight=call.weight, bias=call.bias, dtype=call.dtype, then=view.then)
+    return Head(weight=call.weight, bias=call.bias, dtype=call.dtype, then=view.then, classes=call.classes)
 
 
 # ------------------------------------------------------------------------------------------------------- the loss
@@ -241,12 +274,16 @@ def _fused(call: CrossEntropy) -> Tensor:
 _ASK_FOR_GRADIENTS = frozenset({Tensor.register_hook, Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward})
 
 
-def _refuse_late(name: str, args: Any, kwargs: Any) -> None:
-    if any(isinstance(leaf, LazyLogits) and leaf.view_of_head.call.is_fused for leaf in tree_leaves((args, kwargs))):
+def _hook(name: str, args: Any, kwargs: Any) -> None:
+    """Note that the gradient of logits is asked for; refuse it where it is too late."""
+    calls = [leaf.view_of_head.call for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, LazyLogits)]
+    if any(call.is_fused for call in calls):
         raise StepError(
             f"{name} asks for the gradient of logits after their cross entropy was computed, fused with the head, which"
             " makes no such gradient. Call it before the loss, or set activations.fused_loss='never'."
         )
+    for call in calls:
+        call.outcome.is_plain = True
 
 
 # ---------------------------------------------------------------------------------------------------- lazy calls

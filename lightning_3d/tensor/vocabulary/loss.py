@@ -30,6 +30,24 @@ def shard_bounds(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardedClasses:
+    """Classes that are sharded over the tp axis, as DTensor cuts them."""
+
+    num: int
+    mesh: DeviceMesh
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """This rank's first class, and the one after its last."""
+        return shard_bounds(self.num, self.mesh)
+
+    @property
+    def most(self) -> int:
+        """The number of classes on the rank that has most."""
+        return -(-self.num // self.mesh.size())
+
+
+@dataclass(frozen=True, slots=True)
 class CrossEntropy:
     """The arguments of ``F.cross_entropy``, by the same names."""
 
