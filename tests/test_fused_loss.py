@@ -142,6 +142,36 @@ class _Doubled(torch.autograd.Function):
         return gradient * 2
 
 
+class _Peeking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return torch.tensor(logits.tolist())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _read_twice(logits: Tensor) -> Tensor:
+    return _Peeking.apply(logits).sum() + logits.square().sum()
+
+
+def _read_without_gradients(logits: Tensor) -> Tensor:
+    with torch.no_grad():
+        constant = logits / 3
+    return (logits * constant.exp()).sum()
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / 2
+
+
 def _changed(logits: Tensor) -> Tensor:
     view = logits[:, 1:]
     logits[..., 0] = -1.0
@@ -173,6 +203,10 @@ READ: list[Use] = [
     lambda x: _Doubled.apply((x / 3).tanh().transpose(1, 2)).square(),
     lambda x: torch.vmap(lambda row: row.square().sum())(x),
     _changed,
+    lambda x: torch.vmap(lambda row: row.square().sum())(x).sum() + x.square().sum(),
+    lambda x: _read_twice(x / 3),
+    _read_without_gradients,
+    lambda x: F.cross_entropy(_Halved.apply(x).flatten(0, 1), FLAT),
     lambda x: x.contiguous(memory_format=torch.contiguous_format),
 ]
 

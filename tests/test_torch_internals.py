@@ -623,6 +623,24 @@ def test_an_alias_counts_the_changes_of_its_tensor() -> None:
     assert aliases[0].tolist() == tensor.tolist()
 
 
+@canary(dispatch, "autograd_recording")
+def test_a_dispatch_may_record_a_graph() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    made: list[Tensor] = []
+
+    class Mode(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.exp.default:
+                made.append(weight * 2)
+                with dispatch.autograd_recording():
+                    made.append(weight * 2)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2, requires_grad=True).exp()
+    assert [tensor.requires_grad for tensor in made] == [False, True]
+
+
 @canary(dispatch, "draws_random_numbers", "may_write_any")
 def test_operators_that_draw_or_hide_what_they_write() -> None:
     attend = torch.ops.aten._scaled_dot_product_efficient_attention.default

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -71,6 +72,16 @@ def alias_below_autograd(tensor: Tensor) -> Tensor:
     """The same data and version counter without history, in a dispatch mode, where autograd's part has been done."""
     with _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
+
+
+@contextmanager
+def autograd_recording() -> Iterator[None]:
+    """Let autograd record what is computed inside, in the dispatch of an operator whose own part has been recorded."""
+    with (
+        _SetExcludeDispatchKeyGuard(DispatchKey.AutogradFunctionality, False),
+        _SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False),
+    ):
+        yield
 
 
 def draws_random_numbers(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

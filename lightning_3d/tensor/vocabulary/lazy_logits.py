@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from lightning_3d.errors import StepError
 from lightning_3d.tensor.collectives import refuse_second_order
@@ -34,7 +35,7 @@ from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.vocabulary.chunked_loss import Elementwise, Head, cross_entropy_of
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, ShardedClasses, as_cross_entropy
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits, plain
-from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass, OpOverload
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass, OpOverload, autograd_recording
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import make_wrapper
 from lightning_3d.trace.interception import reads_meta_only
@@ -139,18 +140,25 @@ class LazyLogits(Tensor):
 
     view_of_head: View
     _plain: Tensor | None
+    _node: Node | None
 
     @staticmethod
     def __new__(cls, view: View) -> LazyLogits:
         tensor: LazyLogits = make_wrapper(cls, view.shape, dtype=view.dtype, device=view.rows.device)
-        tensor.view_of_head, tensor._plain = view, None
+        tensor.view_of_head, tensor._plain, tensor._node = view, None, None
         return tensor
 
     def plain(self, reader: str) -> Tensor:
         """The logits, with their graph."""
         if self._plain is None:
             self._plain = self.view_of_head.make(reader)
-        return self._plain
+        return self._plain if self.has_own_graph else _Read.apply(self, self._plain)  # type: ignore[no-untyped-call]
+
+    @property
+    def has_own_graph(self) -> bool:
+        """Whether it is no output of somebody's autograd function, whose backward its gradient has to go through."""
+        with DisableTorchFunctionSubclass():
+            return self.grad_fn is self._node
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -177,16 +185,17 @@ class LazyLogits(Tensor):
     def is_untouched(self) -> bool:
         """Whether nobody has read the logits of its head's call, so that they may differ now."""
         call = self.view_of_head.call
-        return not call.outcome.is_plain
+        return not call.outcome.is_plain and self.has_own_graph
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
         cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = str(func)
-        args, kwargs = tree_map(
-            lambda leaf: leaf.plain(name).detach() if isinstance(leaf, cls) else leaf, (args, kwargs or {})
-        )
+        with autograd_recording():  # whoever reads them next gets the same tensor
+            args, kwargs = tree_map(
+                lambda leaf: leaf.plain(name).detach() if isinstance(leaf, cls) else leaf, (args, kwargs or {})
+            )
         return func(*args, **kwargs)
 
 
@@ -201,8 +210,10 @@ def made(leaf: Any) -> Any:
     return leaf.plain("the end of the step") if isinstance(leaf, LazyLogits) else leaf
 
 
-def _lazily(view: View) -> Tensor:
-    logits = cast(Tensor, _Enter.apply(view.rows, view.call.weight, view.call.bias, view))  # type: ignore[no-untyped-call]
+def _lazily(view: View) -> LazyLogits:
+    logits = cast(LazyLogits, _Enter.apply(view.rows, view.call.weight, view.call.bias, view))  # type: ignore[no-untyped-call]
+    with DisableTorchFunctionSubclass():
+        logits._node = logits.grad_fn
     view.call.views.append(weakref.ref(logits))
     return logits
 
@@ -232,6 +243,18 @@ class _Enter(torch.autograd.Function):
         found = iter(torch.autograd.grad(logits, asked, gradient))
         made = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
         return made[0], made[1], made[2], None
+
+
+class _Read(torch.autograd.Function):
+    """Lazy logits, values -> the values, with the graph of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits, values: Tensor) -> Tensor:
+        return values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _leaf(tensor: Any) -> Any:
@@ -295,8 +318,11 @@ Carry = Callable[[LazyLogits, Function, Sequence[Any], Mapping[str, Any]], "View
 def _derived(
     logits: LazyLogits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], **changes: Any
 ) -> View:
+    has_grad = torch.is_grad_enabled()
+
     def make(reader: str) -> Tensor:
-        made: Tensor = func(logits.plain(reader), *args, **kwargs)
+        with torch.set_grad_enabled(has_grad):
+            made: Tensor = func(logits.plain(reader), *args, **kwargs)
         return made
 
     return replace(logits.view_of_head, make=make, **changes)
