@@ -105,6 +105,7 @@ from lightning_3d.trainer.requirements import (
     NO_FOLDERS,
     check_optimizers,
     refuse_callbacks,
+    refuse_offload,
     refuse_places,
     refuse_serving,
     refuse_unsupported,
@@ -340,6 +341,7 @@ class ThreeDStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
+        refuse_offload(self.config.activations, self.root_device)
         # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
         self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self._fail)
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.activations.chosen_blocks import recomputed_blocks
+from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.model.blocks import find_blocks
@@ -385,15 +385,15 @@ def test_settings_that_say_nothing_are_refused() -> None:
 )
 def test_blocks_are_chosen(settings: dict[str, Any], expected: list[str]) -> None:
     config = ActivationsConfig(recompute="full", **settings)
-    assert recomputed_blocks(find_blocks(TinyGPT()), config) == {*expected}
+    assert chosen_blocks(find_blocks(TinyGPT()), config) == {*expected}
 
 
 def test_patterns_that_match_nothing_are_refused() -> None:
     blocks = find_blocks(TinyGPT())
     with pytest.raises(PlanError, match=r"'layers\.\*', which matches no block. The nearest block is 'blocks"):
-        recomputed_blocks(blocks, ActivationsConfig(recompute="full", blocks=("layers.*",)))
+        chosen_blocks(blocks, ActivationsConfig(recompute="full", blocks=("layers.*",)))
     with pytest.raises(PlanError, match=r"matches the class of no block\. Their classes: Block, Embedding"):
-        recomputed_blocks(blocks, ActivationsConfig(recompute="full", blocks="type:Layer$"))
+        chosen_blocks(blocks, ActivationsConfig(recompute="full", blocks="type:Layer$"))
 
 
 # ---- models of transformers

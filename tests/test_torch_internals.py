@@ -48,6 +48,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -299,6 +300,25 @@ def test_backward_hooks_of_a_module_are_seen() -> None:
         assert not modules.has_backward_hooks(module)
         getattr(module, register)(lambda *_: None)
         assert modules.has_backward_hooks(module)
+
+
+@canary(autograd, "is_cast")
+def test_casts_are_known() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    assert autograd.is_cast(weight.to(torch.bfloat16))
+    assert not autograd.is_cast(weight * 2)
+    assert not autograd.is_cast(weight)
+    seen: list[bool] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        base = tensors.base_of(tensor)
+        seen.append(autograd.is_cast(tensor if base is None else base))
+        return tensor
+
+    x = torch.ones(2, 2, requires_grad=True) * 1.0
+    with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(see, see):
+        F.linear(x, weight)
+    assert seen == [True, True], "x and the weight, transposed"
 
 
 @canary(autograd, "is_in_backward")
@@ -641,6 +661,18 @@ def test_a_dispatch_may_record_a_graph() -> None:
     assert [tensor.requires_grad for tensor in made] == [False, True]
 
 
+@canary(dispatch, "version_counter")
+def test_a_counter_counts_the_changes_of_a_tensor_without_its_memory() -> None:
+    tensor = torch.ones(8, requires_grad=True).exp()
+    counter, memory = dispatch.version_counter(tensor), StorageWeakRef(tensor.untyped_storage())
+    version = tensors.version_of(counter)
+    tensor.detach().view(2, 4)[0].add_(1.0)
+    assert tensors.version_of(counter) == version + 1 == tensors.version_of(tensor)
+    assert counter.untyped_storage().nbytes() == 0
+    del tensor
+    assert memory.expired()
+
+
 @canary(dispatch, "draws_random_numbers", "may_write_any")
 def test_operators_that_draw_or_hide_what_they_write() -> None:
     attend = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -891,6 +923,7 @@ def _parts_of_dtensors() -> None:
     tensor = DTensor.from_local(full[: full.shape[0] // 4], mesh, [Replicate(), Shard(0)], run_check=False)
     assert dtensor.local_tensor(tensor).shape == (2,)
     assert type(dtensor.local_tensor(tensor)) is Tensor
+    assert dtensor.part_of(tensor) is dtensor.local_tensor(tensor)
     again = DTensor(dtensor.local_tensor(tensor), dtensor.spec_of(tensor), requires_grad=False)
     assert (again.placements, again.device_mesh, again.shape) == (tensor.placements, mesh, tensor.shape)
     made = dtensor.placed(full[:2], mesh, [Replicate(), Shard(0)], torch.Size([4]), (1,))
@@ -909,7 +942,7 @@ def _parts_of_dtensors() -> None:
     assert ones.tolist() == [1.0, 1.0]
 
 
-@canary(dtensor, "placed", "StridedShard", "local_shape_and_offset", "local_tensor", "spec_of")
+@canary(dtensor, "placed", "StridedShard", "local_shape_and_offset", "local_tensor", "part_of", "spec_of")
 @canary(dtensor, "all_gather_single", "all_reduce", "reduce_scatter_single")
 def test_parts_of_dtensors(workers: WorkerPools) -> None:
     workers(4).run(_parts_of_dtensors)

@@ -1,4 +1,4 @@
-"""The blocks that are recomputed."""
+"""The blocks that are recomputed, or whose activations are offloaded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_3d.config.checks import TYPE_PREFIX
 from lightning_3d.errors import PlanError
 
 
-def recomputed_blocks(blocks: Mapping[str, nn.Module], config: ActivationsConfig) -> frozenset[str]:
-    """FQNs of the blocks that are recomputed.
+def chosen_blocks(blocks: Mapping[str, nn.Module], config: ActivationsConfig) -> frozenset[str]:
+    """FQNs of the blocks that ``activations.recompute`` and ``activations.offload`` are for.
 
     Args:
         blocks: FQN -> block, in the order of their first calls.
@@ -23,7 +23,7 @@ def recomputed_blocks(blocks: Mapping[str, nn.Module], config: ActivationsConfig
     Raises:
         PlanError: ``activations.blocks`` names none.
     """
-    if config.recompute == "none":
+    if config.recompute == "none" and not config.offload:
         return frozenset()
     chosen = [fqn for fqn, block in blocks.items() if _is_chosen(fqn, block, config.blocks)]
     if isinstance(config.blocks, str) and not chosen:

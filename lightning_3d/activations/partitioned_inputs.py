@@ -6,20 +6,14 @@ These ranks get the same inputs. Each keeps its slice, and they gather the whole
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Slice:
-    """This rank's part of a tensor."""
-
-    part: Tensor
-    shape: torch.Size
+from lightning_3d.activations.kept_tensor import Keep, Kept, KeptTensor, given
 
 
 class PartitionedInputs:
@@ -27,24 +21,25 @@ class PartitionedInputs:
 
     Args:
         group: The tensor-parallel axis.
+        keep: Keeps the slices, and tensors that are not cut.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, keep: Keep = KeptTensor) -> None:
         self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._keep = keep
 
     def kept(self) -> AbstractContextManager[None]:
         """Keep slices of the tensors that are saved inside: of those that carry gradients."""
-        return saved_tensors_hooks(self._cut, self._whole)
+        return saved_tensors_hooks(self._cut, given)
 
-    def _cut(self, tensor: Tensor) -> Tensor | _Slice:
+    def _cut(self, tensor: Tensor) -> Kept:
         if not tensor.requires_grad or not tensor.is_contiguous() or tensor.numel() % self._size:
-            return tensor
+            return self._keep(tensor)
         part = tensor.detach().view(-1).chunk(self._size)[self._rank].clone()
-        return _Slice(part=part, shape=tensor.shape)
+        return partial(self._whole, self._keep(part), tensor.shape)
 
-    def _whole(self, kept: Tensor | _Slice) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        whole = kept.part.new_empty(self._size * kept.part.numel())
-        dist.all_gather_single(whole, kept.part, group=self._group)
-        return whole.view(kept.shape)
+    def _whole(self, kept: Kept, shape: torch.Size) -> Tensor:
+        part = kept()
+        whole = part.new_empty(self._size * part.numel())
+        dist.all_gather_single(whole, part, group=self._group)
+        return whole.view(shape)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.activations.block_state import BlockState, StateBefore
+from lightning_3d.activations.kept_tensor import Keep, KeptTensor
 from lightning_3d.activations.observing_hooks import Observers, observers_noted, without_observers
 from lightning_3d.activations.selective import KeptResults
 from lightning_3d.distributed.rng import Generators
@@ -53,6 +54,7 @@ class Recomputation:
         generators: Those that it may draw from.
         whole: Applied to each leaf of its arguments: makes tensors of subclasses plain that stand for values to come.
         inputs: Makes the context in which its inputs are kept.
+        keep: Keeps the results of costly operators.
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class Recomputation:
         generators: Generators,
         whole: Callable[[Any], Any] = lambda leaf: leaf,
         inputs: Callable[[], AbstractContextManager[None]] = nullcontext,
+        keep: Keep = KeptTensor,
     ) -> None:
-        self.whole, self._inputs = whole, inputs
+        self.whole, self._inputs, self.keep = whole, inputs, keep
         self.fqn, self.mode, self.generators = fqn, mode, generators
         self.modules = list(block.modules())
         self.state = BlockState(fqn, self.modules, generators)
@@ -101,7 +104,7 @@ class _Run:
         self.changed_inputs: frozenset[int] = frozenset()
         self._state: StateBefore
         self._observers: Observers = []
-        self._results = KeptResults() if owner.mode == "selective" else None
+        self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
 
     def kept(self) -> list[Any]:
         """Leaves of the arguments for the recomputation: copies of what the forward changes."""

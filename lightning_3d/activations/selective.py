@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.activations.kept_tensor import Keep, Kept, KeptTensor
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import (
     OpOverload,
@@ -22,6 +23,7 @@ from lightning_3d.torch_internals.dispatch import (
     draws_random_numbers,
     may_write_any,
     schema_of,
+    version_counter,
     written_arguments,
 )
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
@@ -52,18 +54,26 @@ def _operators(names: str) -> frozenset[OpOverload]:
 _COSTLY = _operators(_NAMES)
 
 
-class _Kept:
+class _Results:
     """The results of one call of an operator."""
 
-    def __init__(self, results: Any) -> None:
-        self._results = tree_map(_aliased, results)
-        self._versions = _versions(self._results)
+    def __init__(self, results: Any, keep: Keep) -> None:
+        self._keep = keep
         self._changes_later = False  # in place, by the block itself
+        self._set(tree_map(_aliased, results))
+
+    def _set(self, results: Any) -> None:
+        self._counters = [version_counter(leaf) for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
+        self._versions = [version_of(counter) for counter in self._counters]
+        self._kept = tree_map(self._keep_leaf, results)
+
+    def _keep_leaf(self, leaf: Any) -> Kept:
+        return self._keep(leaf) if isinstance(leaf, Tensor) else lambda: leaf
 
     def copy(self) -> None:
         """Keep the values of now, as the tensors will change."""
-        self._results, self._changes_later = tree_map(_cloned, self._results), True
-        self._versions = _versions(self._results)
+        self._set(tree_map(lambda kept: _cloned(kept()), self._kept))
+        self._changes_later = True
 
     def given(self) -> Any:
         """The results for a recomputation, which may change them as the forward did.
@@ -71,21 +81,27 @@ class _Kept:
         Raises:
             StepError: they were changed in place after the forward.
         """
-        if _versions(self._results) != self._versions:
+        if [version_of(counter) for counter in self._counters] != self._versions:
             raise StepError(
                 "A result that activations.recompute='selective' keeps was changed in place after the forward of its"
                 " block, through an attribute of the block. Use activations.recompute='full', or leave the block out of"
                 " activations.blocks."
             )
-        return tree_map(_cloned if self._changes_later else _aliased, self._results)
+        again = _cloned if self._changes_later else _aliased
+        return tree_map(lambda kept: again(kept()), self._kept)
 
 
 class KeptResults:
-    """The results of costly operators in one forward."""
+    """The results of costly operators in one forward.
 
-    def __init__(self) -> None:
-        self._of: dict[OpOverload, dict[int, _Kept]] = defaultdict(dict)  # operator -> number of its call -> results
-        self._by_storage: dict[int, list[_Kept]] = defaultdict(list)
+    Args:
+        keep: Keeps them.
+    """
+
+    def __init__(self, keep: Keep = KeptTensor) -> None:
+        self._keep = keep
+        self._of: dict[OpOverload, dict[int, _Results]] = defaultdict(dict)  # operator -> number of its call -> results
+        self._by_storage: dict[int, list[_Results]] = defaultdict(list)
 
     def keeping(self) -> TorchDispatchMode:
         """The mode for the forward."""
@@ -97,7 +113,7 @@ class KeptResults:
 
     def add(self, operator: OpOverload, number: int, results: Any) -> None:
         """Keep what a call of an operator returned."""
-        kept = self._of[operator][number] = _Kept(results)
+        kept = self._of[operator][number] = _Results(results, self._keep)
         for leaf in tree_leaves(results):
             if isinstance(leaf, Tensor):
                 self._by_storage[storage_id(leaf.untyped_storage())].append(kept)
@@ -117,7 +133,7 @@ class KeptResults:
                 del calls[number]
         self._by_storage.clear()
 
-    def find(self, operator: OpOverload, number: int) -> _Kept | None:
+    def find(self, operator: OpOverload, number: int) -> _Results | None:
         """The results that were kept of a call."""
         return self._of[operator].get(number) if operator in self._of else None
 
@@ -161,7 +177,3 @@ def _aliased(leaf: Any) -> Any:
 
 def _cloned(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _versions(results: Any) -> list[int]:
-    return [version_of(leaf) for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]

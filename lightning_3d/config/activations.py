@@ -25,15 +25,21 @@ class ActivationsConfig:
     they are. With schedules that split the backward, it stays in one piece on stages that recompute."""
 
     blocks: str | tuple[str, ...] = ()
-    """Blocks to recompute: ``"type:REGEX"`` by the names of their classes, or FQN patterns (``"layers.*"``; ``*`` and
-    ``?`` as in a shell); by default all that are made of several modules."""
+    """Blocks to recompute or offload: ``"type:REGEX"`` by the names of their classes, or FQN patterns (``"layers.*"``;
+    ``*`` and ``?`` as in a shell); by default all that are made of several modules."""
 
     every: Size = 1
-    """Recompute the first of these blocks and every n-th after it."""
+    """Take the first of these blocks and every n-th after it."""
 
     partition: bool = False
     """Let the tensor-parallel ranks keep a slice each of the inputs of recomputed blocks, and gather them before they
     compute a block again (Rajbhandari et al. 2020): 1 / tensor_parallel_size of the memory, one all-gather more."""
+
+    offload: bool = False
+    """Move what these blocks keep to pinned host memory during the forward, beside the computation, and back ahead of
+    their backward: the inputs of recomputed blocks, or their slices; the results that they keep; or everything, with
+    ``recompute="none"``. What two blocks keep is on the device; weights, buffers and tensors below 1 MiB stay there.
+    For accelerators."""
 
     fused_loss: Literal["auto", "never"] = "auto"
     """``"auto"``: where a linear layer's output goes to a cross entropy and nowhere else, both run together on chunks
@@ -44,10 +50,11 @@ class ActivationsConfig:
         check_values(self)
         _check_blocks(self.blocks)
         _check_partition(self)
-        if self.recompute == "none" and (self.blocks or self.every > 1):
+        if self.recompute == "none" and not self.offload and (self.blocks or self.every > 1):
             raise ConfigError(
-                f"activations.blocks={self.blocks!r} and activations.every={self.every} say which blocks to recompute,"
-                " but activations.recompute='none': set it to 'full' or 'selective'"
+                f"activations.blocks={self.blocks!r} and activations.every={self.every} say which blocks to recompute"
+                " or offload, but activations.recompute='none' and activations.offload=False: set the former to 'full'"
+                " or 'selective', or the latter to True"
             )
 
 

@@ -5,6 +5,7 @@
                          checkpoint the step runs what is below under a checkpoint, if glue called one
                          hooks      the user's, and those with which FSDP2 gathers parameters
     block.forward(...)   route      as above, as glue may call it directly
+                         offload    what the backward needs of what is below lies on the host meanwhile
                          recompute  what is below is computed again in the backward
                          compile    code on shards, compiled for calls of this kind
                          shard      the author's forward on shards
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +92,8 @@ class BlockRunner:
         self.compiled: Compiled | None = None
         self.recomputed: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Makes calls of it so that the backward computes again what they computed."""
+        self.offloaded: Callable[[], AbstractContextManager[None]] | None = None
+        """Makes the context of a call that moves what its backward needs to the host."""
         self.dense: Around | None = None
         """Runs the author's forward compiled."""
         self.joined: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
@@ -215,6 +218,12 @@ class BlockRunner:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_present()
+        if self.offloaded is None or self.route is None:
+            return self._keep_little(*args, **kwargs)
+        with self.offloaded():
+            return self._keep_little(*args, **kwargs)
+
+    def _keep_little(self, *args: Any, **kwargs: Any) -> Any:
         if self.recomputed is None or self.route is None:
             return self._compute(*args, **kwargs)
         return self.recomputed(self._compute, args, kwargs)
@@ -249,7 +258,7 @@ class BlockRunner:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
-        own = dict.fromkeys(("route", "recomputed", "compiled", "dense", "lazy", "_around"))
+        own = dict.fromkeys(("route", "recomputed", "offloaded", "compiled", "dense", "lazy", "_around"))
         return {**vars(self), **own, "_hidden": hidden}
 
 

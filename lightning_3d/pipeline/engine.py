@@ -91,6 +91,7 @@ class PipelineEngine:
         around_backward: Gives the context of each backward of a microbatch on a stage.
         wait: Told when a step is traced or studied.
         unsplit: Stages whose backward stays in one piece where the schedule splits it.
+        before_forward: Told which stage runs a microbatch, before it does.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class PipelineEngine:
         around_backward: AroundBackward,
         wait: Wait,
         unsplit: Collection[int] = (),
+        before_forward: Callable[[int], None] = lambda stage: None,
     ) -> None:
         self._unsplit = unsplit
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
@@ -138,6 +140,7 @@ class PipelineEngine:
             effects=self._effects,
             joiner=self._joiner,
             randomness=randomness,
+            before_forward=before_forward,
         )
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self._schedules: OrderedDict[Hashable, Schedule] = OrderedDict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +54,8 @@ class Stages:
     effects: StepEffects
     joiner: Joiner
     randomness: StepRandomness
+    before_forward: Callable[[int], None]
+    """Told which stage runs a microbatch now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +147,7 @@ class PipelineStep:
             return part.run(self.stages.module), effects.collect(place)
 
         randomness = partial(self.stages.randomness.block, self.number, index)
+        self.stages.before_forward(stage)
         run = StageRun(self.stages.router, flow, stage, received, randomness, self._draw(stage, index))
         with effects.microbatch(place):
             answer = run.run(call)

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor, nn
 
-from lightning_3d.activations.chosen_blocks import recomputed_blocks
+from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import Recompute
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
@@ -48,6 +48,8 @@ class BlockPlan:
     """Takes the place of ``tensor`` if that does not prove out; None for replicated weights."""
     is_recomputed: bool = False
     """Whether its backward computes its forward again."""
+    is_offloaded: bool = False
+    """Whether what it keeps for its backward goes to host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +156,8 @@ class Plan:
             tables.append(loss_text(self.loss, self.num_microbatches))
         if recomputed := [(block.fqn, block.kind) for block in self.blocks if block.is_recomputed]:
             tables.append(f"recomputed in the backward ({self.recompute}): {', '.join(folded(recomputed))}")
+        if offloaded := [(block.fqn, block.kind) for block in self.blocks if block.is_offloaded]:
+            tables.append(f"offloaded to host memory until the backward: {', '.join(folded(offloaded))}")
         if self.shape.tp > 1:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
@@ -224,7 +228,8 @@ def make_plan(
     assignment = assign_stages(module, blocks, trace, config, shape, device)
     stages = assignment.stages_of_calls
     order = sorted(blocks, key=lambda fqn: stages[fqn][0])
-    recomputed = recomputed_blocks({fqn: blocks[fqn] for fqn in order}, config.activations)
+    activations = config.activations
+    chosen = chosen_blocks({fqn: blocks[fqn] for fqn in order}, activations)
     ranks = {fqn: {stage_ranks[stage] for stage in of_calls} for fqn, of_calls in stages.items()}
     state_ranks, ties = _place_state(module, blocks, ranks, trace, shape.pp)
     return Plan(
@@ -232,7 +237,7 @@ def make_plan(
         zero_stage=config.zero.stage,
         schedule=config.pipeline.schedule,
         num_microbatches=config.num_microbatches,
-        recompute=config.activations.recompute,
+        recompute=activations.recompute,
         loss=config.pipeline.loss,
         blocks=tuple(
             BlockPlan(
@@ -241,7 +246,8 @@ def make_plan(
                 num_parameters=num_parameters(blocks[fqn]),
                 stages=stages[fqn],
                 tensor=None,
-                is_recomputed=fqn in recomputed,
+                is_recomputed=activations.recompute != "none" and fqn in chosen,
+                is_offloaded=activations.offload and fqn in chosen,
             )
             for fqn in order
         ),

@@ -158,6 +158,11 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def is_cast(tensor: Tensor) -> bool:
+    """Whether a tensor was made by a conversion to another dtype, as ``autocast`` converts weights, or device."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name().startswith("ToCopyBackward")
+
+
 def is_in_backward() -> bool:
     """Whether this thread runs a backward now."""
     return torch._C._current_graph_task_id() != -1

@@ -84,6 +84,13 @@ def autograd_recording() -> Iterator[None]:
         yield
 
 
+def version_counter(tensor: Tensor) -> Tensor:
+    """An empty tensor that counts the changes of another, and keeps nothing of its memory."""
+    counter = alias_below_autograd(tensor)
+    counter.data = tensor.new_empty(0)
+    return counter
+
+
 def draws_random_numbers(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether this call of an operator draws random numbers; those of attention do for dropout alone."""
     if torch.Tag.nondeterministic_seeded not in op.tags:

@@ -41,6 +41,12 @@ local_shape_and_offset = compute_local_shape_and_global_offset
 local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 """This rank's part, outside of autograd; ``to_local`` is an autograd function."""
 
+
+def part_of(tensor: Tensor) -> Tensor:
+    """The tensor as this rank holds it, outside of autograd."""
+    return local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 spec_of: Callable[[DTensor], DTensorSpec] = attrgetter("_spec")
 """Mesh, placements, shape and strides, from which ``DTensor(local, spec)`` is made."""
 

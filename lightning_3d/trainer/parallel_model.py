@@ -20,8 +20,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from lightning_3d.activations.kept_tensor import KeptTensor
+from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.partitioned_inputs import PartitionedInputs
 from lightning_3d.activations.recomputation import Recomputation
+from lightning_3d.activations.transfers import SideStreams
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.settings import ThreeDConfig
@@ -158,7 +161,8 @@ def make_parallel(
         pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
     _let_meet(own.values(), mesh, rendezvous)
-    _recompute(plan, own, config.activations, mesh, device)
+    offload = Offload(device, SideStreams(device)) if config.activations.offload else None
+    _keep_little(plan, own, config.activations, mesh, device, offload)
     if mesh.shape.pp > 1:
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
         ranks = sorted(mesh.device_mesh[shared].mesh.flatten().tolist())
@@ -190,6 +194,7 @@ def make_parallel(
             around_backward=zero.stage_backward,
             wait=wait,
             unsplit=range(plan.num_stages) if config.compile.enabled else plan.recomputing_stages,
+            before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
         )
         runner = PipelineRunner(
             module,
@@ -233,20 +238,29 @@ def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -
             running(block).meet = partial(rendezvous.meet, ranks)
 
 
-def _recompute(
-    plan: Plan, own: Mapping[str, nn.Module], config: ActivationsConfig, mesh: Mesh, device: torch.device
+def _keep_little(
+    plan: Plan,
+    own: Mapping[str, nn.Module],
+    config: ActivationsConfig,
+    mesh: Mesh,
+    device: torch.device,
+    offload: Offload | None,
 ) -> None:
-    """Let this rank's blocks be computed again in their backwards, as planned."""
+    """Let this rank's blocks be computed again in their backwards, and offload what they keep, as planned."""
     generators = Generators(device)
-    inputs = PartitionedInputs(mesh.group("tp")).kept if config.partition else nullcontext
+    keep = KeptTensor if offload is None else offload.keep
+    inputs = PartitionedInputs(mesh.group("tp"), keep).kept if config.partition else nullcontext
     for block in plan.blocks:
         if block.fqn not in own:
             continue
         recomputed = None
         if block.is_recomputed:
             assert config.recompute != "none"
-            recomputed = Recomputation(block.fqn, own[block.fqn], config.recompute, generators, whole, inputs)
-        running(own[block.fqn]).recomputed = recomputed
+            recomputed = Recomputation(block.fqn, own[block.fqn], config.recompute, generators, whole, inputs, keep)
+        runner = running(own[block.fqn])
+        runner.recomputed, runner.offloaded = recomputed, None
+        if offload is not None and block.is_offloaded:
+            runner.offloaded = partial(offload.call, own[block.fqn])
 
 
 def _planned_heads(
@@ -262,6 +276,7 @@ def _planned_heads(
             HeadPlan(
                 tensor=block.tensor,
                 is_recomputed=block.is_recomputed,
+                is_offloaded=block.is_offloaded,
                 is_unit=is_fully_sharded and not any(fqn.startswith(f"{block.fqn}.") for fqn in plan.ties),
             ),
         )

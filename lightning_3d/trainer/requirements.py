@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.atomic import local_path
+from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
@@ -37,6 +38,16 @@ def refuse_callbacks(trainer: Trainer, mesh: Mesh) -> None:
             f"BatchSizeFinder, or Tuner.scale_batch_size, tries batch sizes until memory runs out, but on"
             f" {mesh.shape.world_size} ranks it may run out on one of them, for which the others would wait. Set the"
             " batch size by hand."
+        )
+
+
+def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
+    """Raise for activations that would be moved to where they are."""
+    if config.offload and device.type == "cpu":
+        raise ConfigError(
+            "activations.offload=True moves what blocks keep for their backwards from the memory of an accelerator to"
+            f" that of the host, but this run computes on the CPU (device {device}), where they are in host memory from"
+            " the start: set it to False, or use Trainer(accelerator='gpu')."
         )
 
 

@@ -34,6 +34,7 @@ class HeadPlan:
 
     tensor: BlockTensorPlan | None = None
     is_recomputed: bool = False
+    is_offloaded: bool = False
     is_unit: bool = False
     """Whether ZeRO gathers its weight only while it runs."""
 
@@ -49,6 +50,8 @@ class HeadPlan:
             return "its weight is gathered only while it runs (zero.stage=3)"
         if self.is_recomputed:
             return "its backward computes it again (activations.recompute)"
+        if self.is_offloaded:
+            return "what it keeps is offloaded (activations.offload)"
         if self.tensor is None or not self.tensor.is_sharded:
             return None
         if self.tensor.weight("weight").role != "vocabulary":
