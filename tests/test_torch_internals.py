@@ -49,6 +49,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -472,18 +473,28 @@ def test_what_changes_tensors_of_a_module() -> None:
     assert plain.double() == torch.float64
 
 
-@canary(modules, "observer_registries", "hook_registries_copied")
+@canary(modules, "observer_registries")
 def test_hooks_that_look() -> None:
-    layer, called = nn.Linear(2, 2), list[str]()
-    layer.register_forward_pre_hook(lambda module, args: called.append("before"))
-    layer.register_forward_hook(lambda module, args, output: called.append("after"))
-    with modules.hook_registries_copied(layer):
-        for registry in modules.observer_registries(layer):
-            registry.clear()
-        layer(torch.ones(2))
-    assert called == []
+    layer, called, seen = nn.Linear(2, 2), list[str](), list[str]()
+    own = (
+        layer.register_forward_pre_hook(lambda module, args: called.append("before")),
+        layer.register_forward_hook(lambda module, args, output: called.append("after")),
+    )
+    of_all = (
+        register_module_forward_pre_hook(lambda module, args: called.append("before any")),
+        register_module_forward_hook(lambda module, args, output: called.append("after any")),
+    )
+    for owner, handles, kind in ((layer, own, ""), (None, of_all, " any")):
+        for registry, handle, name in zip(
+            modules.observer_registries(owner), handles, ("before", "after"), strict=True
+        ):
+            registry[handle.id] = lambda *args, name=name + kind: seen.append(name)
     layer(torch.ones(2))
-    assert called == ["before", "after"]
+    for handle in (*own, *of_all):
+        handle.remove()
+    layer(torch.ones(2))
+    assert called == []
+    assert seen == ["before any", "before", "after any", "after"]
 
 
 @canary(modules, "TORCH_ATTRIBUTES")

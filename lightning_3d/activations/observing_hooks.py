@@ -1,7 +1,8 @@
-"""Hooks of modules inside of a block that only look: the forward calls them, its recomputation does not.
+"""Hooks that only look at modules inside of a block: the forward calls them, its recomputation does not.
 
-A hook that returns something, sets attributes of its module or draws random numbers has a part in what the block
-computes, and is called again.
+They are hooks of one module, or of all (``torch.nn.modules.module.register_module_forward_hook``). A hook that returns
+something, sets attributes of its module or draws random numbers has a part in what the block computes, and is called
+again.
 """
 
 from __future__ import annotations
@@ -14,15 +15,10 @@ from typing import Any
 from torch import nn
 
 from lightning_3d.distributed.rng import Generators
-from lightning_3d.torch_internals.modules import (
-    BUFFERS,
-    PARAMETERS,
-    hook_registries_copied,
-    observer_registries,
-)
+from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS, observer_registries
 
-Observers = list[tuple[nn.Module, int, int]]
-"""Module, index of the registry among its ``observer_registries`` and key in it."""
+Observers = list[tuple[nn.Module | None, int, int]]
+"""Module, or None for all, index of the registry among its ``observer_registries`` and key in it."""
 
 
 @contextmanager
@@ -33,19 +29,18 @@ def observers_noted(modules: Iterable[nn.Module], generators: Generators) -> Ite
         A list of them, filled at the end.
     """
     observers: Observers = []
-    called: Observers = []
-    others: set[tuple[nn.Module, int, int]] = set()
-    with ExitStack() as copies:
-        for module in modules:
-            for i, registry in enumerate(observer_registries(module)):
-                keys = [key for key, hook in registry.items() if not _is_of_torch(hook)]
-                if keys:
-                    copies.enter_context(hook_registries_copied(module))
-                    for key in keys:
-                        place = module, i, key
-                        present = observer_registries(module)[i]
-                        present[key] = _watched(present[key], generators, partial(others.add, place))
-                        called.append(place)
+    called = [
+        (owner, i, key)
+        for owner in (None, *modules)
+        for i, registry in enumerate(observer_registries(owner))
+        for key, hook in registry.items()
+        if not _is_of_torch(hook)
+    ]
+    others: set[tuple[nn.Module | None, int, int]] = set()
+    with ExitStack() as replaced:
+        for place in called:
+            watch = partial(_watched, generators, partial(others.add, place))
+            replaced.enter_context(_hook_replaced(*place, watch))
         yield observers
     observers += [place for place in called if place not in others]
 
@@ -53,15 +48,31 @@ def observers_noted(modules: Iterable[nn.Module], generators: Generators) -> Ite
 @contextmanager
 def without_observers(observers: Observers) -> Iterator[None]:
     """Do not call these hooks inside."""
-    with ExitStack() as copies:
-        for module in dict.fromkeys(module for module, _, _ in observers):
-            copies.enter_context(hook_registries_copied(module))
-        for module, i, key in observers:
-            observer_registries(module)[i].pop(key, None)
+    with ExitStack() as replaced:
+        for place in observers:
+            replaced.enter_context(_hook_replaced(*place, lambda hook: _look_away))
         yield
 
 
-def _watched(hook: Callable[..., Any], generators: Generators, takes_part: Callable[[], None]) -> Callable[..., Any]:
+Hook = Callable[..., Any]
+
+
+@contextmanager
+def _hook_replaced(owner: nn.Module | None, i: int, key: int, replace: Callable[[Hook], Hook]) -> Iterator[None]:
+    """Let another hook take the place of one, which may be removed inside or before."""
+    registry = observer_registries(owner)[i]
+    if (hook := registry.get(key)) is None:
+        yield
+        return
+    registry[key] = replacement = replace(hook)
+    try:
+        yield
+    finally:
+        if registry.get(key) is replacement:
+            registry[key] = hook
+
+
+def _watched(generators: Generators, takes_part: Callable[[], None], hook: Hook) -> Hook:
     def watched(module: nn.Module, *args: Any) -> Any:
         attributes, states = _attributes(module), generators.states()
         answer = hook(module, *args)
@@ -70,6 +81,10 @@ def _watched(hook: Callable[..., Any], generators: Generators, takes_part: Calla
         return answer
 
     return watched
+
+
+def _look_away(*args: Any) -> None:
+    """In place of a hook."""
 
 
 def _is_of_torch(hook: object) -> bool:

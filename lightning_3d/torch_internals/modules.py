@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 RunningNorm = _NormBase
 """Norms that may keep running statistics."""
@@ -101,15 +102,11 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def observer_registries(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks that may look at what a module is given, and at what it returns."""
+def observer_registries(module: nn.Module | None) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks that may look at what a module is given, and at what it returns; without a module, those for all."""
+    if module is None:
+        return _global_forward_pre_hooks, _global_forward_hooks
     return module._forward_pre_hooks, module._forward_hooks
-
-
-def hook_registries_copied(module: nn.Module) -> AbstractContextManager[None]:
-    """Let changes of ``observer_registries`` inside end with the context."""
-    names = ("_forward_pre_hooks", "_forward_hooks")
-    return attributes_replaced(module, {name: vars(module)[name].copy() for name in names})
 
 
 def forward_hooks_copied(module: nn.Module) -> AbstractContextManager[None]:
