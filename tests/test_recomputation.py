@@ -25,6 +25,7 @@ from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import Plan
+from lightning_3d.precision.plugin import ThreeDPrecision
 from tests.architectures import text as text_data
 from tests.hugging_face import CLM, MLM, hf_job, small_job, text_settings
 from tests.hugging_face import recomputed as hugging_face_recomputed
@@ -231,22 +232,47 @@ class Dropping(TinyGPT):
 def _dropped(layout: Layout, precision: Any, accumulate: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
     found = []
     for mode in ("none", *MODES):
-        recomputing = replace(layout, activations={"recompute": mode})
-        trainer, _ = fitted(recomputing, Dropping, precision=precision, accumulate_grad_batches=accumulate, epochs=1)
+        recomputing = replace(layout, activations={**layout.activations, "recompute": mode})
+        trainer, _ = fitted(
+            recomputing,
+            Dropping,
+            plugins=[ThreeDPrecision(precision)],
+            accumulate_grad_batches=accumulate,
+            epochs=1,
+        )
         found.append(({k: float(v) for k, v in trainer.callback_metrics.items()}, whole_state(trainer)))
     return found
 
 
-DROPPING: dict[str, tuple[Layout, Any, int]] = {
+PRECISIONS: dict[str, tuple[Layout, Any, int]] = {
     "dp2-zero3": (Layout(dp=2, zero=3), "32-true", 2),
     "dp2-bf16": (Layout(dp=2), "bf16-mixed", 1),
     "pp2": (Layout(pp=2), "32-true", 2),
     "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2), "bf16-mixed", 1),
+    "pp2-fp16": (Layout(pp=2), "16-mixed", 1),
     "tp2": (Layout(tp=2), "32-true", 1),
+}
+FURTHER_PRECISIONS: dict[str, tuple[Layout, Any, int]] = {
+    f"{name}-{precision}": (layout, precision, accumulate)
+    for name, layout, accumulate in (
+        ("one", Layout(), 2),
+        ("dp2-zero3", Layout(dp=2, zero=3), 2),
+        ("pp2", Layout(pp=2), 2),
+        ("pp2-zbv", Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2), 1),
+        ("tp2", Layout(tp=2), 1),
+        ("tp2-sequence", Layout(tp=2, sequence_parallel=True), 1),
+    )
+    for precision in ("16-mixed", "bf16-mixed", "16-true", "bf16-true", "64-true")
 }
 
 
-@pytest.mark.parametrize(("layout", "precision", "accumulate"), DROPPING.values(), ids=DROPPING)
+@pytest.mark.parametrize(
+    ("layout", "precision", "accumulate"),
+    [
+        *(pytest.param(*row, id=name) for name, row in PRECISIONS.items()),
+        *(pytest.param(*row, id=name, marks=pytest.mark.matrix) for name, row in FURTHER_PRECISIONS.items()),
+    ],
+)
 def test_masks_and_precisions_are_those_of_the_forward(
     workers: WorkerPools, layout: Layout, precision: Any, accumulate: int
 ) -> None:
