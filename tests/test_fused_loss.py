@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader
 
@@ -23,6 +24,7 @@ from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, LazyLogits, laz
 from lightning_3d.zero import gathering
 from tests.models import TinyGPT, tokens
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
+from tests.tables import some_in_matrix
 from tests.workers import WorkerPools
 
 CLASSES, WIDTH = 10, 5
@@ -373,6 +375,7 @@ JOBS = {
     "untied": Job(model=partial(TinyGPT, tied=False), accumulate_grad_batches=2, gradient_clip_val=0.3),
     "shifted": Job(model=Shifted),
     "by row": Job(model=ByRow),
+    "by row untied": Job(model=partial(ByRow, tied=False)),
 }
 
 
@@ -444,12 +447,13 @@ TABLE = [
     ("tied", Layout(), FUSED_LINE),
     ("shifted", Layout(dp=2), FUSED_LINE),
     ("untied", Layout(dp=2, zero=2), FUSED_LINE),
-    (
-        "untied",
-        Layout(dp=2, zero=3),
-        ("head: makes logits, as its weight is gathered only while it runs (zero.stage=3)",),
-    ),
+    ("untied", Layout(dp=2, zero=3), FUSED_LINE),
+    ("shifted", Layout(dp=2, zero=3), FUSED_LINE),
+    ("by row untied", Layout(dp=2, zero=3), FUSED_LINE),
     ("tied", Layout(dp=2, zero=3), FUSED_LINE),
+    ("untied", Layout(zero=3, zero_settings={"offload_params": "cpu", "offload_optimizer": "cpu"}), FUSED_LINE),
+    ("untied", Layout(dp=2, pp=2, zero=3), ELSEWHERE),
+    ("by row untied", Layout(dp=2, pp=2, zero=3, schedule="zbv"), FUSED_LINE),
     ("shifted", Layout(pp=2), ELSEWHERE),
     (
         "untied",
@@ -460,7 +464,11 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout", "heads"), TABLE, ids=[f"{name}-{layout}" for name, layout, _ in TABLE])
+@pytest.mark.parametrize(
+    ("name", "layout", "heads"),
+    some_in_matrix(TABLE, lambda name, layout, heads: layout.world_size > 2),
+    ids=[f"{name}-{layout}" for name, layout, _ in TABLE],
+)
 def test_fused_heads_train_as_in_one_process(
     workers: WorkerPools, name: str, layout: Layout, heads: tuple[str, ...]
 ) -> None:
@@ -511,3 +519,75 @@ def _gathered_alone() -> None:
 def test_weights_on_their_way_are_waited_for(workers: WorkerPools) -> None:
     """A large weight, which other ranks made parts of, comes alone, and is waited for by the call of the head."""
     workers(2).run(_gathered_alone)
+
+
+class Gathered(TinyGPT):
+    """Reads its logits, or hooks its head, in one of many ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(tied=False)
+        self.way, self.seen = way, []
+        if way == "hooked":
+            self.head.register_forward_hook(lambda module, args, output: output / 2)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits, targets = self(batch[0]), batch[1]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if self.way == "twice":
+            loss = loss + F.cross_entropy(logits[:, 1:].flatten(0, 1), targets[:, :-1].flatten(), label_smoothing=0.1)
+        if self.way == "read":
+            loss = loss + 0.01 * logits.logsumexp(-1).square().mean()
+        if self.way == "peeked":
+            loss = loss + _Peeking.apply(logits).square().mean()
+        if self.way == "batched":
+            loss = loss + torch.vmap(lambda row: row.square().mean())(logits).mean()
+        if self.way == "halved":
+            loss = loss + F.cross_entropy(_Halved.apply(logits).flatten(0, 1), targets.flatten())
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ThreeDStrategy) and strategy.mesh.shape.pp == 1:
+            assert isinstance(self.head.weight, DTensor), "no longer gathered"
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        self.log_dict({"val_loss": loss, "accuracy": (logits.argmax(-1) == batch[1]).float().mean()}, sync_dist=True)
+
+
+OUTCOMES = {
+    "twice": FUSED_LINE[0],
+    "read": "head: makes logits, as the step reads logits: logsumexp",
+    "hooked": "head: makes logits, as it has hooks",
+    "halved": "head: makes logits, as the step reads logits: _Halved",
+    "peeked": "head: makes logits, as the step reads logits: _Peeking",
+}
+
+
+@pytest.mark.parametrize("way", OUTCOMES)
+def test_what_becomes_of_logits_whose_weight_is_gathered_for_them(workers: WorkerPools, way: str) -> None:
+    job = Job(model=partial(Gathered, way))
+    result = run_layout(workers, job, Layout(dp=2, zero=3))
+    assert_parity(run_reference(job), result, tolerance=1e-5)
+    assert result.plan.heads[0].startswith(OUTCOMES[way])
+
+
+@pytest.mark.matrix
+def test_functions_of_the_user_on_the_last_stage_see_the_logits(workers: WorkerPools) -> None:
+    job = Job(model=partial(Gathered, "halved"))
+    result = run_layout(workers, job, Layout(pp=2, dp=2, zero=3))
+    assert_parity(run_reference(job), result, tolerance=1e-5)
+
+
+def _batched() -> str:
+    try:
+        fitted(Layout(dp=2, zero=3), partial(Gathered, "batched"))
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_need_a_weight_that_is_gone_are_refused(workers: WorkerPools) -> None:
+    assert all("fused_loss='never'" in message for message in workers(2).run(_batched))

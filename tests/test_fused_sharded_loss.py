@@ -208,6 +208,8 @@ TABLE: list[tuple[str, Layout, tuple[str, ...]]] = [
     ("odd by row", Layout(tp=2, pp=2, schedule="zbv"), FUSED_LINE),
     ("odd", Layout(tp=2, dp=2, zero=1), FUSED_LINE),
     ("odd", Layout(tp=2, dp=2, zero=3), FUSED_LINE),
+    ("odd shifted", Layout(tp=2, dp=2, zero=3), FUSED_LINE),
+    ("odd untied", Layout(tp=2, dp=2, zero=3), FUSED_LINE),
     ("odd shifted", Layout(tp=2, dp=2, zero=2, sequence_parallel=True), FUSED_LINE),
 ]
 

@@ -2,6 +2,7 @@
 
     block(...)           route      a running step answers; a block of another stage refuses to run outside of one
                          watch      whoever watches the step sees what goes in and comes out
+                         defer      an answer without the block's weights, which has the rest run later
                          checkpoint the step runs what is below under a checkpoint, if glue called one
                          hooks      the user's, and those with which FSDP2 gathers parameters
     block.forward(...)   route      as above, as glue may call it directly
@@ -45,6 +46,10 @@ Around = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """Runs the author's forward with its arguments."""
 Compiled = Callable[[tuple[Any, ...], dict[str, Any]], Call | None]
 """Arguments of a call -> what computes it, called without arguments; None if the block has to run eagerly."""
+
+
+Deferred = Callable[[Call, tuple[Any, ...], dict[str, Any]], Call | None]
+"""A call of a block with its hooks, and its arguments -> what answers it now; None if it has to be made."""
 
 
 class Step(Protocol):
@@ -104,6 +109,9 @@ class BlockRunner:
         """Applied to the output of the forward on shards."""
         self.lazy: Call | None = None
         """Takes the place of the author's forward where that makes logits for a loss."""
+        self.deferred: Deferred | None = None
+        """Answers calls before their hooks gather weights."""
+        self._is_late = False  # a call that was deferred is made
         self.own_forward: Call = block.forward
         self._hidden = {name: vars(block)[name] for name in (_FORWARD, CALL) if name in vars(block)}
         self._around: Around | None = None
@@ -204,7 +212,25 @@ class BlockRunner:
 
     def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
         call = self._hidden[CALL] if CALL in self._hidden else call_of(self.block)
-        return self._watched(call)(*args, **kwargs)
+        return self._watched(call if self.deferred is None else self._deferring(call, self.deferred))(*args, **kwargs)
+
+    def _deferring(self, call: Call, deferred: Deferred) -> Call:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            if (answered := deferred(call, args, kwargs)) is None:
+                return call(*args, **kwargs)
+            around = self._take_around()
+            return answered(*args, **kwargs) if around is None else around(answered, args, kwargs)
+
+        return answer
+
+    def call_late(self, call: Call, around: Around, *args: Any) -> Any:
+        """Make a call that was deferred, with its hooks; ``around`` runs its forward."""
+        self._is_late = True
+        try:
+            with self.forward_through(around):
+                return call(*args)
+        finally:
+            self._is_late = False
 
     def _watched(self, call: Call) -> Call:
         watch = None if self.route is None else self.route.watch
@@ -212,6 +238,8 @@ class BlockRunner:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In place of ``block.forward(...)``."""
+        if self._is_late:
+            return self._forward(*args, **kwargs)
         if self.route is not None and (step := self.route.step) is not None:
             return step.on_block(self, self._watched(self._forward), args, kwargs)
         return self._joined(self._watched(self._forward), args, kwargs)
@@ -258,7 +286,7 @@ class BlockRunner:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
-        own = dict.fromkeys(("route", "recomputed", "offloaded", "compiled", "dense", "lazy", "_around"))
+        own = dict.fromkeys(("route", "recomputed", "offloaded", "compiled", "dense", "lazy", "deferred", "_around"))
         return {**vars(self), **own, "_hidden": hidden}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.planning.stage_gradients import refused
+from lightning_3d.tensor.vocabulary.lazy_logits import made
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.autograd import reachable_nodes
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
@@ -132,6 +134,13 @@ class StageRun(StepMode):
             return func(*value_args, **value_kwargs)
 
         return self._on_call(name, False, leaves, run)
+
+    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def on_plain(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map(partial(made, reader=name), (args, kwargs))
+            return call(*args, **kwargs)
+
+        return super().on_hidden_function(name, on_plain, args, kwargs)
 
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fqn, block = runner.fqn, runner.block

@@ -26,6 +26,7 @@ from lightning_3d.torch_internals.modules import (
     forward_hooks,
     forward_hooks_copied,
     forward_hooks_with_kwargs,
+    observer_registries,
 )
 
 
@@ -152,6 +153,12 @@ def _note_into(noted: list[Noted], call: HookCall) -> Any:
 def user_hooks(module: nn.Module) -> list[int]:
     """Keys of the forward hooks that neither torch's parallel modules nor this package registered."""
     return [key for key, hook in forward_hooks(module).items() if not is_own(getattr(hook, "__module__", ""))]
+
+
+def has_user_hooks(module: nn.Module) -> bool:
+    """Whether the user registered forward hooks on a module, or hooks before its forward."""
+    hooks = [hook for registry in observer_registries(module) for hook in registry.values()]
+    return any(not is_own(getattr(hook, "__module__", "")) for hook in hooks)
 
 
 def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> Any:

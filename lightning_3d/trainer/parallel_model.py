@@ -269,16 +269,10 @@ def _planned_heads(
     """The blocks that may be fused with a loss, and what is planned of them."""
     if config.activations.fused_loss == "never":
         return {}
-    is_fully_sharded = config.zero.stage == 3 and (plan.shape.dp > 1 or config.zero.offload_params != "none")
     return {
         block.fqn: (
             blocks[block.fqn],
-            HeadPlan(
-                tensor=block.tensor,
-                is_recomputed=block.is_recomputed,
-                is_offloaded=block.is_offloaded,
-                is_unit=is_fully_sharded and not any(fqn.startswith(f"{block.fqn}.") for fqn in plan.ties),
-            ),
+            HeadPlan(tensor=block.tensor, is_recomputed=block.is_recomputed, is_offloaded=block.is_offloaded),
         )
         for block in plan.blocks
     }

@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.block_runner import BlockRunner, Call, runner_of
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, OnRead, Outcome, lazy_logits
+from lightning_3d.tensor.vocabulary.lazy_logits import Compute, HeadCall, Outcome, Through, lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
-from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
+from lightning_3d.torch_internals.autograd import custom_functions_seen, has_saved_tensor_hooks
 from lightning_3d.torch_internals.modules import has_backward_hooks
+from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.refusals import user_frame
+from lightning_3d.trace.side_outputs import has_user_hooks, hooks_noted
 from lightning_3d.zero.gathering import wait_for
 
 PATIENCE = 2
@@ -35,8 +38,6 @@ class HeadPlan:
     tensor: BlockTensorPlan | None = None
     is_recomputed: bool = False
     is_offloaded: bool = False
-    is_unit: bool = False
-    """Whether ZeRO gathers its weight only while it runs."""
 
     @property
     def is_sharded(self) -> bool:
@@ -46,8 +47,6 @@ class HeadPlan:
     @property
     def reason(self) -> str | None:
         """Why it is never fused with its loss."""
-        if self.is_unit:
-            return "its weight is gathered only while it runs (zero.stage=3)"
         if self.is_recomputed:
             return "its backward computes it again (activations.recompute)"
         if self.is_offloaded:
@@ -91,34 +90,69 @@ class FusedHead:
         if runner is None or reason is not None:
             yield
             return
-        runner.lazy = partial(self._call, runner.own_forward)
+        if self.is_deferred:
+            runner.deferred = partial(self._deferred, runner)
+        else:
+            runner.lazy = partial(self._call, runner.own_forward)
         try:
             yield
         finally:
-            runner.lazy = None
+            runner.lazy = runner.deferred = None
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether its weight is gathered only where its logits are made, or their loss."""
+        return isinstance(self._head, FSDPModule)
 
     def _call(self, forward: Call, *args: Any, **kwargs: Any) -> Any:
+        wait_for(self._head.parameters())
+        rows = self._rows(args, kwargs)
+        return forward(*args, **kwargs) if rows is None else self._lazily(*self._own(rows))
+
+    def _deferred(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Answer a call whose hooks gather the weight: they run when logits are made, or their loss in their place."""
+        if (rows := self._rows(args, kwargs)) is None:
+            return None
+
+        def through(rows: Tensor, compute: Compute) -> Tensor:
+            def run(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+                return compute(*self._own(args[0]))
+
+            with hooks_noted(self._head, frozenset()):  # the step calls them
+                made: Tensor = runner.call_late(call, run, rows)
+            return made
+
+        return lambda *args, **kwargs: self._lazily(rows, None, None, through)
+
+    def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The input of the head in a call that can be answered; None if it can't."""
         has_grad = torch.is_grad_enabled()
         given = [*args, *(value for name, value in kwargs.items() if name == "input")]
         if self._num_read.get(has_grad, 0) >= PATIENCE or len(given) != 1 or len(args) + len(kwargs) != 1:
-            return forward(*args, **kwargs)
-        rows = given[0]
-        wait_for(self._head.parameters())
+            return None
+        rows: Tensor = given[0]
         if (reason := self._obstacle(rows)) is not None:
             self._reasons[has_grad] = reason
-            return forward(rows)
-        call = self._made_of(rows, partial(self._note, has_grad))
-        self._calls.append((call.outcome, weakref.ref(call)))
-        return lazy_logits(call)
+            return None
+        return rows
 
-    def _made_of(self, rows: Tensor, on_read: OnRead) -> HeadCall:
+    def _own(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's part: rows, weight and bias."""
         weight, bias = self._head.weight, self._head.bias
         if self._tp is None:
-            return HeadCall(rows, weight, bias, on_read)
+            return rows, weight, bias
         assert isinstance(weight, DTensor)
-        own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
-        classes = ShardedClasses(weight.shape[0], self._tp.mesh)
-        return HeadCall(enter(rows, self._tp), own_shard(weight), own_bias, on_read, classes)
+        return enter(rows, self._tp), own_shard(weight), own_shard(bias) if isinstance(bias, DTensor) else None
+
+    def _lazily(
+        self, rows: Tensor, weight: Tensor | None, bias: Tensor | None, through: Through | None = None
+    ) -> Tensor:
+        num_classes = self._head.weight.shape[0]
+        classes = None if self._tp is None else ShardedClasses(num_classes, self._tp.mesh)
+        on_read = partial(self._note, torch.is_grad_enabled())
+        call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through)
+        self._calls.append((call.outcome, weakref.ref(call)))
+        return lazy_logits(call)
 
     def _note(self, has_grad: bool, reader: str) -> None:
         self._reasons[has_grad] = f"the step reads logits: {reader} at {user_frame()}"
@@ -132,12 +166,17 @@ class FusedHead:
         return self._plan.reason
 
     def _obstacle(self, rows: Tensor) -> str | None:
-        head = self._head
-        is_expected = type(head.weight) is nn.Parameter if self._tp is None else isinstance(head.weight, DTensor)
-        if type(rows) is not Tensor or not is_expected or head.weight.device != rows.device:
+        head, is_unit = self._head, self.is_deferred
+        if is_unit or self._tp is not None:
+            is_expected = isinstance(head.weight, DTensor)
+        else:
+            is_expected = type(head.weight) is nn.Parameter
+        if type(rows) is not Tensor or not is_expected or not (is_unit or head.weight.device == rows.device):
             return "its input or its weight is no plain tensor"
         if has_backward_hooks(head):
             return "it has backward hooks"
+        if is_unit and has_user_hooks(head):
+            return "it has hooks, and its weight is gathered only while it runs (zero.stage=3)"
         if has_saved_tensor_hooks():
             return "it runs inside of a checkpoint or other hooks on saved tensors"
         is_cast = torch.is_autocast_enabled(rows.device.type) and rows.dtype != torch.float64
@@ -170,6 +209,15 @@ class FusedHead:
         return f"{self.fqn}: fused with its cross entropy, without logits"
 
 
+def _on_plain_logits(
+    cls: type[torch.autograd.Function], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answer a custom autograd function, whose backward could not reach a weight that is gone by then."""
+    if not cls.__module__.startswith("lightning_3d."):
+        args, kwargs = tree_map(partial(made, reader=cls.__name__), (args, kwargs))
+    return call(*args, **kwargs)
+
+
 class FusedHeads:
     """All heads on this rank.
 
@@ -190,6 +238,8 @@ class FusedHeads:
         with ExitStack() as off:
             for head in self._heads:
                 off.enter_context(head.on())
+            if any(head.is_deferred for head in self._heads):
+                off.enter_context(custom_functions_seen(_on_plain_logits))
             yield
             for head in self._heads:
                 head.end_step()

@@ -40,6 +40,10 @@ from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import make_wrapper
 from lightning_3d.trace.interception import reads_meta_only
 
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes something of rows, and of the weight and bias of a head."""
+Through = Callable[[Tensor, Compute], Tensor]
+"""Computes something of rows where the weight and bias of a head are whole."""
 OnRead = Callable[[str], None]
 """Called with the name of the function when logits are made in full."""
 
@@ -58,20 +62,25 @@ class HeadCall:
 
     Args:
         rows: What the head was given, ``[..., width]``; of sharded classes, it sums the gradients of all ranks.
-        weight: ``[classes, width]``, of this rank's classes.
+        weight: ``[classes, width]``, of this rank's classes; None if it is whole in ``through`` alone.
         on_read: Called when they are made.
         classes: All classes, where a rank has a part of them.
+        num_classes: The number over all ranks, if it is not that of ``weight``.
     """
 
     def __init__(
         self,
         rows: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         on_read: OnRead,
         classes: ShardedClasses | None = None,
+        *,
+        num_classes: int | None = None,
+        through: Through | None = None,
     ) -> None:
         self.rows, self.weight, self.bias, self.classes, self._on_read = rows, weight, bias, classes, on_read
+        self._num_classes, self._through = num_classes, through
         device = rows.device.type
         self._autocast = torch.is_autocast_enabled(device)
         self._autocast_dtype = torch.get_autocast_dtype(device)
@@ -91,7 +100,17 @@ class HeadCall:
     @property
     def num_classes(self) -> int:
         """The number over all ranks."""
+        if self._num_classes is not None:
+            return self._num_classes
+        assert self.weight is not None
         return len(self.weight) if self.classes is None else self.classes.num
+
+    def run(self, rows: Tensor, compute: Compute) -> Tensor:
+        """Compute something of rows with the weights."""
+        if self._through is not None:
+            return self._through(rows, compute)
+        assert self.weight is not None
+        return compute(rows, self.weight, self.bias)
 
     def end(self) -> None:
         """Make those that somebody still refers to, before the weights change."""
@@ -109,9 +128,12 @@ class HeadCall:
                 torch.set_grad_enabled(self.outcome.has_grad),
                 torch.autocast(device, dtype=self._autocast_dtype, enabled=self._autocast),
             ):
-                made = F.linear(self.rows, self.weight, self.bias)
-                self.made = made if self.classes is None else as_logits(made, self.classes.mesh, self.classes.num)
+                self.made = self.run(self.rows, self._make)
         return self.made
+
+    def _make(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made = F.linear(rows, weight, bias)
+        return made if self.classes is None else as_logits(made, self.classes.mesh, self.classes.num)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,9 +227,9 @@ def lazy_logits(call: HeadCall) -> Tensor:
     return _lazily(View(call=call, rows=call.rows, class_dim=last, then=(), dtype=call.dtype, make=call.logits))
 
 
-def made(leaf: Any) -> Any:
-    """Lazy logits as a plain tensor; anything else as it is."""
-    return leaf.plain("the end of the step") if isinstance(leaf, LazyLogits) else leaf
+def made(leaf: Any, reader: str = "the end of the step") -> Any:
+    """Lazy logits as a plain tensor, for the function of that name; anything else as it is."""
+    return leaf.plain(reader) if isinstance(leaf, LazyLogits) else leaf
 
 
 def _lazily(view: View) -> LazyLogits:
@@ -223,21 +245,25 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, view: View) -> Tensor:
-        ctx.head, ctx.class_dim = _head(view), view.class_dim
+        ctx.then, ctx.dtype, ctx.classes, ctx.class_dim = view.then, view.call.dtype, view.call.classes, view.class_dim
         ctx.save_for_backward(rows, weight, bias)
         return LazyLogits(view)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         refuse_second_order("logits that a custom autograd function reads")
-        if (classes := ctx.head.classes) is not None:
-            start, stop = classes.bounds
-            gradient = plain(gradient).narrow(ctx.class_dim, start, stop - start)
         leaves = [_leaf(tensor) for tensor in ctx.saved_tensors]
         rows, weight, bias = leaves
-        head: Head = replace(ctx.head, weight=weight, bias=bias)
+        if weight is None:
+            raise StepError(
+                "torch.func, or C++ code, read logits beneath torch's functions, and their gradient needs a weight that"
+                " is gathered only while its head runs (zero.stage=3): set activations.fused_loss='never'."
+            )
+        if ctx.classes is not None:
+            start, stop = ctx.classes.bounds
+            gradient = plain(gradient).narrow(ctx.class_dim, start, stop - start)
         with torch.enable_grad():
-            head = head.cast()
+            head = Head(weight=weight, bias=bias, dtype=ctx.dtype, then=ctx.then, classes=ctx.classes).cast()
             logits = head.after(head.logits(rows.to(head.dtype))).movedim(-1, ctx.class_dim)
         asked = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         found = iter(torch.autograd.grad(logits, asked, gradient))
@@ -261,11 +287,6 @@ def _leaf(tensor: Any) -> Any:
     return None if tensor is None else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _head(view: View) -> Head:
-    call = view.call
-    return Head(weight=call.weight, bias=call.bias, dtype=call.dtype, then=view.then, classes=call.classes)
-
-
 # ------------------------------------------------------------------------------------------------------- the loss
 
 
@@ -284,11 +305,14 @@ def _can_fuse(call: CrossEntropy) -> bool:
 def _fused(call: CrossEntropy) -> Tensor:
     view = cast(LazyLogits, call.input).view_of_head
     view.call.is_fused = True
-    head = _head(view)
-    wide = torch.promote_types(head.dtype, torch.float32)
-    while head.then and head.then[-1] == _Cast(wide):  # as the loss does by itself
-        head = replace(head, then=head.then[:-1])
-    loss = cross_entropy_of(view.rows.reshape(-1, view.rows.shape[-1]), head, call)
+    then, dtype, classes = view.then, view.call.dtype, view.call.classes
+    while then and then[-1] == _Cast(torch.promote_types(dtype, torch.float32)):  # as the loss does by itself
+        then = then[:-1]
+
+    def compute(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return cross_entropy_of(rows, Head(weight=weight, bias=bias, dtype=dtype, then=then, classes=classes), call)
+
+    loss = view.call.run(view.rows.reshape(-1, view.rows.shape[-1]), compute)
     is_autocast = torch.is_autocast_enabled(view.rows.device.type)
     loss = loss.to(loss.dtype if is_autocast else view.dtype)
     return loss.reshape(call.target.shape if loss.dim() else ())
