@@ -35,8 +35,9 @@ from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import make_plan
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trainer import parallel_model
-from tests.models import TinyGPT
+from tests.models import TinyGPT, features
 from tests.parity import QUIET, Layout, fitted, whole_state
+from tests.test_recomputation import BusyNet, Unusual
 from tests.workers import WorkerPools
 
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ class Chain(nn.Module):
             if offload is None:
                 x = block(x)
             else:
-                with offload.call(block):
+                with offload.call(str(i), block):
                     x = block(x)
             x = Mark.apply(x, partial(copies.log.append, f"backward {i}"))  # type: ignore[no-untyped-call]
         return x
@@ -222,7 +223,7 @@ def test_each_microbatch_of_a_stage_has_the_next_one_fetched() -> None:
     other, y, *_ = _made(1)
     offload.begin_forward(1)  # of another stage, in between
     copies.label = "other"
-    with offload.call(other.blocks[0]):
+    with offload.call("other", other.blocks[0]):
         between = other.blocks[0](y)
     copies.log.clear()
     for loss in losses:
@@ -345,7 +346,7 @@ def test_autocasts_copies_of_weights_stay(is_weight: bool) -> None:
 
     block, copies = Product(), LateCopies()
     x, other = torch.randn(2, 64, requires_grad=True), torch.randn(60, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16), Offload(CPU, copies, least_bytes=1024).call(block):
+    with torch.autocast("cpu", torch.bfloat16), Offload(CPU, copies, least_bytes=1024).call("block", block):
         output = block(x, other)
     assert len(copies.log) == (0 if is_weight else 1)
     assert output.requires_grad
@@ -367,7 +368,7 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("width", [4, 4096], ids=["small", "large"])
 def test_a_saved_tensor_that_is_changed_in_place_raises_as_ever(width: int) -> None:
     block, copies = InPlace(width), LateCopies()
-    with Offload(CPU, copies, least_bytes=1024).call(block):
+    with Offload(CPU, copies, least_bytes=1024).call("block", block):
         output = block(torch.ones(width))
     block.made.view(-1).add_(1.0)
     assert len(copies.log) == (width > 4)
@@ -465,20 +466,22 @@ def _late_copies() -> Iterator[LateCopies]:
     """Let strategies offload on the CPU."""
     copies = LateCopies()
     with ExitStack() as stack:
-        small = {"SideStreams": lambda device: copies, "Offload": partial(Offload, least_bytes=256)}
+        small = {"SideStreams": lambda device: copies, "Offload": partial(Offload, least_bytes=1)}
         stack.enter_context(attributes_replaced(parallel_model, small))
         allowed = {"refuse_offload": lambda config, device: None}
         stack.enter_context(attributes_replaced(lightning_3d.strategy, allowed))
         yield copies
 
 
-def _trained(layout: Layout, trainer: dict[str, Any]) -> list[tuple[dict[str, float], dict[str, Tensor], int, int]]:
+def _trained(
+    layout: Layout, trainer: dict[str, Any], model: Callable[[], L.LightningModule] = Dropping
+) -> list[tuple[dict[str, float], dict[str, Tensor], int, int]]:
     """Metrics, state, copies to the host and back, without and with offload."""
     found = []
     for offload in (False, True):
         with _late_copies() as copies:
             activations = {**layout.activations, "offload": offload}
-            runs, _ = fitted(replace(layout, activations=activations), Dropping, **trainer)
+            runs, _ = fitted(replace(layout, activations=activations), model, **trainer)
             metrics = {name: float(value) for name, value in runs.callback_metrics.items()}
             assert copies.num_on_host == 0
             num_back = sum(entry.startswith("back") for entry in copies.log)
@@ -521,7 +524,87 @@ def _rows() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("layout", "trainer"), [*_rows()])
 def test_the_same_numbers_bit_by_bit(workers: WorkerPools, layout: Layout, trainer: dict[str, Any]) -> None:
-    for plain, offloaded in workers(layout.world_size).run(_trained, layout, trainer):
+    _check_numbers(workers, layout, trainer)
+
+
+class Recurrent(nn.Module):
+    """(B, 16) -> (B, 16), by a recurrent network and a transform of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.linear = nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output, _ = self.rnn(x[:, None])
+        added: Tensor = torch.vmap(lambda row: torch.tanh(self.linear(row)))(output[:, 0])
+        return x + added
+
+
+class ThroughMatrix(nn.Module):
+    """(B, 16) -> (B, 16), by tensors that are sparse, complex and conjugated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.fft(torch.sparse.mm(torch.eye(len(x)).to_sparse(), self.linear(x))).conj()
+        return x + 0.1 * torch.tanh((waves * waves.conj()).real + waves.imag)
+
+
+class Regression(L.LightningModule):
+    """A batch is `(features, targets)`, (B, 8) and (B, 4) float32."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(8, 16), nn.ModuleList(kind() for _ in range(4))
+        self.head = nn.Linear(16, 4)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.stem(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.mse_loss(self.head(x), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+UNUSUAL = {
+    "busy": BusyNet,
+    "in-place": Unusual,
+    "recurrent": partial(Regression, Recurrent),
+    "complex": partial(Regression, ThroughMatrix),
+}
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(
+            layout, model, id=f"{name}-{at}", marks=() if name == "busy" and at == "one" else pytest.mark.matrix
+        )
+        for name, model in UNUSUAL.items()
+        for at, layout in {"one": Layout(), "pp2": Layout(pp=2, num_microbatches=2)}.items()
+    ],
+)
+def test_unusual_blocks(
+    workers: WorkerPools, layout: Layout, model: Callable[[], L.LightningModule], mode: str
+) -> None:
+    """With buffers and inputs that they change, hooks, checkpoints inside, transforms, layouts other than strided."""
+    _check_numbers(workers, replace(layout, activations={"recompute": mode}), {"data": features}, model)
+
+
+def _check_numbers(
+    workers: WorkerPools,
+    layout: Layout,
+    trainer: dict[str, Any],
+    model: Callable[[], L.LightningModule] = Dropping,
+) -> None:
+    for plain, offloaded in workers(layout.world_size).run(_trained, layout, trainer, model):
         assert plain[0] == offloaded[0]
         for fqn, value in plain[1].items():
             torch.testing.assert_close(offloaded[1][fqn], value, rtol=0, atol=0, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
@@ -563,6 +646,26 @@ def test_heads_that_are_offloaded_are_not_fused(workers: WorkerPools) -> None:
     for log, heads in workers(1).run(_with_offloaded_head):
         assert log
         assert "what it keeps is offloaded (activations.offload)" in heads
+
+
+class ByTransform(Recurrent):
+    """Takes a gradient by torch.func."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.func.grad(lambda x: self.linear(x).square().sum())(x)
+
+
+def _refused(activations: dict[str, Any]) -> str:
+    with _late_copies(), pytest.raises(StepError) as caught:
+        fitted(Layout(activations=activations), partial(Regression, ByTransform), data=features)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("activations", [{"offload": True}, {"recompute": "full"}])
+def test_transforms_that_torch_refuses_are_named(workers: WorkerPools, activations: dict[str, Any]) -> None:
+    for message in workers(1).run(_refused, activations):
+        assert message.startswith("blocks.0 takes gradients by torch.func")
+        assert "Leave the block out of activations.blocks" in message
 
 
 # ---- settings

@@ -303,6 +303,19 @@ def test_backward_hooks_of_a_module_are_seen() -> None:
         assert modules.has_backward_hooks(module)
 
 
+@canary(autograd, "is_refusal_of_hooks")
+def test_transforms_refuse_hooks() -> None:
+    def square(x: Tensor) -> Tensor:
+        return x.square().sum()
+
+    with torch.autograd.graph.save_on_cpu():
+        for take in (torch.func.grad(square), torch.func.jacrev(square), lambda x: torch.func.vjp(square, x)):
+            with pytest.raises(RuntimeError) as caught:
+                take(torch.ones(2))
+            assert autograd.is_refusal_of_hooks(caught.value)
+    assert not autograd.is_refusal_of_hooks(RuntimeError("another"))
+
+
 @canary(autograd, "is_cast")
 def test_casts_are_known() -> None:
     weight = nn.Parameter(torch.ones(2, 2))

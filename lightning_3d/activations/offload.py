@@ -26,6 +26,7 @@ from lightning_3d.activations.kept_tensor import Kept, KeptTensor, check_unchang
 from lightning_3d.activations.offloaded_call import ForwardPass, OffloadedCall, Reference, nothing, refer_to
 from lightning_3d.activations.offloaded_memory import OffloadedMemory
 from lightning_3d.activations.transfers import Transfers
+from lightning_3d.activations.transforms import transforms_refused
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks, is_in_backward
 from lightning_3d.torch_internals.dispatch import version_counter
 from lightning_3d.torch_internals.tensors import storage_id, untransformed, version_of
@@ -60,17 +61,20 @@ class Offload:
         self._forward = self._forwards[stage] = forward
 
     @contextmanager
-    def call(self, block: nn.Module) -> Iterator[None]:
+    def call(self, fqn: str, block: nn.Module) -> Iterator[None]:
         """Offload what autograd saves inside, in a call of a block.
 
         A block stands aside where its caller has hooks of its own around it, as a checkpoint.
+
+        Raises:
+            StepError: the block does what torch does not do under hooks.
         """
         if not torch.is_grad_enabled() or is_in_backward() or has_saved_tensor_hooks():
             yield
             return
         self._present = call = OffloadedCall(block, self._forward)
         try:
-            with saved_tensors_hooks(self.keep, given):
+            with saved_tensors_hooks(self.keep, given), transforms_refused(fqn):
                 yield
         finally:
             self._present = None

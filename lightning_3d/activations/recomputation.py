@@ -23,6 +23,7 @@ from lightning_3d.activations.block_state import BlockState, StateBefore
 from lightning_3d.activations.kept_tensor import Keep, KeptTensor
 from lightning_3d.activations.observing_hooks import Observers, observers_noted, without_observers
 from lightning_3d.activations.selective import KeptResults
+from lightning_3d.activations.transforms import transforms_refused
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import Call
@@ -82,7 +83,7 @@ class Recomputation:
             return call(*args, **kwargs)
         is_first, first_node = self.changed_inputs is None, next_node_number()
         run = _Run(self, call, args, kwargs)
-        with checkpoints_noted() as made, self._inputs():
+        with checkpoints_noted() as made, self._inputs(), transforms_refused(self.fqn):
             output = checkpoint(
                 run, *run.kept(), use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
             )

@@ -163,6 +163,11 @@ def is_cast(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None and tensor.grad_fn.name().startswith("ToCopyBackward")
 
 
+def is_refusal_of_hooks(error: RuntimeError) -> bool:
+    """Whether torch raised it because hooks see the tensors that the graph keeps."""
+    return str(error).startswith("torch.func.") and "saved tensor hooks" in str(error)
+
+
 def is_in_backward() -> bool:
     """Whether this thread runs a backward now."""
     return torch._C._current_graph_task_id() != -1

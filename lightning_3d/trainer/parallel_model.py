@@ -260,7 +260,7 @@ def _keep_little(
         runner = running(own[block.fqn])
         runner.recomputed, runner.offloaded = recomputed, None
         if offload is not None and block.is_offloaded:
-            runner.offloaded = partial(offload.call, own[block.fqn])
+            runner.offloaded = partial(offload.call, block.fqn, own[block.fqn])
 
 
 def _planned_heads(
