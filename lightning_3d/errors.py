@@ -48,7 +48,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class OffloadError(ThreeDError, RuntimeError):
-    """A directory to offload to that can't be written, or is full; names it, and the bytes needed and free."""
+    """Host memory or a directory to offload to that has no room, or can't be written; names it, and the bytes."""
 
 
 class RankError(ThreeDError, RuntimeError):

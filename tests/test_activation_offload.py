@@ -30,7 +30,7 @@ from lightning_3d.activations.transfers import SideStreams, Transfer, Transfers
 from lightning_3d.config.activations import ActivationsConfig, Recompute
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.errors import ConfigError, StepError
+from lightning_3d.errors import ConfigError, OffloadError, StepError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import make_plan
 from lightning_3d.torch_internals.modules import attributes_replaced
@@ -449,6 +449,17 @@ def test_copies_begin_after_what_was_computed_and_are_waited_for_by_events(monke
         assert log == ["computing waits for event of side 2"]
 
 
+def test_pinned_memory_that_runs_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **settings: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(torch, "Stream", lambda device: None)
+        patches.setattr(torch, "empty_like", full)
+        with pytest.raises(OffloadError, match=r"no room for 4,096 further bytes in pinned memory.*activations\.every"):
+            SideStreams(CPU).to_host(torch.zeros(1024))
+
+
 # ---- whole models
 
 
@@ -610,6 +621,37 @@ def _check_numbers(
             torch.testing.assert_close(offloaded[1][fqn], value, rtol=0, atol=0, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
         assert plain[2:] == (0, 0)
         assert offloaded[3] > 0, "something came back"
+
+
+class Watched(TinyGPT):
+    """Notes which inputs of blocks are on the device still when all blocks have run."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        inputs = []
+        for block in self.blocks:
+            inputs.append(StorageWeakRef(x.untyped_storage()))
+            x = block(x)
+        if torch.is_grad_enabled():
+            THERE.append([not reference.expired() for reference in inputs])
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+THERE: list[list[bool]] = []
+
+
+def _inputs_there(mode: str) -> list[list[bool]]:
+    THERE.clear()
+    with _late_copies():
+        fitted(Layout(activations={"offload": True, "recompute": mode}), Watched, epochs=1)
+    return THERE[1:]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_inputs_leave_the_device(workers: WorkerPools, mode: str) -> None:
+    for steps in workers(1).run(_inputs_there, mode):
+        assert steps == [[False, False, False, True]] * 3, "what the last block keeps is there"
 
 
 def _sliced() -> list[int]:

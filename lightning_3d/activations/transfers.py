@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lightning_3d.errors import OffloadError
+
 
 class Transfer(Protocol):
     """A copy that was begun."""
@@ -27,7 +29,11 @@ class Transfers(Protocol):
 
     @abstractmethod
     def to_host(self, tensor: Tensor) -> Transfer:
-        """Begin to copy a tensor of the device."""
+        """Begin to copy a tensor of the device.
+
+        Raises:
+            OffloadError: the host has no room for it.
+        """
 
     @abstractmethod
     def to_device(self, tensor: Tensor) -> Transfer:
@@ -46,7 +52,14 @@ class SideStreams(Transfers):
         self._leaving, self._coming = torch.Stream(device), torch.Stream(device)
 
     def to_host(self, tensor: Tensor) -> Transfer:
-        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        try:
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            raise OffloadError(
+                f"The host has no room for {tensor.nbytes:,} further bytes in pinned memory, to which"
+                " activations.offload=True moves what blocks keep. Offload fewer blocks (activations.blocks,"
+                " activations.every), or less of them (activations.recompute='full')."
+            ) from error
         return _StreamCopy(tensor, host, self._leaving, self._device)
 
     def to_device(self, tensor: Tensor) -> Transfer:
