@@ -460,6 +460,25 @@ def test_pinned_memory_that_runs_out_says_so(monkeypatch: pytest.MonkeyPatch) ->
             SideStreams(CPU).to_host(torch.zeros(1024))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gets_what_left_it() -> None:
+    device = torch.device("cuda", 0)
+    copies, found, peaks = LateCopies(), list[list[Tensor]](), list[int]()
+    for offload in (None, Offload(device, SideStreams(device), least_bytes=512)):
+        torch.manual_seed(0)
+        chain = Chain(8).to(device)
+        x = torch.randn(4096, WIDTH, device=device, requires_grad=True)  # 64 MiB between any two of the batch
+        for _ in range(3):
+            torch.accelerator.reset_peak_memory_stats()
+            chain.run(x, offload, copies).square().mean().backward()  # type: ignore[no-untyped-call]
+            peaks.append(torch.accelerator.max_memory_allocated())
+            found.append(_gradients(chain, x))
+    for gradients in found[1:]:
+        for one, other in zip(gradients, found[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert max(peaks[3:]) < 0.7 * min(peaks[:3])
+
+
 # ---- whole models
 
 
