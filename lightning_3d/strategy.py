@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -92,10 +92,12 @@ from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
+from lightning_3d.trainer.held_memory import bytes_now
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, is_held_as
 from lightning_3d.trainer.laid_out import Layout, has_layout, is_laid_out, lay_out, leave_layouts
 from lightning_3d.trainer.last_step import is_last_step
 from lightning_3d.trainer.launcher import Launcher
+from lightning_3d.trainer.memory_meter import MemoryMeter
 from lightning_3d.trainer.module_names import leave_out_module_names
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
@@ -195,6 +197,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._control: RunControl | None = None  # while a Trainer runs on several ranks
         self._rendezvous: Rendezvous | None = None
         self._parallel: ParallelModel | None = None
+        self._meter: MemoryMeter | None = None  # where a budget is planned
         self._layout: Layout | None = None  # of the model that is parallel
         self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
         self._accumulating = False
@@ -483,6 +486,7 @@ class ThreeDStrategy(ParallelStrategy):
             sync_norms(self._module, syncing, self.mesh.shape)
             if self.mesh.shape.is_model_parallel:
                 warn_of_compiled(self._module)
+            if self.mesh.shape.is_model_parallel or self.config.activations.plans_memory:
                 leave_out_module_names(trainer)
             wait = Waits(trainer, lambda: self._is_stepping)
             with wait(f"Making {type(self._module).__name__} parallel"):
@@ -554,8 +558,35 @@ class ThreeDStrategy(ParallelStrategy):
         check = self._precision.refuse_unchecked
         self._local_steps = LocalSteps(zero, self.root_device, check=check, offload=offload, masters=masters)
         self._optimizer_hooks.enter_context(self._local_steps.hooked(optimizers))
+        self._parallel = self._parts.within_budget(kinds, self._module, self.config, self.mesh, self.root_device)
+        self._meter = None
+        if self._parallel.budget is not None:
+            self._meter = MemoryMeter(
+                self.root_device,
+                trainer.accumulate_grad_batches,
+                lambda: bytes_now(self._module, self.optimizers),
+                self._show_memory,
+            )
+            self._optimizer_hooks.callback(self._meter.stop)
         if self._precision.scales_losses:
             self._optimizer_hooks.enter_context(schedulers_skipping(self._module, self._precision.skips))
+
+    def profile_memory(self) -> None:
+        """Measure the peak of the second step, shown in `plan`, by torch's profiler on devices whose allocator does not
+        count; to be called before the first step. No other profiler of torch may run meanwhile.
+
+        Raises:
+            StepError: no budget is set, so nothing is predicted.
+        """
+        if self._meter is None:
+            raise StepError("The memory of steps is predicted and measured with a budget: set activations.budget")
+        self._meter.profiles = True
+
+    def _show_memory(self, measured: int | None) -> None:
+        """Put the measured peaks of all ranks into the plan; every rank calls it."""
+        everyone: list[Any] = [None] * self.mesh.shape.world_size
+        dist.all_gather_object(everyone, (self.mesh.pp_rank, measured))
+        self._parallel = replace(self._parts, plan=self._parts.plan.with_measured(everyone))
 
     # ---- steps
 
@@ -564,6 +595,8 @@ class ThreeDStrategy(ParallelStrategy):
         self._met.pass_point()
         self._local_steps.end_failed()
         self._num_steps += 1
+        if self._meter is not None:
+            self._meter.begin_batch()
         self._parts.zero.begin_forward()
         self._parts.buffers.before_step(are_due_after=not self._accumulating)
         batch, *rest = (*args, *kwargs.values())
@@ -589,6 +622,8 @@ class ThreeDStrategy(ParallelStrategy):
     def _evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
         self._met.pass_point()
         self._num_steps += 1
+        if self._meter is not None:
+            self._meter.end()
         self._parts.zero.begin_forward()
         self._parts.buffers.before_step(are_due_after=False)
         # DTensors do not survive inference mode.

@@ -9,7 +9,8 @@ import lightning as L
 import pytest
 
 from lightning_3d.callbacks.timeline import ScheduleTimeline
-from lightning_3d.pipeline.spans import Computation, Span, Timeline, idle_share, play
+from lightning_3d.pipeline.spans import Span, Timeline, idle_share, play
+from lightning_3d.planning.schedule_order import Computation, schedule_order
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import Layout
 from tests.workers import WorkerPools
@@ -65,6 +66,11 @@ def test_a_real_run_is_drawn_as_it_was_planned(
                 (s.kind, s.stage, s.microbatch) for s in measured
             ]
             assert all(span.start < span.end for span in measured)
+        stage_ranks = layout.strategy().config.pipeline.stage_ranks(2)
+        assert schedule_order(schedule, stage_ranks, 4) == [
+            [Computation(kind=s.kind, stage=s.stage, microbatch=s.microbatch) for s in rank]
+            for rank in timeline.planned
+        ]
         assert kinds <= {span.kind for rank in timeline.measured for span in rank}
         assert 0 < idle_share(timeline.measured) < 1
     assert path.stat().st_size > 10_000

@@ -73,6 +73,7 @@ from lightning_3d.torch_internals import (
     optimizers,
     pipelining,
     process_groups,
+    profiling,
     pytree,
     stored_file,
     stored_index,
@@ -1159,6 +1160,50 @@ def test_microbatches_of_different_shapes(workers: WorkerPools) -> None:
     expected = [kinds.FORWARD.name] * 3 + [kinds.FULL_BACKWARD.name] * 3
     assert workers(2).run(_varying_microbatches) == [expected, expected]
     assert {"BACKWARD_INPUT", "BACKWARD_WEIGHT"} <= {kind.name for kind in kinds}
+
+
+@canary(pipelining, "begin_split_backward")
+def test_gradients_of_weights_after_those_of_inputs() -> None:
+    received, weight = torch.full((3,), 2.0, requires_grad=True), nn.Parameter(torch.full((3,), 3.0))
+    outputs = pipelining.splittable([received * weight], [received])
+    end = pipelining.begin_split_backward(outputs, [torch.ones(3)], [received], [weight])
+    assert received.grad is not None
+    assert (received.grad == 3.0).all()
+    assert weight.grad is None
+    end()
+    assert weight.grad is not None
+    assert (weight.grad == 2.0).all()
+
+
+@canary(pipelining, "planned_actions")
+def test_the_order_of_a_schedule_that_has_no_processes() -> None:
+    kinds = pipelining.ComputationType
+    round_and_round, there_and_back = (0, 1, 0, 1), (0, 1, 1, 0)
+    schedules = {"interleaved": round_and_round, "interleaved_zero_bubble": round_and_round, "zbv": there_and_back}
+    for schedule, ranks in schedules.items():
+        for rank, actions in enumerate(pipelining.planned_actions(schedule, ranks, 4)):
+            forwards = [(stage, index) for kind, stage, index in actions if kind is kinds.FORWARD]
+            assert sorted(forwards) == [(stage, i) for stage, of in enumerate(ranks) if of == rank for i in range(4)]
+            ends = kinds.FULL_BACKWARD if schedule == "interleaved" else kinds.BACKWARD_WEIGHT
+            assert sorted((stage, index) for kind, stage, index in actions if kind is ends) == sorted(forwards)
+
+
+def _allocated_peak() -> int:
+    held = torch.zeros(1000)
+    peak = profiling.AllocatedPeak()
+    peak.start()
+    torch.zeros(50_000).sum()  # before the mark
+    kept = torch.zeros(2000)
+    peak.mark()
+    (torch.zeros(10_000) + torch.zeros(10_000)).sum()
+    del kept, held
+    return peak.stop()
+
+
+@canary(profiling, "AllocatedPeak")
+def test_the_peak_of_the_allocator(workers: WorkerPools) -> None:
+    (peak,) = workers(1).run(_allocated_peak)
+    assert 4 * 32_000 <= peak < 4 * 32_000 + 2000
 
 
 @canary(pipelining, "splittable")

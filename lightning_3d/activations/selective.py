@@ -54,6 +54,11 @@ def _operators(names: str) -> frozenset[OpOverload]:
 _COSTLY = _operators(_NAMES)
 
 
+def is_costly(operator: OpOverload) -> bool:
+    """Whether its results are kept."""
+    return operator in _COSTLY
+
+
 class _Results:
     """The results of one call of an operator."""
 

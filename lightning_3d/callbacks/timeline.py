@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lightning_3d.errors import StepError
-from lightning_3d.pipeline.spans import Kind, Span, Timeline, idle_share
+from lightning_3d.pipeline.spans import Span, Timeline, idle_share
+from lightning_3d.planning.schedule_order import Kind
 from lightning_3d.strategy import ThreeDStrategy
 
 _COLOURS: dict[Kind, str] = {"forward": "#4c78a8", "backward": "#f58518", "input": "#eeca3b", "weight": "#54a24b"}

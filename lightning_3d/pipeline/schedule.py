@@ -6,7 +6,7 @@ and the shapes that cross are static, since the trace knows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,17 +21,12 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from lightning_3d.pipeline.spans import Computation, Kind, Span, SpanRecorder, play
+from lightning_3d.pipeline.spans import Span, SpanRecorder, play
+from lightning_3d.planning.schedule_order import KINDS, Computation, Kind, order_1f1b, suits
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.torch_internals.pipelining import ComputationType, InOrder, ShapedStage, splittable
+from lightning_3d.torch_internals.pipelining import InOrder, ShapedStage, splittable
 
 _SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_KINDS: Mapping[ComputationType, Kind] = {
-    ComputationType.FORWARD: "forward",
-    ComputationType.FULL_BACKWARD: "backward",
-    ComputationType.BACKWARD_INPUT: "input",
-    ComputationType.BACKWARD_WEIGHT: "weight",
-}
 _SPLITTING = ("interleaved_zero_bubble", "zbv")
 _MULTI = {
     "interleaved": ScheduleInterleaved1F1B,
@@ -86,7 +81,7 @@ class Schedule:
             for stage_module, stage in zip(modules, stages, strict=True)
         ]
         loss_fn = (lambda output, target: output) if backward else None
-        regular = backward and not forwards_first and _suits(name, num_microbatches, num_ranks)
+        regular = backward and not forwards_first and suits(name, num_microbatches, num_ranks)
         if name in _SINGLE:
             make = _SINGLE[name if regular else "gpipe"]
             self._schedule: Any = make(torch_stages[0], num_microbatches, loss_fn=loss_fn, scale_grads=False)
@@ -133,32 +128,16 @@ class Schedule:
     def _order(self) -> list[list[Computation]]:
         if isinstance(self._schedule, Schedule1F1B):  # torch 2.13 lists wrong microbatches for its last rank
             num_ranks = self._stages[0].num_stages
-            return [_order_1f1b(num_ranks - 1 - rank, rank, len(self._indices)) for rank in range(num_ranks)]
+            return [order_1f1b(num_ranks - 1 - rank, rank, len(self._indices)) for rank in range(num_ranks)]
         order = self._schedule.pipeline_order
         return [
             [
-                Computation(kind=_KINDS[a.computation_type], stage=a.stage_index, microbatch=a.microbatch_index)
+                Computation(kind=KINDS[a.computation_type], stage=a.stage_index, microbatch=a.microbatch_index)
                 for a in order[rank]
-                if a is not None and a.computation_type in _KINDS
+                if a is not None and a.computation_type in KINDS
             ]
             for rank in sorted(order)
         ]
-
-
-def _order_1f1b(num_ahead: int, stage: int, num_microbatches: int) -> list[Computation]:
-    """Some forwards ahead, then forward and backward in turn, then the backwards that are left."""
-    forward = [Computation(kind="forward", stage=stage, microbatch=i) for i in range(num_microbatches)]
-    backward = [Computation(kind="backward", stage=stage, microbatch=i) for i in range(num_microbatches)]
-    pairs = zip(forward[num_ahead:], backward, strict=False)
-    in_turn = [computation for pair in pairs for computation in pair]
-    return [*forward[:num_ahead], *in_turn, *backward[num_microbatches - num_ahead :]]
-
-
-def _suits(name: str, num_microbatches: int, num_ranks: int) -> bool:
-    """Whether torch's schedule takes this number of microbatches; the last batch of an epoch may have fewer."""
-    if name == "1f1b":
-        return num_microbatches >= num_ranks
-    return name in ("gpipe", "zbv") or num_microbatches % max(1, num_microbatches // num_ranks) == 0
 
 
 class _StageModule(nn.Module):

@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 
-Kind = Literal["forward", "backward", "input", "weight"]
-"""Kind of a computation: forward, whole backward, or its two halves: gradients of inputs, and of weights."""
+from lightning_3d.planning.schedule_order import Computation, Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +34,6 @@ class Timeline:
     """By index on the pp axis."""
     measured: tuple[tuple[Span, ...], ...]
     """By index on the pp axis."""
-
-
-class Computation(NamedTuple):
-    """A computation of one microbatch on one stage."""
-
-    kind: Kind
-    stage: int
-    microbatch: int
 
 
 _LENGTHS: Mapping[Kind, float] = {"forward": 1.0, "input": 1.0, "weight": 1.0, "backward": 2.0}

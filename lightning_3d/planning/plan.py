@@ -16,12 +16,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_3d.activations.chosen_blocks import chosen_blocks
-from lightning_3d.config.activations import Recompute
+from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.planning.assignment import StagePlan, assign_stages
 from lightning_3d.planning.loads import Unit, num_parameters
 from lightning_3d.planning.loss_text import loss_text
+from lightning_3d.planning.memory.table import RankMemory, memory_table
 from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table
@@ -46,10 +47,15 @@ class BlockPlan:
     """How its weights are sharded over tp; None if they are replicated."""
     safer: BlockTensorPlan | None = None
     """Takes the place of ``tensor`` if that does not prove out; None for replicated weights."""
-    is_recomputed: bool = False
-    """Whether its backward computes its forward again."""
+    recompute: Mode = "none"
+    """How its backward computes its forward again."""
     is_offloaded: bool = False
     """Whether what it keeps for its backward goes to host memory."""
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether its backward computes its forward again."""
+        return self.recompute != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +66,6 @@ class Plan:
     zero_stage: int
     schedule: str
     num_microbatches: int
-    recompute: Recompute
-    """How blocks are recomputed: a value of ``activations.recompute``."""
     loss: str
     """How the loss of a batch comes from those of its microbatches: a value of ``pipeline.loss``."""
     blocks: tuple[BlockPlan, ...]
@@ -82,6 +86,8 @@ class Plan:
     """FQNs of modules that normalise by statistics of what they are given."""
     optimizers: tuple[OptimizerPlan, ...] = ()
     """Who steps what; there once the optimizers are made."""
+    memory: tuple[RankMemory, ...] = ()
+    """The memory of the ranks of the pp axis, where a budget is planned; there once the optimizers are made."""
     heads: tuple[str, ...] = ()
     """A line for each head on this rank: whether it is fused with its loss; there once steps have shown it."""
 
@@ -125,6 +131,24 @@ class Plan:
         """Indices on the pp axis of the ranks that run a block."""
         return frozenset(self.stage_ranks[stage] for stage in block.stages)
 
+    def with_recomputation(self, modes: Mapping[str, Mode]) -> Plan:
+        """The plan with other recomputation: block FQN -> how; the others are not recomputed."""
+        return replace(
+            self, blocks=tuple(replace(block, recompute=modes.get(block.fqn, "none")) for block in self.blocks)
+        )
+
+    def with_memory(self, memory: tuple[RankMemory, ...]) -> Plan:
+        """The plan with what ranks take."""
+        return replace(self, memory=memory)
+
+    def with_measured(self, peaks: Sequence[tuple[int, int | None]]) -> Plan:
+        """The plan with the memory that ranks took: pairs of an index on the pp axis and bytes, None if unknown."""
+        rows = []
+        for rank, row in enumerate(self.memory):
+            known = [peak for index, peak in peaks if index == rank and peak is not None]
+            rows.append(replace(row, measured=max(known, default=None)))
+        return self.with_memory(tuple(rows))
+
     def with_tensor(self, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
         """The plan with other shardings of some blocks, by FQN, which have no safer ones."""
         blocks = (
@@ -154,14 +178,17 @@ class Plan:
             tables.append(f"BatchNorm normalises by microbatch, its running statistics are the batch's: {norms}")
         if self.shape.pp > 1:
             tables.append(loss_text(self.loss, self.num_microbatches))
-        if recomputed := [(block.fqn, block.kind) for block in self.blocks if block.is_recomputed]:
-            tables.append(f"recomputed in the backward ({self.recompute}): {', '.join(folded(recomputed))}")
+        for mode in ("selective", "full"):
+            if recomputed := [(block.fqn, block.kind) for block in self.blocks if block.recompute == mode]:
+                tables.append(f"recomputed in the backward ({mode}): {', '.join(folded(recomputed))}")
         if offloaded := [(block.fqn, block.kind) for block in self.blocks if block.is_offloaded]:
             tables.append(f"offloaded to host memory until the backward: {', '.join(folded(offloaded))}")
         if self.shape.tp > 1:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
         tables.extend(self.heads)
+        if self.memory:
+            tables.append(memory_table(self.memory))
         if self.optimizers:
             tables.append(optimizer_table(self.optimizers))
         return Group(*tables)
@@ -229,6 +256,7 @@ def make_plan(
     stages = assignment.stages_of_calls
     order = sorted(blocks, key=lambda fqn: stages[fqn][0])
     activations = config.activations
+    mode: Mode = "none" if activations.recompute == "auto" else activations.recompute
     chosen = chosen_blocks({fqn: blocks[fqn] for fqn in order}, activations)
     ranks = {fqn: {stage_ranks[stage] for stage in of_calls} for fqn, of_calls in stages.items()}
     state_ranks, ties = _place_state(module, blocks, ranks, trace, shape.pp)
@@ -237,7 +265,6 @@ def make_plan(
         zero_stage=config.zero.stage,
         schedule=config.pipeline.schedule,
         num_microbatches=config.num_microbatches,
-        recompute=activations.recompute,
         loss=config.pipeline.loss,
         blocks=tuple(
             BlockPlan(
@@ -246,7 +273,7 @@ def make_plan(
                 num_parameters=num_parameters(blocks[fqn]),
                 stages=stages[fqn],
                 tensor=None,
-                is_recomputed=activations.recompute != "none" and fqn in chosen,
+                recompute=mode if fqn in chosen else "none",
                 is_offloaded=activations.offload and fqn in chosen,
             )
             for fqn in order

@@ -71,12 +71,14 @@ class Observer:
 
     def __init__(self, module: LightningModule, step: ExampleStep, device: torch.device, effects_of: EffectsOf) -> None:
         self._module, self._step, self._device, self._effects_of = module, step, device, effects_of
+        self._notes_storages = False
 
     def observe(self, config: ThreeDConfig, shape: MeshShape) -> Observation:
         """Find the coarsest blocks that balance the stages, and trace the step."""
+        self._notes_storages = config.activations.plans_memory
         pipeline = config.pipeline
         blocks = find_blocks(self._module, pipeline.partition)
-        if not shape.is_model_parallel:
+        if not shape.is_model_parallel and not config.activations.plans_memory:
             return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
         num_stages, imbalance = len(pipeline.stage_ranks(shape.pp)), greatest_imbalance(pipeline.partition)
         if num_stages > 1 and imbalance is not None and not is_balanced(blocks, num_stages, imbalance):
@@ -110,9 +112,10 @@ class Observer:
         before = step.rehearsed() if rehearses else nullcontext()
         refused = nullcontext() if step.has_data else world_collectives_refused()
         try:
-            with step.modes(), routed(blocks) as router, before, refused:
+            with torch.compiler.set_stance("force_eager"), step.modes(), routed(blocks) as router, before, refused:
                 tracing = StepTracing(self._module, router, self._effects_of(self._module, router), self._device)
-                return tracing(step.name, step.microbatch, step.rest, with_data=with_data)
+                notes = self._notes_storages and step.name == "training_step"
+                return tracing(step.name, step.microbatch, step.rest, with_data=with_data, notes_storages=notes)
         except TraceError as error:
             if not (error.lacks_data and step.has_data):
                 raise

@@ -5,22 +5,84 @@ Its internals move from release to release; this was written for and tested with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_weight
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining._utils import TensorMeta, _derive_grad_metas, extract_tensor_metas
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _ComputationType,
+    _PipelineScheduleRuntime,
+)
 
 from lightning_3d.torch_internals.autograd import has_reentrant_checkpoints
 
 ComputationType = _ComputationType
 """The kind of an action of a schedule."""
+
+
+_MULTI: Mapping[str, type[PipelineScheduleMulti]] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def planned_actions(
+    schedule: str, stage_ranks: Sequence[int], num_microbatches: int
+) -> list[list[tuple[ComputationType, int, int]]]:
+    """Kind, stage and microbatch of the actions of each rank in a schedule with several stages on a rank.
+
+    Its constructor makes the order from a few attributes of the stages, without any of their processes.
+    """
+    num_ranks = max(stage_ranks) + 1
+    stages: Any = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=len(stage_ranks),
+            group_size=num_ranks,
+            group_rank=0,
+            is_first=stage == 0,
+            is_last=stage == len(stage_ranks) - 1,
+            submod=None,
+        )
+        for stage, rank in enumerate(stage_ranks)
+        if rank == 0
+    ]
+    order = _MULTI[schedule](stages, num_microbatches, loss_fn=lambda output, target: output).pipeline_order
+    return [
+        [
+            (action.computation_type, action.stage_index, action.microbatch_index or 0)
+            for action in order[rank]
+            if action
+        ]
+        for rank in sorted(order)
+    ]
+
+
+def begin_split_backward(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor], received: Sequence[Tensor], weights: Sequence[Any]
+) -> Callable[[], None]:
+    """The gradients of what was received; returns what computes those of the weights, as schedules do later."""
+    groups = stage_backward_input(list(outputs), list(gradients), list(received), iter(weights))[1]
+
+    def end() -> None:
+        stage_backward_weight(iter(weights), groups)
+
+    return end
 
 
 class InOrder(_PipelineScheduleRuntime):

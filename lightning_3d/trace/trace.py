@@ -14,6 +14,7 @@ from lightning_3d.trace.attributes import Read
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.gradients import TracedGradient
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs
+from lightning_3d.trace.storages import StepStorages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,8 @@ class Trace:
     """How far it moved the generators of Python and NumPy, from where all traces begin."""
     is_joint: bool = False
     """Whether glue calls collectives over the replicas."""
+    storages: StepStorages | None = field(default=None, repr=False)
+    """The memory of its calls, where that was asked for."""
 
     @property
     def block_calls(self) -> tuple[TracedCall, ...]:

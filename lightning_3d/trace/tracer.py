@@ -14,7 +14,7 @@ Nothing here communicates, and the model's weights are not changed; without data
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ from lightning_3d.trace.side_outputs import (
     call_own_hooks,
     unpack_outputs,
 )
+from lightning_3d.trace.storages import StorageNotes
 from lightning_3d.trace.trace import Result, Trace, TracedCall
 
 
@@ -56,6 +57,7 @@ def trace_step(
     *,
     calls_all: bool,
     with_data: bool = False,
+    notes_storages: bool = False,
 ) -> Trace:
     """Trace ``step``, a call of one of the module's step methods on one microbatch.
 
@@ -66,6 +68,7 @@ def trace_step(
         device: Where parameters live when they are at hand.
         calls_all: Whether the step is expected to call all blocks, as in training.
         with_data: Whether to run it for real, at the price of a copy of the model and of its activations.
+        notes_storages: Whether to note the memory of its calls.
 
     Raises:
         TraceError: the step does what can't be followed, or needs data of a block before all blocks were called.
@@ -74,7 +77,8 @@ def trace_step(
     while True:
         try:
             fakes = Copies(device) if with_data else Fakes(device)
-            return _Tracer(module, router, fakes, kept_hooks).trace(step, calls_all=calls_all)
+            tracer = _Tracer(module, router, fakes, kept_hooks, notes_storages=notes_storages)
+            return tracer.trace(step, calls_all=calls_all)
         except _HookChangesOutput as change:  # it is part of its block: trace again, with the hook left there
             kept_hooks[change.fqn] = kept_hooks.get(change.fqn, frozenset()) | {change.hook}
 
@@ -89,7 +93,13 @@ class _HookChangesOutput(BaseException):
 
 class _Tracer(StepMode):
     def __init__(
-        self, module: nn.Module, router: Router, fakes: StandIns, kept_hooks: Mapping[str, frozenset[HookCall]]
+        self,
+        module: nn.Module,
+        router: Router,
+        fakes: StandIns,
+        kept_hooks: Mapping[str, frozenset[HookCall]],
+        *,
+        notes_storages: bool,
     ) -> None:
         super().__init__(router)
         self._calls: list[TracedCall] = []
@@ -112,6 +122,8 @@ class _Tracer(StepMode):
             self._fakes.of_state(tensor)
             if isinstance(tensor, nn.Parameter) or tensor in self._blocks.tensors:
                 self._sources[tensor] = frozenset({name})
+        weights = (self._fakes.of_state(tensor) for _, tensor, _ in named_state(module))
+        self._storages = StorageNotes(weights) if notes_storages else None
 
     def trace(self, step: Callable[[], Any], *, calls_all: bool) -> Trace:
         """Run ``step`` and give what was written down."""
@@ -145,6 +157,7 @@ class _Tracer(StepMode):
             changed_buffers=frozenset(self._blocks.changed_buffers),
             gradients=tuple(self._gradients),
             is_joint=self._is_joint,
+            storages=None if self._storages is None else self._storages.storages,
         )
 
     # ---- answers
@@ -261,7 +274,8 @@ class _Tracer(StepMode):
         sources = frozenset[str]().union(
             *(self._sources.get(leaf, frozenset()) for leaf in leaves if isinstance(leaf, Tensor))
         )
-        with self._fakes.mode, RandomnessSeen() as randomness:
+        noting = nullcontext() if self._storages is None else self._storages.noting()
+        with self._fakes.mode, RandomnessSeen() as randomness, noting as noted:
             output = run(*tree_unflatten(fakes, spec))
         register_dataclasses(output)
         outputs, out_spec = tree_flatten(output)
@@ -277,6 +291,8 @@ class _Tracer(StepMode):
         mutated = {i: self._new_id(leaves[i], fake) for i, fake in changed.items()}
         results, answer = self._answers(outputs, fakes, leaves, None if is_recorded else sources)
         if is_recorded:
+            if self._storages is not None and noted is not None:
+                self._storages.add_call(noted, fakes, outputs)
             self._calls.append(
                 TracedCall(
                     name=name,
@@ -336,6 +352,8 @@ class _Tracer(StepMode):
         new = len(self._tensors)
         self._tensors[new] = TensorMeta.of(fake)
         self._ids[tensor] = new
+        if self._storages is not None:
+            self._storages.add_tensor(new, fake)
         return new
 
     def _retag_aliases(self, mutated: list[tuple[Tensor, Tensor]], where: str) -> dict[int, int]:
@@ -379,8 +397,10 @@ class StepTracing:
     def __init__(self, module: nn.Module, router: Router, effects: TracedEffects, device: torch.device) -> None:
         self._module, self._router, self._effects, self._device = module, router, effects, device
 
-    def __call__(self, name: str, microbatch: Any, rest: Sequence[Any], *, with_data: bool = False) -> Trace:
-        """Trace ``module.<name>(microbatch, *rest)``; ``with_data`` as for ``trace_step``."""
+    def __call__(
+        self, name: str, microbatch: Any, rest: Sequence[Any], *, with_data: bool = False, notes_storages: bool = False
+    ) -> Trace:
+        """Trace ``module.<name>(microbatch, *rest)``; the others as for ``trace_step``."""
 
         def step() -> Any:
             return self._effects.returned(name, lambda: getattr(self._module, name)(microbatch, *rest))
@@ -389,5 +409,13 @@ class StepTracing:
             seed_host(0)
             calls_all = name == "training_step"
             module, router, device = self._module, self._router, self._device
-            trace = trace_step(step, module, router, device, calls_all=calls_all, with_data=with_data)
+            trace = trace_step(
+                step,
+                module,
+                router,
+                device,
+                calls_all=calls_all,
+                with_data=with_data,
+                notes_storages=notes_storages,
+            )
             return replace(trace, host_position=host_position())

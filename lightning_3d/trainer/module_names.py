@@ -1,7 +1,7 @@
 """Names of modules in the traces of Lightning's PyTorchProfiler: a pair of hooks around each forward records them.
 
-With a pipeline or tensor parallel blocks are traced, and some run on another rank, so that hooks after a forward are
-called without those before it.
+With a pipeline, tensor parallel or a budget of memory blocks are traced, and some run on another rank, so that hooks
+after a forward are called without those before it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ def leave_out_module_names(trainer: Trainer) -> None:
     """Record none; a warning says so."""
     if lightning_helpers.leave_out_module_names(trainer):
         rank_zero_warn(
-            "PyTorchProfiler records operators, but no names of modules with a pipeline or tensor parallel, where"
-            " forwards of some of them run on other ranks. record_module_names=False leaves out this warning."
+            "PyTorchProfiler records operators, but no names of modules with a pipeline, tensor parallel or"
+            " activations.budget, where forwards of some of them are traced or run on other ranks."
+            " record_module_names=False leaves out this warning."
         )

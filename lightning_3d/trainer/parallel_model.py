@@ -25,7 +25,6 @@ from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.partitioned_inputs import PartitionedInputs
 from lightning_3d.activations.recomputation import Recomputation
 from lightning_3d.activations.transfers import SideStreams
-from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
@@ -37,6 +36,7 @@ from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.model.initial_weights import check_same_model, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
+from lightning_3d.planning.budget.step_memory import step_memory
 from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observer, decide
@@ -50,6 +50,7 @@ from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
+from lightning_3d.trainer.budget import Budget
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.held_parts import holds_parts
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
@@ -79,6 +80,9 @@ class ParallelModel:
     runner: StepRunner
     randomness: StepRandomness
     heads: FusedHeads
+    keep_little: Callable[[Plan], None]
+    """Lets blocks be computed again in their backwards, and offload what they keep, as a plan says."""
+    budget: Budget | None
 
     @property
     def present_plan(self) -> Plan:
@@ -99,6 +103,25 @@ class ParallelModel:
             found = found if config.optimizer_steps == "auto" else "set by zero.optimizer_steps"
             optimizers.append(plan_optimizer(optimizer, kind, found, self.zero, stages))
         return replace(self, plan=replace(self.plan, optimizers=tuple(optimizers)))
+
+    def within_budget(
+        self,
+        kinds: Mapping[Optimizer, OptimizerKind],
+        module: nn.Module,
+        config: ThreeDConfig,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> ParallelModel:
+        """The same with a plan of what is recomputed so that every rank fits, where there is a budget.
+
+        Raises:
+            PlanError: a rank does not fit.
+        """
+        if self.budget is None or self.plan.memory:
+            return self
+        plan = self.budget.plan(self.plan, module, self.zero, kinds, config, mesh, device)
+        self.keep_little(plan)
+        return replace(self, plan=plan)
 
 
 def make_parallel(
@@ -162,7 +185,9 @@ def make_parallel(
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
     _let_meet(own.values(), mesh, rendezvous)
     offload = Offload(device, SideStreams(device)) if config.activations.offload else None
-    _keep_little(plan, own, config.activations, mesh, device, offload)
+    unsplit: set[int] = set()  # stages whose backward stays in one piece
+    keep_little = partial(_keep_little, own, config, mesh, device, offload, unsplit)
+    keep_little(plan)
     if mesh.shape.pp > 1:
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
         ranks = sorted(mesh.device_mesh[shared].mesh.flatten().tolist())
@@ -193,7 +218,7 @@ def make_parallel(
             device=device,
             around_backward=zero.stage_backward,
             wait=wait,
-            unsplit=range(plan.num_stages) if config.compile.enabled else plan.recomputing_stages,
+            unsplit=unsplit,
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
         )
         runner = PipelineRunner(
@@ -206,6 +231,18 @@ def make_parallel(
             anomalies=anomalies,
             heads=heads,
         )
+    budget = None
+    if observed.trace is not None and observed.trace.storages is not None:
+        memory = step_memory(
+            plan,
+            blocks,
+            observed.trace,
+            device,
+            accumulates=trainer.accumulate_grad_batches > 1,
+            fuses_loss=config.activations.fused_loss == "auto",
+            is_unsplit=config.compile.enabled,
+        )
+        budget = Budget(step=memory, batch=step.microbatch)
     precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
     guard = BatchGuard(config.batch, mesh, device)
     buffers = SharedBuffers(module, mesh, device)
@@ -220,6 +257,8 @@ def make_parallel(
         randomness=randomness,
         heads=heads,
         compiling=compiling,
+        keep_little=keep_little,
+        budget=budget,
     )
 
 
@@ -239,24 +278,26 @@ def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -
 
 
 def _keep_little(
-    plan: Plan,
     own: Mapping[str, nn.Module],
-    config: ActivationsConfig,
+    config: ThreeDConfig,
     mesh: Mesh,
     device: torch.device,
     offload: Offload | None,
+    unsplit: set[int],
+    plan: Plan,
 ) -> None:
     """Let this rank's blocks be computed again in their backwards, and offload what they keep, as planned."""
     generators = Generators(device)
     keep = KeptTensor if offload is None else offload.keep
-    inputs = PartitionedInputs(mesh.group("tp"), keep).kept if config.partition else nullcontext
+    inputs = PartitionedInputs(mesh.group("tp"), keep).kept if config.activations.partition else nullcontext
+    unsplit.clear()
+    unsplit.update(range(plan.num_stages) if config.compile.enabled else plan.recomputing_stages)
     for block in plan.blocks:
         if block.fqn not in own:
             continue
         recomputed = None
-        if block.is_recomputed:
-            assert config.recompute != "none"
-            recomputed = Recomputation(block.fqn, own[block.fqn], config.recompute, generators, whole, inputs, keep)
+        if block.recompute != "none":
+            recomputed = Recomputation(block.fqn, own[block.fqn], block.recompute, generators, whole, inputs, keep)
         runner = running(own[block.fqn])
         runner.recomputed, runner.offloaded = recomputed, None
         if offload is not None and block.is_offloaded:

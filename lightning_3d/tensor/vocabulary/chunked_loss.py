@@ -182,9 +182,14 @@ def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None)
     return loss, torch.autograd.grad(read, logits, gradient)[0] if head.then else gradient
 
 
+def chunk_length(num_rows: int, num_classes: int) -> int:
+    """Rows of a chunk, at most."""
+    return max(-(-num_rows // MOST_CHUNKS), -(-LEAST_LOGITS // num_classes))
+
+
 def chunks(num_rows: int, num_classes: int) -> Iterator[slice]:
     """The rows of each chunk, given how many logits a row has on a rank."""
-    length = max(-(-num_rows // MOST_CHUNKS), -(-LEAST_LOGITS // num_classes))
+    length = chunk_length(num_rows, num_classes)
     for start in range(0, num_rows, length):
         yield slice(start, min(start + length, num_rows))
 

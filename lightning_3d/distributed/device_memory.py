@@ -1,0 +1,47 @@
+"""The memory that a device has for this process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+SHARE = 0.9
+"""The part of a device's free memory that is planned with: predictions and allocators are not exact."""
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup/memory.max")
+
+
+def total_memory(device: torch.device, num_local_ranks: int) -> int:
+    """Bytes of the device; on the CPU the share of each of the node's ranks."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[1])
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(total, _limit() or total) // num_local_ranks
+
+
+def available_memory(device: torch.device, num_local_ranks: int, held: int) -> int:
+    """Bytes that this process may hold, as far as they are free now.
+
+    Args:
+        num_local_ranks: Ranks of this node, which share the memory of a CPU.
+        held: Bytes of tensors that the process holds already.
+    """
+    if device.type != "cpu":
+        free = int(torch.accelerator.get_memory_info(device)[0])
+        unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+        return int(SHARE * (free + unused)) + held
+    total = total_memory(device, num_local_ranks)
+    if not _MEMINFO.exists():
+        return int(SHARE * total)
+    lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024 // num_local_ranks
+    return int(SHARE * min(free + held, total))
+
+
+def _limit() -> int | None:
+    """That of this process's control group, if it has one."""
+    text = _CGROUP.read_text().strip() if _CGROUP.exists() else "max"
+    return None if text == "max" else int(text)

@@ -1,0 +1,1 @@
+"""Recomputing as little as a budget of memory asks for."""

@@ -1,0 +1,184 @@
+"""The peak of every rank's memory in a training step, predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_3d.config.activations import Mode
+from lightning_3d.model.blocks import kind_of
+from lightning_3d.planning.memory.block_memory import BlockMemory, measure_memory
+from lightning_3d.planning.memory.fused_losses import fused_losses
+from lightning_3d.planning.memory.stage_memory import StageMemory, kept_storages, stage_memory
+from lightning_3d.planning.memory.timeline import HeldMemory, peak_of_activations
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.schedule_order import schedule_order
+from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
+from lightning_3d.trace.storages import CallStorages, StepStorages
+from lightning_3d.trace.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """The memory of a training step of a plan, but for what ranks hold anyway.
+
+    Args:
+        flow: The trace of a microbatch, cut into the plan's stages.
+        blocks: Position of a block's call in it -> what it takes.
+        gradients: Block FQN -> bytes of its weights' gradients on a rank.
+        accumulates: Whether gradients wait for further steps.
+        fuses_loss: Whether heads run with their losses.
+        is_compiled: Whether the backward of all stages stays in one piece.
+    """
+
+    plan: Plan
+    flow: StageFlow
+    storages: StepStorages
+    blocks: Mapping[int, BlockMemory]
+    gradients: Mapping[str, int]
+    accumulates: bool
+    heads: Mapping[str, int]
+    """FQN of a head that may run with its loss -> its number of classes."""
+    is_unsplit: bool
+    _stages: dict[object, StageMemory] = field(default_factory=dict, init=False, repr=False)
+
+    def peaks(self, modes: Mapping[str, Mode], held: Sequence[HeldMemory]) -> list[int]:
+        """Bytes at most, by index on the pp axis.
+
+        Args:
+            modes: Block FQN -> how it is recomputed; those that are missing are not.
+            held: What the ranks hold, by index on the pp axis.
+        """
+        plan, peaks = self.plan, []
+        order = schedule_order(plan.schedule, plan.stage_ranks, plan.num_microbatches)
+        for rank, own in enumerate(held):
+            numbers = plan.stages_on(rank)
+            stages = {number: self._stage(number, modes) for number in numbers}
+            recomputing = {
+                stage for block in plan.blocks if modes.get(block.fqn, "none") != "none" for stage in block.stages
+            }
+            activations = peak_of_activations(
+                order[rank],
+                stages,
+                own.gradients,
+                accumulates=self.accumulates,
+                keeps_gradients=plan.num_stages == 1,
+                keeps_sent=plan.schedule not in ("1f1b", "gpipe"),
+                keeps_sent_back=plan.schedule != "1f1b",
+                unsplit=frozenset(numbers if self.is_unsplit else recomputing),
+            )
+            buffers = plan.num_microbatches * sum(stage.received for stage in stages.values())
+            peaks.append(own.always + max(activations + buffers, own.gradients + buffers + own.step))
+        return peaks
+
+    def kept(self, fqn: str, mode: Mode) -> int:
+        """Bytes that a block's calls keep of one microbatch."""
+        calls = self._calls_of(fqn)
+        return sum(self.storages.num_bytes(kept_storages(self.storages.of_calls[i], mode)) for i in calls)
+
+    def cost(self, fqn: str, mode: Mode) -> int:
+        """The time that recomputing a block takes, as a number to compare."""
+        if mode == "none":
+            return 0
+        memories = [self.blocks[i] for i in self._calls_of(fqn)]
+        return sum(memory.full_cost if mode == "full" else memory.selective_cost for memory in memories)
+
+    def _calls_of(self, fqn: str) -> list[int]:
+        return [i for i in self.blocks if self.flow.trace.calls[i].name == fqn]
+
+    def _stage(self, stage: int, modes: Mapping[str, Mode]) -> StageMemory:
+        own = tuple(sorted((fqn, mode) for fqn, mode in modes.items() if stage in self.plan.stages_of_calls[fqn]))
+        if (stage, own) not in self._stages:
+            fused = fused_losses(self.flow, self.storages, self.heads, modes)
+            self._stages[stage, own] = stage_memory(
+                self.flow, stage, self.storages, self.blocks, modes, self.gradients, self.plan.stage_ranks, fused
+            )
+        return self._stages[stage, own]
+
+
+def step_memory(
+    plan: Plan,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace,
+    device: torch.device,
+    *,
+    accumulates: bool,
+    fuses_loss: bool,
+    is_unsplit: bool,
+) -> StepMemory:
+    """Measure what the calls of a trace take.
+
+    Args:
+        blocks: FQN -> block.
+        trace: Of one microbatch, with its storages.
+        device: Where it would run.
+    """
+    assert trace.storages is not None, "the trace notes its memory"
+    flow = cut(trace, plan.stages_of_calls, plan.num_stages)
+    measured: dict[object, BlockMemory] = {}
+    of_calls, gradients, heads = {}, {}, {}
+    sharded = {block.fqn for block in plan.blocks if _divides(block.tensor)}
+    cut_in_shards: set[int] = set()
+    for position, call in enumerate(trace.calls):
+        if not call.is_block:
+            continue
+        block = blocks[call.name]
+        inputs = trace.block_inputs[call.name]
+        if call.name in sharded:
+            inside = trace.storages.of_calls[position]
+            cut_in_shards |= (inside.saved | inside.costly) - inside.inputs - inside.outputs
+        kind = (kind_of(block), repr(inputs))
+        if kind not in measured:
+            try:
+                measured[kind] = measure_memory(block, inputs, device)
+            except Exception:  # it needs data
+                measured[kind] = _estimated(trace.storages.of_calls[position], trace.storages)
+        num_shards = plan.shape.tp if call.name in sharded else 1
+        returned = trace.storages.num_bytes(trace.storages.of_calls[position].outputs)
+        of_calls[position] = measured[kind].divided(num_shards, returned)
+        whole = sum(p.nbytes for p in block.parameters() if p.requires_grad) // num_shards
+        gradients[call.name] = whole + _reduced(whole, plan)
+        if fuses_loss and type(block) is nn.Linear:
+            heads[call.name] = block.out_features // num_shards
+    return StepMemory(
+        plan=plan,
+        flow=flow,
+        storages=trace.storages.divided(cut_in_shards, plan.shape.tp),
+        blocks=of_calls,
+        gradients=gradients,
+        accumulates=accumulates,
+        heads=heads,
+        is_unsplit=is_unsplit,
+    )
+
+
+def _divides(tensor: BlockTensorPlan | None) -> bool:
+    """Whether tensor-parallel ranks share the memory of a block; with slices of the sequence they gather whole ones."""
+    return tensor is not None and tensor.reason is None and not tensor.is_sequence_parallel
+
+
+def _reduced(gradients: int, plan: Plan) -> int:
+    """Bytes of reduced gradients beside those that are waiting in buckets, until the backward has ended."""
+    if plan.shape.dp == 1 or plan.zero_stage not in (1, 2):
+        return 0
+    return plan.zero_stage * gradients // plan.shape.dp
+
+
+def _estimated(own: CallStorages, storages: StepStorages) -> BlockMemory:
+    """By what a call was seen to keep and to return."""
+    kept = storages.num_bytes(own.saved | own.outputs)
+    returned = storages.num_bytes(own.outputs)
+    return BlockMemory(
+        forward=kept,
+        forward_alone=kept,
+        backward=2 * returned,
+        input_backward=2 * returned,
+        held=returned,
+        weight_backward=returned,
+        full_cost=kept,
+        selective_cost=kept,
+    )

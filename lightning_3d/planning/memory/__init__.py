@@ -1,0 +1,1 @@
+"""The memory of a training step, by call, stage and rank."""

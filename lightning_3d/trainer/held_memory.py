@@ -1,0 +1,108 @@
+"""The memory that this rank holds whatever it computes: weights, gradients, optimizer states, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.planning.memory.timeline import HeldMemory
+from lightning_3d.torch_internals.modules import named_state
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.zero.buckets import bucket_bytes
+from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.master_weights import is_half
+from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states
+from lightning_3d.zero.shard import plain
+
+_WIDE = 4  # bytes of a number of fp32
+
+
+def held_memory(
+    module: nn.Module,
+    zero: Zero,
+    kinds: Mapping[Optimizer, OptimizerKind],
+    config: ThreeDConfig,
+    mesh: Mesh,
+    device: torch.device,
+    batch: Any,
+) -> HeldMemory:
+    """The memory that this rank holds when it trains.
+
+    Args:
+        batch: A microbatch.
+    """
+    dp = mesh.shape.dp
+    present = [parameter for parameter in module.parameters() if not parameter.is_meta]
+    trained = [parameter for parameter in present if parameter.requires_grad]
+    on_device = [parameter for parameter in present if plain(parameter).device == device]
+    buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
+    whole = _num_bytes(trained)
+    return HeldMemory(
+        weights=_num_bytes(on_device) + _num_bytes(buffers),
+        gradients=whole // zero.num_sharing if dp > 1 and config.zero.stage in (1, 2) else whole,
+        optimizer_states=0 if config.zero.offload_optimizer != "none" else _states(zero, kinds, config),
+        batch=config.num_microbatches * _num_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
+        communication=_buffers(module, zero, config, dp),
+        step=_step(trained, zero, device),
+    )
+
+
+def bytes_now(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Bytes of weights, gradients and optimizer states that are on this rank now."""
+    tensors: list[Any] = [tensor for _, tensor, _ in named_state(module) if not tensor.is_meta]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf]
+    tensors += [leaf for optimizer in optimizers for state in optimizer.state.values() for leaf in tree_leaves(state)]
+    return _num_bytes(tensor for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _states(zero: Zero, kinds: Iterable[Optimizer], config: ThreeDConfig) -> int:
+    total = 0
+    for optimizer in kinds:
+        num = num_states(optimizer)
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            shard = zero.shards.get(parameter)
+            if shard is None or shard.is_elsewhere:
+                continue
+            own = shard.own(plain(parameter))
+            has_master = is_half(parameter) and config.precision.updates in ("auto", "master")
+            total += own.numel() * (num + 1) * _WIDE if has_master else num * own.nbytes
+    return total
+
+
+def _buffers(module: nn.Module, zero: Zero, config: ThreeDConfig, dp: int) -> int:
+    """For collectives over the replicas."""
+    if dp == 1:
+        return 0
+    if config.zero.stage < 3:
+        num_bytes = bucket_bytes(zero.shards.values())
+        return int(num_bytes if config.zero.bucket_size == "auto" else 2**20 * config.zero.bucket_size)
+    units = sorted(
+        (
+            sum(parameter.numel() * parameter.element_size() for parameter in unit.parameters())
+            for unit in module.modules()
+            if isinstance(unit, FSDPModule) and unit is not module
+        ),
+        reverse=True,
+    )
+    return 2 * sum(units[:1]) + sum(units[:2])  # two units are whole at once, and gradients of one, twice
+
+
+def _step(trained: Iterable[nn.Parameter], zero: Zero, device: torch.device) -> int:
+    """An optimizer's results between its operators: of one parameter on a CPU, else of all, as of ``foreach``."""
+    sizes = [zero.shards[parameter].own(plain(parameter)).nbytes for parameter in trained if parameter in zero.shards]
+    return 2 * max(sizes, default=0) if device.type == "cpu" else sum(sizes)
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {}
+    for tensor in map(plain, tensors):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+    return sum(storages.values())

@@ -1,0 +1,197 @@
+"""A budget of memory: peaks are predicted as they are measured, and no more is recomputed than the budget asks for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch.utils.data import Dataset, TensorDataset
+
+from lightning_3d import ThreeDStrategy
+from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.errors import ConfigError, PlanError, StepError
+from lightning_3d.planning.memory.table import RankMemory
+from lightning_3d.planning.plan import Plan
+from tests.models import TinyGPT
+from tests.parity import Job, Layout, assert_parity, fitted, run_layout, run_reference
+from tests.workers import WorkerPools
+
+GIB = 2**30
+LENGTH = 64
+LARGE = {"budget": 100.0}
+GPT = partial(TinyGPT, context=LENGTH, width=128, num_layers=6)
+
+
+def long_tokens(num_samples: int) -> Dataset[tuple[torch.Tensor, ...]]:
+    """Random tokens."""
+    drawn = torch.randint(64, (num_samples, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    return TensorDataset(drawn[:, :-1], drawn[:, 1:])
+
+
+def _plan(layout: Layout, **trainer: Any) -> Plan:
+    settings = {"batches": 3, "epochs": 1, "limit_val_batches": 0, "callbacks": [MemoryTable()], **trainer}
+    runs, _ = fitted(layout, GPT, data=long_tokens, **settings)
+    assert isinstance(runs.strategy, ThreeDStrategy)
+    return runs.strategy.plan
+
+
+def _memory(layout: Layout, settings: Mapping[str, Any] = {}) -> tuple[RankMemory, ...]:
+    return _plan(layout, **settings).memory
+
+
+LAYOUTS = {
+    "one": Layout(),
+    "pp2": Layout(pp=2, num_microbatches=4),
+    "pp2-gpipe": Layout(pp=2, num_microbatches=4, schedule="gpipe"),
+    "pp2-zbv": Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2),
+    "pp2-interleaved": Layout(pp=2, num_microbatches=4, schedule="interleaved", stages_per_rank=2),
+}
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, layout: Layout, mode: str) -> None:
+    layout = replace(layout, activations={**LARGE, "recompute": mode})
+    for memory in workers(layout.world_size).run(_memory, layout):
+        for row in memory:
+            assert row.measured is not None
+            assert row.peak == pytest.approx(row.measured, rel=0.1)
+
+
+def test_gradients_that_accumulate_are_counted(workers: WorkerPools) -> None:
+    layout = Layout(activations=LARGE)
+    ((row,),) = workers(1).run(_memory, layout, {"accumulate_grad_batches": 2, "batches": 6})
+    assert row.measured is not None
+    assert row.peak == pytest.approx(row.measured, rel=0.1)
+
+
+def _answers(layout: Layout, shares: tuple[float, ...]) -> list[Any]:
+    """Peak without recomputation and with all; for budgets between and beside them what is recomputed, or the error."""
+    none, full = (
+        _plan(replace(layout, activations={**LARGE, "recompute": mode}), max_steps=1) for mode in ("none", "full")
+    )
+    most, least = (max(row.peak for row in plan.memory) for plan in (none, full))
+    answers: list[Any] = []
+    for share in shares:
+        budget = (least + share * (most - least)) / GIB
+        try:
+            plan = _plan(replace(layout, activations={"recompute": "auto", "budget": budget}), max_steps=1)
+        except PlanError as error:
+            answers.append(str(error))
+        else:
+            assert all(row.peak <= row.budget for row in plan.memory)
+            modes = [Counter(block.recompute for block in plan.blocks_of(s)) for s in range(plan.num_stages)]
+            answers.append([{mode: num for mode, num in stage.items() if mode != "none"} for stage in modes])
+    return answers
+
+
+SHARES = (1.0, 0.9, 0.6, 0.3, 0.01, -0.5)
+
+
+def test_a_budget_asks_for_nothing_up_to_everything_and_then_for_an_error(workers: WorkerPools) -> None:
+    ((nothing, *some, everything, error),) = workers(1).run(_answers, Layout(), SHARES)
+    assert nothing == [{}]
+    costs = [stage.get("selective", 0) + 4 * stage.get("full", 0) for (stage,) in some]
+    assert 0 < costs[0] < costs[1] < costs[2]
+    assert "selective" in some[0][0]
+    assert everything[0]["full"] >= 5
+    assert "Rank 0 of the pipeline needs at least" in error
+    for words in ("of weights", "of activations and buffers", "What would help: ", "tensor_parallel_size above 1"):
+        assert words in error
+
+
+def test_a_first_stage_that_holds_more_microbatches_recomputes_more(workers: WorkerPools) -> None:
+    layout = Layout(pp=2, num_microbatches=4)
+    for nothing, middle, error in workers(2).run(_answers, layout, (1.0, 0.5, -0.9)):
+        assert nothing == [{}, {}]
+        first, last = middle
+        assert sum(first.values()) > sum(last.values())
+        assert "needs at least" in error
+
+
+def test_recomputation_that_is_set_is_checked_against_a_budget(workers: WorkerPools) -> None:
+    layout = Layout(pp=2, num_microbatches=2, activations={"budget": 1e-3, "recompute": "none"})
+    for error in workers(2).run(_error, layout):
+        assert "with 0 blocks recomputed, but activations.budget is 1.0 MiB" in error
+        assert "activations.recompute='auto'" in error
+
+
+def _error(layout: Layout) -> str:
+    with pytest.raises(PlanError) as raised:
+        _plan(layout)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, zero=2),
+        Layout(dp=2, zero=3),
+        Layout(tp=2),
+        Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2),
+    ],
+    ids=str,
+)
+def test_what_is_recomputed_by_a_budget_changes_no_number(workers: WorkerPools, layout: Layout) -> None:
+    job = Job(model=GPT, data=long_tokens)
+    budget = _half(workers, layout)
+    layout = replace(layout, activations={"recompute": "auto", "budget": budget})
+    result = run_layout(workers, job, layout)
+    assert any(block.is_recomputed for block in result.plan.blocks)
+    assert_parity(run_reference(job), result)
+
+
+def _half(workers: WorkerPools, layout: Layout) -> float:
+    peaks = []
+    for mode in ("none", "full"):
+        rows = workers(layout.world_size).run(_memory, replace(layout, activations={**LARGE, "recompute": mode}))
+        peaks.append(max(row.peak for memory in rows for row in memory))
+    return sum(peaks) / 2 / GIB
+
+
+def _few_steps() -> Any:
+    return _plan(Layout(activations=LARGE), max_steps=1).memory[0].measured
+
+
+def test_a_run_of_one_step_is_not_measured(workers: WorkerPools) -> None:
+    assert workers(1).run(_few_steps) == [None]
+
+
+def _refused(profiler: bool) -> str:
+    trainer = {"profiler": PyTorchProfiler(filename=None)} if profiler else {}
+    with pytest.raises((StepError, ConfigError)) as raised:
+        _plan(Layout(activations=LARGE if profiler else {}), **trainer)
+    return str(raised.value)
+
+
+def test_the_table_asks_for_a_budget_and_for_torchs_profiler(workers: WorkerPools) -> None:
+    assert "set activations.budget" in workers(1).run(_refused, False)[0]
+    assert "leave out one of them" in workers(1).run(_refused, True)[0]
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, "most", "0%", "120%", "nan", "inf"])
+def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
+    with pytest.raises(ConfigError, match=r"activations\.budget=.* is not allowed: use 'auto', a number of GiB"):
+        ActivationsConfig(budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"), [("auto", 30), ("50%", 50), (2, 2 * GIB), (0.5, GIB // 2), ("1.5", 3 * GIB // 2)]
+)
+def test_a_budget_in_bytes(budget: Any, expected: int) -> None:
+    assert ActivationsConfig(budget=budget).budget_bytes(total=100, available=30) == expected
+    assert ActivationsConfig(recompute="auto").budget == "auto"
+    assert ActivationsConfig().budget is None
+
+
+@pytest.mark.parametrize("settings", [{"recompute": "auto"}, {"budget": 2}])
+def test_a_budget_does_not_count_what_is_offloaded(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"activations\.offload=True .* is not predicted yet"):
+        ActivationsConfig(offload=True, **settings)
