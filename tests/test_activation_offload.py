@@ -27,7 +27,7 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.activations import transfers
 from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.transfers import SideStreams, Transfer, Transfers
-from lightning_3d.config.activations import ActivationsConfig, Recompute
+from lightning_3d.config.activations import ActivationsConfig, Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import ConfigError, OffloadError, StepError
@@ -738,7 +738,7 @@ def test_cpus_are_refused_before_anything_begins() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_plans_say_what_is_offloaded(recompute: Recompute) -> None:
+def test_plans_say_what_is_offloaded(recompute: Mode) -> None:
     config = ThreeDConfig(activations=ActivationsConfig(offload=True, recompute=recompute, every=2))
     module = TinyGPT()
     plan = make_plan(module, find_blocks(module), None, config, MeshShape(pp=1, dp=1, cp=1, tp=1), CPU)
