@@ -62,6 +62,7 @@ class _CompiledForward:
         self._block, self._compiler = block, compiler
         self._parameters = tuple(block.parameters())
         self._norms = [norm for norm in block.modules() if isinstance(norm, RunningNorm)]
+        self._functions: dict[Call, Call] = {}  # of the author -> compiled
         self._is_compilable = True
         self._stance = "default"
 
@@ -70,7 +71,9 @@ class _CompiledForward:
             return forward(*args, **kwargs)
         wait_for(self._parameters)  # compiled code reads them beneath torch's functions
         function, owner = (forward.__func__, (forward.__self__,)) if isinstance(forward, MethodType) else (forward, ())
-        run = self._compiler.function(self._block, function)
+        if function not in self._functions:  # to describe a block takes long
+            self._functions[function] = self._compiler.function(self._block, function)
+        run = self._functions[function]
         try:
             with torch.compiler.set_stance(self._stance):  # also where code outside of blocks is not compiled
                 return run(*owner, *args, **kwargs)
