@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
 
 import torch
 from rich.console import Console
@@ -21,6 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks.models import random_tokens
+from benchmarks.turns import ratio_quartiles, take_turns
 from examples.gpt import GPT
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import running
@@ -48,17 +48,14 @@ class _Training:
         self._model = model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         (self._batch,) = random_tokens(1, BATCH, LENGTH, VOCABULARY)
-        self.seconds: list[float] = []
 
     def step(self) -> None:
         """Train on one batch."""
-        start = time.process_time()
         tokens, targets = self._batch
         loss = nn.functional.cross_entropy(self._model(tokens).flatten(0, 1), targets.flatten())
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()
-        self.seconds.append(time.process_time() - start)
 
 
 def main() -> None:
@@ -73,17 +70,14 @@ def main() -> None:
             for dropout in (0.0, DROPOUT)
             for is_compiled in (False, True)
         }
-        for _ in range(WARM_UP + TURNS):
-            for training in trainings.values():
-                training.step()
+        steps = {name: training.step for name, training in trainings.items()}
+        seconds = take_turns(steps, num_warm_up=WARM_UP, num_turns=TURNS)
     table = Table("", "ms", "of eager", "quartiles", "bar", "compiling, s", title=f"one step, {TURNS} turns")
     for name, peer in PAIRS:
-        own, other = (trainings[n].seconds[WARM_UP:] for n in (name, peer))
-        ratios = [seconds / of_peer for seconds, of_peer in zip(own, other, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = ratio_quartiles(seconds[name], seconds[peer])
         table.add_row(
             name,
-            f"{statistics.median(own) * 1e3:.1f}",
+            f"{statistics.median(seconds[name]) * 1e3:.1f}",
             f"{middle:.3f}",
             f"{low:.3f} .. {high:.3f}",
             f"{BAR:.2f}",

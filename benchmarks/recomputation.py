@@ -4,15 +4,15 @@
 
 The GPT of `benchmarks.models` in one process. The bytes of a block are what four blocks keep more than two, half of it.
 In theory ``full`` keeps a block's input, B x T x D numbers, and ``selective`` also the results of q, k, v, attention
-with its logsumexp, out, up (four times as wide) and down. The bars: bytes within 3 %; a step with ``full`` at most 1.36
-of one without, with ``selective`` at most 1.12.
+with its logsumexp, out, up (four times as wide) and down. Steps take turns in one process, by its CPU time. The bars:
+bytes within 3 %; a step with ``full`` at most 1.36 of one without, with ``selective`` at most 1.12.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from functools import partial
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -23,17 +23,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.data_parallel_step import train
-from benchmarks.models import GPT, Block, random_tokens
-from benchmarks.rounds import Contenders, compare
-from lightning_3d import ThreeDStrategy
+from benchmarks.budget_sweep import step_of
+from benchmarks.models import Block
+from benchmarks.turns import ratio_quartiles, take_turns
 from lightning_3d.activations.recomputation import Recomputation
 from lightning_3d.distributed.rng import Generators
 
 Mode = Literal["none", "full", "selective"]
 
-BATCH, LENGTH, WIDTH, HEADS, WARM_UP, STEPS, ROUNDS = 8, 256, 256, 8, 2, 6, 5
-BARS = (("full", "none", 1.36), ("selective", "none", 1.12))
+BATCH, LENGTH, WIDTH, HEADS, WARM_UP, TURNS = 8, 256, 256, 8, 2, 25
+BARS = {"selective": 1.12, "full": 1.36}
 
 
 class _Made(TorchDispatchMode):
@@ -87,17 +86,24 @@ def kept_table() -> Table:
     return table
 
 
-def _step(mode: Mode) -> float:
-    torch.manual_seed(0)
-    strategy = ThreeDStrategy(activations={"recompute": mode})
-    return train(strategy, 1, GPT(width=WIDTH), random_tokens(WARM_UP + STEPS, BATCH, LENGTH), WARM_UP)
+def time_table() -> Table:
+    """Steps by mode, which take turns."""
+    torch.set_num_threads(1)
+    fqns = [f"blocks.{i}" for i in range(8)]
+    steps = {mode: step_of({} if mode == "none" else dict.fromkeys(fqns, mode)) for mode in ("none", *BARS)}
+    seconds = take_turns(steps, num_warm_up=WARM_UP, num_turns=TURNS)
+    table = Table("recompute", "ms", "of none", "quartiles", "bar", title=f"one step, {TURNS} turns")
+    for mode, own in seconds.items():
+        low, middle, high = ratio_quartiles(own, seconds["none"])
+        bar = f"{BARS[mode]:.2f}" if mode in BARS else ""
+        table.add_row(mode, f"{median(own) * 1e3:.0f}", f"{middle:.3f}", f"{low:.3f} .. {high:.3f}", bar)
+    return table
 
 
 def main() -> None:
     """Print both tables."""
     Console().print(kept_table())
-    contenders: Contenders = {mode: partial(_step, mode) for mode in ("none", "full", "selective")}
-    compare(contenders, BARS, num_ranks=1, num_rounds=ROUNDS, title="recomputed blocks")
+    Console().print(time_table())
 
 
 if __name__ == "__main__":

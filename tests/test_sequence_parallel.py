@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_3d.planning.memory.live_bytes import LiveBytes
 from lightning_3d.tensor import apply_block, plan_block, verify_block
 from tests.collectives import Collectives, by_kind, planned
 from tests.models import Block, TinyGPT
@@ -157,6 +159,31 @@ def _recomputed() -> float:
 
 def test_recomputation_sees_the_same(workers: WorkerPools) -> None:
     assert workers(2).run(_recomputed) == [0.0, 0.0]
+
+
+def _alive() -> list[int]:
+    """Bytes that a forward leaves: planned without sequence parallel, with it, and the latter under a checkpoint."""
+    torch.manual_seed(0)
+    mesh, inputs, alive = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(SHAPE), []
+    for along, recompute in ((False, False), (True, False), (True, True)):
+        block = Block(32, 4)
+        apply_block(block, plan_block(block, (inputs,), {}, size=2, sequence_parallel=along), mesh)
+        leaf = inputs.detach().clone().requires_grad_()
+        with LiveBytes() as live:
+            output = checkpoint(block, leaf, use_reentrant=False) if recompute else block(leaf)
+            gc.collect()
+            alive.append(live.live - output.nbytes)
+            output.sum().backward()
+    return alive
+
+
+def test_nothing_but_slices_is_alive_after_a_forward(workers: WorkerPools) -> None:
+    activation = 4 * torch.Size(SHAPE).numel()
+    for whole, slices, recomputed in workers(2).run(_alive):
+        assert (
+            whole - slices >= 2 * activation
+        )  # norms, residuals and the inputs of column weights, of which half stays
+        assert recomputed == 0
 
 
 def test_input_that_can_not_be_cut_is_left_whole() -> None:

@@ -908,11 +908,13 @@ def test_checkpoints_that_are_made() -> None:
 
     tensor = torch.ones(2, requires_grad=True)
     with autograd.checkpoints_noted() as noted:
-        checkpoint(function, tensor, use_reentrant=False)
+        output = checkpoint(function, tensor, use_reentrant=False)
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
         function(tensor)
     assert noted == [function]
     assert seen == [True, False]
+    output.sum().backward()
+    assert seen == [True, False, True]  # computed again
     assert not autograd.is_checkpointing()
 
 

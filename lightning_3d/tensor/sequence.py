@@ -9,7 +9,8 @@ The result of the all-gather is not kept for the backward, which gathers again.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from lightning_3d.torch_internals.autograd import is_checkpointing
 from lightning_3d.torch_internals.tensors import storage_id
 
 SEQUENCE_DIM = 1
@@ -61,25 +63,42 @@ class GatheredSequence:
             local = local.to(torch.get_autocast_dtype(kind))
         self.whole = collectives.gather_sequence(local, axis, SEQUENCE_DIM)
         """(B, T, D)."""
-        self._local, self._axis = local.detach(), axis
-        self._storage = storage_id(self.whole.untyped_storage())
+        self._slice = _Slice(local.detach(), self.whole, axis)
+
+    def not_saved(self) -> AbstractContextManager[Any]:
+        """Calls made inside keep the slice for their backward in place of the whole; under a checkpoint neither."""
+        if is_checkpointing():
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._slice.pack, self._slice.unpack)
+
+
+class _Slice:
+    """Stands for a gathered activation in the graph, which may outlive that.
+
+    Args:
+        local: This rank's slice.
+    """
+
+    def __init__(self, local: Tensor, whole: Tensor, axis: Axis) -> None:
+        self._local, self._axis, self._whole = local, axis, weakref.ref(whole)
+        self._storage = storage_id(whole.untyped_storage())
         self._again: Tensor | None = None
         self._num_saved, self._is_expected = 0, False
 
-    def not_saved(self) -> AbstractContextManager[Any]:
-        """Calls made inside keep the slice for their backward in place of the whole."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-
-    def _pack(self, saved: Tensor) -> Any:
-        if storage_id(saved.untyped_storage()) != self._storage or saved.numel() != self.whole.numel():
+    def pack(self, saved: Tensor) -> Any:
+        """Keep the shape of what has the memory of the whole."""
+        whole = self._whole()
+        assert whole is not None, "it is there while calls read it"
+        if storage_id(saved.untyped_storage()) != self._storage or saved.numel() != whole.numel():
             return saved
         self._num_saved += 1
-        if not self._is_expected and self.whole.requires_grad:
+        if not self._is_expected and whole.requires_grad:
             self._is_expected = True
-            self._axis.expect_backward(self.whole, "all-gather", self.whole)
+            self._axis.expect_backward(whole, "all-gather", whole)
         return saved.shape
 
-    def _unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
+        """The whole again, gathered once for all that kept it."""
         if isinstance(packed, Tensor):
             return packed
         if self._again is None:

@@ -20,7 +20,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Variable
 from torch.autograd import function as autograd_function
 from torch.autograd.graph import Node
-from torch.utils.checkpoint import _checkpoint_hook, _StopRecomputationError
+from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook, _StopRecomputationError
 
 from lightning_3d.torch_internals.modules import attributes_replaced
 
@@ -81,9 +81,12 @@ def checkpoints_noted() -> Iterator[list[Function]]:
 
 
 def is_checkpointing() -> bool:
-    """Whether what is computed now is checkpointed: the innermost hooks of saved tensors are a checkpoint's."""
+    """Whether what is computed now is checkpointed, or computed again by a checkpoint: the innermost hooks of saved
+    tensors are a checkpoint's.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__qualname__.startswith(_checkpoint_hook.__qualname__)
+    of_checkpoints = (_checkpoint_hook.__qualname__, _recomputation_hook.__qualname__)
+    return hooks is not None and hooks[0].__qualname__.startswith(of_checkpoints)
 
 
 def is_reentrant(cls: type[torch.autograd.Function]) -> bool:
