@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
@@ -76,6 +77,10 @@ class Compared:
             loss.backward(seed)
         for theirs, ours in zip(*self.leaves, strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def test_logits_that_are_first_read_inside_of_a_checkpoint() -> None:
+    Compared(2, 4).check(lambda logits: checkpoint(lambda x: x.sin().exp(), logits, use_reentrant=False))
 
 
 FLAT = torch.tensor([0, 9, 3, -100, 5, 6, 1, 2])

@@ -21,13 +21,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, saved_tensors_hooks
 
 from lightning_3d.errors import StepError
 from lightning_3d.tensor.collectives import refuse_second_order
@@ -35,6 +36,7 @@ from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.vocabulary.chunked_loss import Elementwise, Head, cross_entropy_of
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, ShardedClasses, as_cross_entropy
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits, plain
+from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass, OpOverload, autograd_recording
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import make_wrapper
@@ -173,7 +175,8 @@ class LazyLogits(Tensor):
     def plain(self, reader: str) -> Tensor:
         """The logits, with their graph."""
         if self._plain is None:
-            self._plain = self.view_of_head.make(reader)
+            with _kept_as_by_the_head():
+                self._plain = self.view_of_head.make(reader)
         return self._plain if self.has_own_graph else _Read.apply(self, self._plain)  # type: ignore[no-untyped-call]
 
     @property
@@ -219,6 +222,13 @@ class LazyLogits(Tensor):
                 lambda leaf: leaf.plain(name).detach() if isinstance(leaf, cls) else leaf, (args, kwargs or {})
             )
         return func(*args, **kwargs)
+
+
+def _kept_as_by_the_head() -> AbstractContextManager[Any]:
+    """Logits may be read first inside of a checkpoint, which is not to count what the head before it keeps."""
+    if not has_saved_tensor_hooks():
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # the innermost ones hold
 
 
 def lazy_logits(call: HeadCall) -> Tensor:
