@@ -110,6 +110,7 @@ from lightning_3d.trainer.requirements import (
     refuse_offload,
     refuse_places,
     refuse_serving,
+    refuse_unplanned,
     refuse_unsupported,
     saves_optimizers,
 )
@@ -384,10 +385,16 @@ class ThreeDStrategy(ParallelStrategy):
             shard_size=zero.shard_size,
             timeout=self._timeout,
         )
-        if not is_laid_out(self._module, self._layout):  # by this strategy, and as it is now
+        if not is_laid_out(self._module, self._layout) or self._lacks_budget():  # by this strategy, and as it is now
             copies = copies_of(self._module, lightning_helpers.callbacks_of(self._module.trainer))
             leave_layouts(self._module, copies)
             self._parallel = None
+
+    def _lacks_budget(self) -> bool:
+        """Whether a fit is to begin within a budget, but the model was laid out for a run without a training step."""
+        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        plans = is_fitting and self.config.activations.plans_memory
+        return plans and self._parallel is not None and self._parallel.budget is None
 
     def _open_control(self, shape: MeshShape) -> RunControl:
         assert isinstance(self._launcher, Launcher)
@@ -459,6 +466,7 @@ class ThreeDStrategy(ParallelStrategy):
             self._patches.enter_context(modules_watched())
         refuse_callbacks(trainer, self.mesh)
         if trainer.state.fn == TrainerFn.FITTING:
+            refuse_unplanned(self._module, self.config.activations)
             refuse_serving(trainer, self.mesh, self.config.zero)
             reads_again = self.config.batch.resume == "exact"
             self._resuming = Resuming(trainer, self._module, self.root_device, reads_again=reads_again)

@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.errors import ThreeDError, TraceError
+from lightning_3d.errors import PlanError, ThreeDError, TraceError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, split_blocks
@@ -75,15 +76,28 @@ class Observer:
 
     def observe(self, config: ThreeDConfig, shape: MeshShape) -> Observation:
         """Find the coarsest blocks that balance the stages, and trace the step."""
-        self._notes_storages = config.activations.plans_memory
+        self._notes_storages = config.activations.plans_memory and self._step.name == "training_step"
         pipeline = config.pipeline
         blocks = find_blocks(self._module, pipeline.partition)
-        if not shape.is_model_parallel and not config.activations.plans_memory:
-            return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
+        if not shape.is_model_parallel:
+            if not self._notes_storages:
+                return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
+            return self._for_budget(blocks, config.activations)
         num_stages, imbalance = len(pipeline.stage_ranks(shape.pp)), greatest_imbalance(pipeline.partition)
         if num_stages > 1 and imbalance is not None and not is_balanced(blocks, num_stages, imbalance):
             blocks = split_blocks(self._module, blocks, num_stages, imbalance, self._trace)
         return self.of_blocks(blocks)
+
+    def _for_budget(self, blocks: Mapping[str, nn.Module], config: ActivationsConfig) -> Observation:
+        """Trace a step that nothing but a budget of memory needs."""
+        try:
+            return self.of_blocks(blocks)
+        except Exception as error:
+            raise PlanError(
+                f"activations.budget={config.budget!r} is planned by a trace of {self._step.name}, which failed:"
+                f" {type(error).__name__}: {error}. It may run where it is not traced: leave out activations.budget and"
+                " recompute='auto'; activations.recompute='full' saves memory without either."
+            ) from error
 
     def of_blocks(self, blocks: Mapping[str, nn.Module]) -> Observation:
         """Trace the step with the given blocks."""
@@ -114,7 +128,7 @@ class Observer:
         try:
             with torch.compiler.set_stance("force_eager"), step.modes(), routed(blocks) as router, before, refused:
                 tracing = StepTracing(self._module, router, self._effects_of(self._module, router), self._device)
-                notes = self._notes_storages and step.name == "training_step"
+                notes = self._notes_storages
                 return tracing(step.name, step.microbatch, step.rest, with_data=with_data, notes_storages=notes)
         except TraceError as error:
             if not (error.lacks_data and step.has_data):

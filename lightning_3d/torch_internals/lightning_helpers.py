@@ -285,8 +285,9 @@ def make_optimizers(module: LightningModule) -> tuple[list[Optimizer], list[LRSc
 
 
 def set_up_validation(trainer: Trainer) -> None:
-    """Make the dataloaders of the validation in ``fit``, which it makes later else."""
-    trainer.fit_loop.epoch_loop.val_loop.setup_data()
+    """Make the dataloaders of the validation in ``fit``, if it has one, which it makes later else."""
+    if trainer.enable_validation:
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
 
 
 def before_transfer(module: LightningModule, batch: Any) -> Any:

@@ -34,7 +34,7 @@ def example_step(
     """The step with its first microbatch; without a batch on a mesh whose plan does not depend on it."""
     assert trainer.state.fn is not None
     name, microbatch, rest = _STEPS[trainer.state.fn], None, tuple[Any, ...]()
-    if shape.is_model_parallel or config.activations.plans_memory:
+    if shape.is_model_parallel or (config.activations.plans_memory and name == "training_step"):
         rest = further_arguments(trainer, getattr(module, name))
         batch = before_transfer(module, trainer.precision_plugin.convert_input(example_batch(trainer)))
         batch = detached_from_inference(trainer.strategy.batch_to_device(batch, dataloader_idx=0))

@@ -45,6 +45,8 @@ def held_memory(
     on_device = [parameter for parameter in present if plain(parameter).device == device]
     buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
     whole = _num_bytes(trained)
+    if config.precision.updates != "direct":
+        whole += _num_bytes(parameter for parameter in trained if is_half(parameter))  # gradients end in fp32
     return HeldMemory(
         weights=_num_bytes(on_device) + _num_bytes(buffers),
         gradients=whole // zero.num_sharing if dp > 1 and config.zero.stage in (1, 2) else whole,
@@ -97,7 +99,8 @@ def _buffers(module: nn.Module, zero: Zero, config: ThreeDConfig, dp: int) -> in
 
 def _step(trained: Iterable[nn.Parameter], zero: Zero, device: torch.device) -> int:
     """An optimizer's results between its operators: of one parameter on a CPU, else of all, as of ``foreach``."""
-    sizes = [zero.shards[parameter].own(plain(parameter)).nbytes for parameter in trained if parameter in zero.shards]
+    shards = [zero.shards[parameter].own(plain(parameter)) for parameter in trained if parameter in zero.shards]
+    sizes = [_WIDE * shard.numel() if is_half(shard) else shard.nbytes for shard in shards]
     return 2 * max(sizes, default=0) if device.type == "cpu" else sum(sizes)
 
 

@@ -81,6 +81,25 @@ def refuse_serving(trainer: Trainer, mesh: Mesh, config: ZeroConfig) -> None:
         )
 
 
+def refuse_unplanned(module: LightningModule, config: ActivationsConfig) -> None:
+    """Raise for training steps that can't be traced, where a budget of memory is planned by the trace."""
+    if not config.plans_memory:
+        return
+    name, fix = type(module).__name__, "Leave out activations.budget, and activations.recompute='auto'"
+    if not module.automatic_optimization:
+        raise StepError(
+            f"{name} uses manual optimization (automatic_optimization=False), but activations.budget={config.budget!r}"
+            f" is planned by a trace of its training_step, before there are optimizers. {fix}, or use automatic"
+            " optimization."
+        )
+    if fetches_itself(module.training_step):
+        raise StepError(
+            f"{name}.training_step takes dataloader_iter and fetches batches itself, but"
+            f" activations.budget={config.budget!r} is planned by a trace of it on an example batch. {fix}, or let it"
+            " take the batch: def training_step(self, batch, batch_idx)."
+        )
+
+
 def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) -> None:
     """Raise for what can't run on this mesh."""
     if mesh.shape.is_model_parallel and not module.automatic_optimization:
