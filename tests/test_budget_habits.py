@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.callbacks.memory import MemoryTable
@@ -135,3 +135,35 @@ def _measured(precision: Any) -> tuple[int, int | None]:
 def test_a_peak_is_predicted_in_every_precision(workers: WorkerPools, precision: str) -> None:
     ((peak, measured),) = workers(1).run(_measured, precision)
     assert peak == pytest.approx(measured, rel=0.1)
+
+
+class OneShot(IterableDataset[tuple[Tensor, ...]]):
+    """A stream that each sample comes from once."""
+
+    def __init__(self) -> None:
+        self._samples = iter(tokens(16))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return self._samples
+
+
+class _Batches(L.Callback):
+    def __init__(self) -> None:
+        self.first_samples: list[list[int]] = []
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.first_samples.append(batch[0][0].tolist())
+
+
+def _seen() -> list[list[int]]:
+    batches = _Batches()
+    trainer = _trainer(Layout(activations=AUTO), callbacks=[batches], limit_train_batches=1.0)
+    trainer.fit(TinyGPT(), DataLoader(OneShot(), batch_size=4))
+    return batches.first_samples
+
+
+def test_planning_takes_nothing_from_a_stream(workers: WorkerPools) -> None:
+    expected = [tokens(16)[i][0].tolist() for i in (0, 4, 8, 12)]
+    assert workers(1).run(_seen) == [expected]

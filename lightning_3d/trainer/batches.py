@@ -43,9 +43,9 @@ def example_batch(trainer: Trainer) -> Any:
             f" for trainer.{trainer.state.fn.value if trainer.state.fn else 'fit'}(), or its number of batches is"
             " limited to 0. Give it one, or use pipeline_parallel_size=1 and tensor_parallel_size=1."
         )
+    if trainer.state.fn == TrainerFn.FITTING and (ahead := fetched_ahead(trainer)):
+        return ahead[0]
     if any(map(is_used_up, loaders.flat)):
-        if trainer.state.fn == TrainerFn.FITTING and (ahead := fetched_ahead(trainer)):
-            return ahead[0]
         change_loaders(trainer, lambda loader: Peeked(loader) if is_used_up(loader) else loader)
         loaders = active_loaders(trainer)
         assert loaders is not None
