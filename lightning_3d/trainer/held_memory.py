@@ -105,7 +105,5 @@ def _step(trained: Iterable[nn.Parameter], zero: Zero, device: torch.device) -> 
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {}
-    for tensor in map(plain, tensors):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.nbytes
-    return sum(storages.values())
+    """Bytes of tensors, each once whatever its names; none of them overlap otherwise."""
+    return sum({held.data_ptr(): held.nbytes for held in map(plain, tensors) if held.numel()}.values())

@@ -12,7 +12,7 @@ from lightning_3d.config.activations import Mode
 from lightning_3d.model.blocks import kind_of
 from lightning_3d.planning.memory.block_memory import BlockMemory, measure_memory
 from lightning_3d.planning.memory.fused_losses import fused_losses
-from lightning_3d.planning.memory.stage_memory import StageMemory, kept_storages, stage_memory
+from lightning_3d.planning.memory.stage_memory import MicrobatchMemory, StageMemory, kept_storages
 from lightning_3d.planning.memory.timeline import HeldMemory, peak_of_activations
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import schedule_order
@@ -54,7 +54,9 @@ class StepMemory:
             held: What the ranks hold, by index on the pp axis.
         """
         plan, peaks = self.plan, []
-        order = schedule_order(plan.schedule, plan.stage_ranks, plan.num_microbatches)
+        is_whole = plan.loss == "whole"  # no backward begins before all forwards have run
+        schedule = "gpipe" if is_whole else plan.schedule
+        order = schedule_order(schedule, plan.stage_ranks, plan.num_microbatches)
         for rank, own in enumerate(held):
             numbers = plan.stages_on(rank)
             stages = {number: self._stage(number, modes) for number in numbers}
@@ -94,9 +96,15 @@ class StepMemory:
         own = tuple(sorted((fqn, mode) for fqn, mode in modes.items() if stage in self.plan.stages_of_calls[fqn]))
         if (stage, own) not in self._stages:
             fused = fused_losses(self.flow, self.storages, self.heads, modes)
-            self._stages[stage, own] = stage_memory(
-                self.flow, stage, self.storages, self.blocks, modes, self.gradients, self.plan.stage_ranks, fused
+            microbatch = MicrobatchMemory(
+                flow=self.flow,
+                storages=self.storages,
+                blocks=self.blocks,
+                modes=modes,
+                gradients=self.gradients,
+                fused=fused,
             )
+            self._stages[stage, own] = microbatch.of_stage(stage, self.plan.stage_ranks)
         return self._stages[stage, own]
 
 

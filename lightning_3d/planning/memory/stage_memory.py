@@ -10,7 +10,6 @@ from lightning_3d.planning.memory.block_memory import BlockMemory
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.storages import CallStorages, StepStorages
-from lightning_3d.trace.trace import TracedCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,89 +61,103 @@ class FusedLoss:
     head: int
     """Position of its call in the trace."""
     loss: int
-    """Position of the loss's."""
+    """Position of the loss's; calls between them are views of logits."""
     logits: int
-    """Bytes that its forward takes at once, and its gradients."""
+    """Bytes of what its forward makes of a chunk of rows."""
     rows: int
     """Bytes of the gradient of its rows, which it holds until its backward ends, as it does the rows."""
     weight: int
     """Bytes of the gradient of its weight, which its backward takes."""
 
 
-def stage_memory(
-    flow: StageFlow,
-    stage: int,
-    storages: StepStorages,
-    blocks: Mapping[int, BlockMemory],
-    modes: Mapping[str, Mode],
-    gradients: Mapping[str, int],
-    stage_ranks: Sequence[int],
-    fused: Sequence[FusedLoss] = (),
-) -> StageMemory:
-    """Add up one stage.
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchMemory:
+    """A traced microbatch, and the memory of its calls.
 
     Args:
-        storages: Of the calls of ``flow``.
+        flow: Its trace, cut into stages.
+        storages: Of the trace.
         blocks: Position of a block's call -> what it takes.
-        modes: Block FQN -> how it is recomputed.
+        modes: Block FQN -> how it is recomputed; those that are missing are not.
         gradients: Block FQN -> bytes of its weights' gradients.
-        stage_ranks: For every stage the index of its rank.
+        fused: Heads that run with their losses.
     """
-    calls = [(i, call) for i, call in enumerate(flow.trace.calls) if flow.call_stages[i] == stage]
-    elsewhere = {storages.of_tensors[i] for i in flow.received(stage) if i in storages.of_tensors}
-    last_use: dict[int, int] = {}
-    for i, _ in calls:
-        last_use |= dict.fromkeys(storages.of_calls[i].inputs, i)
-    counted = set(elsewhere)
-    made: set[int] = set()
-    memories = []
-    heads = {loss.head: loss for loss in fused}
-    losses = {loss.loss: loss for loss in fused}
-    without = {n for loss in fused for n in storages.of_calls[loss.head].outputs}
-    inside = {i for loss in fused for i in range(loss.head, loss.loss + 1)}
-    for position, (i, call) in enumerate(calls):
-        own, memory = storages.of_calls[i], blocks.get(i)
-        waiting = {number for number in made if last_use.get(number, -1) >= i} - without
-        before = storages.num_bytes((counted | waiting) - elsewhere)
-        mode = modes.get(call.name, "none") if call.is_block else "none"
-        kept = kept_storages(own, mode)
-        if i in inside:
-            kept = kept - without - (own.saved if i in losses else set())
-        new = kept - counted
-        counted |= new
-        made |= own.outputs
-        cost = _glue(own, storages) if memory is None else _block(own, mode, memory, storages)
-        extra = 0
-        if i in inside:
-            cost = _NOTHING
-        if i in losses:
-            extra = losses[i].weight
-            cost = _Cost(forward=losses[i].logits + extra + losses[i].rows, backward=extra, split=(extra, 0, 0))
-        memories.append(
-            CallMemory(
-                before=before,
-                forward=cost.forward,
-                kept=storages.num_bytes(new) + extra,
-                backward=cost.backward,
-                input_backward=cost.split[0],
-                held=cost.split[1],
-                weight_backward=cost.split[2],
-                gradients=_gradients(call, [later for _, later in calls[position + 1 :]], gradients),
-            )
+
+    flow: StageFlow
+    storages: StepStorages
+    blocks: Mapping[int, BlockMemory]
+    modes: Mapping[str, Mode]
+    gradients: Mapping[str, int]
+    fused: Sequence[FusedLoss] = ()
+
+    def of_stage(self, stage: int, stage_ranks: Sequence[int]) -> StageMemory:
+        """Add up one stage.
+
+        Args:
+            stage_ranks: For every stage the index of its rank.
+        """
+        flow = self.flow
+        received, sent = flow.received(stage), flow.sent(stage)
+        calls, kept = self._calls(stage, self._storages_of(received))
+        losses = [loss for loss in self.fused if flow.call_stages[loss.loss] == stage]
+        rows = frozenset[int]().union(*(self.storages.of_calls[loss.head].inputs for loss in losses))
+        until_end = self.storages.num_bytes((self._storages_of(sent) | rows) - kept)
+        gets = stage > 0 and stage_ranks[stage - 1] != stage_ranks[stage]
+        gives = stage + 1 < flow.num_stages and stage_ranks[stage + 1] != stage_ranks[stage]
+        return StageMemory(
+            calls=tuple(calls),
+            until_end=until_end + sum(loss.rows for loss in losses),
+            received=gets * _size(flow.metas(received)) + gives * _size_of_gradients(flow.metas(sent)),
+            sent=gives * _size(flow.metas(sent)),
+            sent_back=gets * _size_of_gradients(flow.metas(received)),
         )
-    sent = {storages.of_tensors[i] for i in flow.sent(stage) if i in storages.of_tensors}
-    rows = {number for loss in heads.values() for number in storages.of_calls[loss.head].inputs}
-    held = storages.num_bytes((sent | (rows if any(i in losses for i, _ in calls) else set())) - counted)
-    received, handed_on = flow.metas(flow.received(stage)), flow.metas(flow.sent(stage))
-    gets = stage > 0 and stage_ranks[stage - 1] != stage_ranks[stage]
-    gives = stage + 1 < flow.num_stages and stage_ranks[stage + 1] != stage_ranks[stage]
-    return StageMemory(
-        calls=tuple(memories),
-        until_end=held + sum(losses[i].rows for i, _ in calls if i in losses),
-        received=gets * _size(received) + gives * _size_of_gradients(handed_on),
-        sent=gives * _size(handed_on),
-        sent_back=gets * _size_of_gradients(received),
-    )
+
+    def _storages_of(self, tensors: Iterable[int]) -> frozenset[int]:
+        of_tensors = self.storages.of_tensors
+        return frozenset(of_tensors[i] for i in tensors if i in of_tensors)
+
+    def _calls(self, stage: int, received: frozenset[int]) -> tuple[list[CallMemory], set[int]]:
+        """The memory of the stage's calls, and the storages that they keep, with those received."""
+        positions = [i for i, of_call in enumerate(self.flow.call_stages) if of_call == stage]
+        last_reader = {number: i for i in positions for number in self.storages.of_calls[i].inputs}
+        last_call = {self.flow.trace.calls[i].name: i for i in positions if self.flow.trace.calls[i].is_block}
+        logits = frozenset[int]().union(*(self.storages.of_calls[loss.head].outputs for loss in self.fused))
+        kept, made, memories = set(received), set[int](), list[CallMemory]()
+        for i in positions:
+            call, own = self.flow.trace.calls[i], self.storages.of_calls[i]
+            waiting = {number for number in made if last_reader.get(number, -1) >= i} - logits
+            before = (kept | waiting) - received
+            cost = self._cost(i)
+            new = cost.kept - logits - kept
+            kept |= new
+            made |= own.outputs
+            is_last = call.is_block and last_call[call.name] == i
+            memories.append(
+                CallMemory(
+                    before=self.storages.num_bytes(before),
+                    forward=cost.forward,
+                    kept=self.storages.num_bytes(new) + cost.weight,
+                    backward=cost.backward,
+                    input_backward=cost.input_backward,
+                    held=cost.held,
+                    weight_backward=cost.weight_backward,
+                    gradients=self.gradients.get(call.name, 0) if is_last else 0,
+                )
+            )
+        return memories, kept
+
+    def _cost(self, position: int) -> _Cost:
+        """The memory of one call for itself."""
+        call, own = self.flow.trace.calls[position], self.storages.of_calls[position]
+        for loss in self.fused:
+            if position == loss.loss:
+                made = loss.logits + loss.weight + loss.rows
+                return _cost(kept=frozenset(), forward=made, weight=loss.weight)
+            if loss.head <= position < loss.loss:
+                return _cost(kept=own.saved)
+        if position not in self.blocks:
+            return _of_glue(own, self.storages)
+        return _of_block(own, self.modes.get(call.name, "none"), self.blocks[position], self.storages)
 
 
 def _size(metas: Iterable[TensorMeta]) -> int:
@@ -157,41 +170,67 @@ def _size_of_gradients(metas: Iterable[TensorMeta]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cost:
+    """As of `CallMemory`, whatever other calls keep."""
+
+    kept: frozenset[int]
+    """Storages."""
     forward: int
     backward: int
-    split: tuple[int, int, int]
+    input_backward: int
+    held: int
+    weight_backward: int
+    weight: int
+    """Bytes of a gradient that the forward makes and the backward takes."""
 
 
-_NOTHING = _Cost(forward=0, backward=0, split=(0, 0, 0))
+def _cost(
+    *,
+    kept: frozenset[int],
+    forward: int = 0,
+    backward: int = 0,
+    split: tuple[int, int, int] | None = None,
+    weight: int = 0,
+) -> _Cost:
+    """With the backward in one piece, unless it is given how it is split."""
+    backward += weight
+    input_backward, held, weight_backward = split or (backward, 0, 0)
+    return _Cost(
+        kept=kept,
+        forward=forward,
+        backward=backward,
+        input_backward=input_backward,
+        held=held,
+        weight_backward=weight_backward,
+        weight=weight,
+    )
 
 
-def kept_storages(own: CallStorages, mode: Mode) -> set[int]:
+def kept_storages(own: CallStorages, mode: Mode) -> frozenset[int]:
     """Storages that a call of a block keeps for its backward."""
     if mode == "none":
-        return set(own.saved)
-    return set(own.inputs if mode == "full" else own.inputs | (own.costly - own.outputs))
+        return own.saved
+    return own.inputs if mode == "full" else own.inputs | (own.costly - own.outputs)
 
 
-def _block(own: CallStorages, mode: Mode, memory: BlockMemory, storages: StepStorages) -> _Cost:
+def _of_block(own: CallStorages, mode: Mode, memory: BlockMemory, storages: StepStorages) -> _Cost:
+    kept = kept_storages(own, mode)
     if mode == "none":
         split = (memory.input_backward, memory.held, memory.weight_backward)
-        return _Cost(forward=memory.forward, backward=memory.backward, split=split)
-    again = storages.num_bytes(own.saved - kept_storages(own, mode))
-    forward = memory.forward_alone if mode == "full" else memory.forward
-    backward = max(again + memory.backward, memory.forward_alone)
-    return _Cost(forward=forward, backward=backward, split=(backward, 0, 0))
+        return _cost(kept=kept, forward=memory.forward, backward=memory.backward, split=split)
+    again = storages.num_bytes(own.saved - kept)
+    return _cost(
+        kept=kept,
+        forward=memory.forward_alone if mode == "full" else memory.forward,
+        backward=max(again + memory.backward, memory.forward_alone),
+    )
 
 
-def _glue(own: CallStorages, storages: StepStorages) -> _Cost:
+def _of_glue(own: CallStorages, storages: StepStorages) -> _Cost:
     made = storages.num_bytes(own.outputs - own.inputs)
     if not made:  # a view
-        return _NOTHING
-    backward = made + (storages.num_bytes(own.inputs) if own.saved else 0)
-    forward = storages.num_bytes((own.outputs | own.saved) - own.inputs)
-    return _Cost(forward=forward, backward=backward, split=(backward, 0, 0))
-
-
-def _gradients(call: TracedCall, later: Sequence[TracedCall], gradients: Mapping[str, int]) -> int:
-    if not call.is_block or any(other.is_block and other.name == call.name for other in later):
-        return 0
-    return gradients.get(call.name, 0)
+        return _cost(kept=own.saved)
+    return _cost(
+        kept=own.saved,
+        forward=storages.num_bytes((own.outputs | own.saved) - own.inputs),
+        backward=made + (storages.num_bytes(own.inputs) if own.saved else 0),
+    )
