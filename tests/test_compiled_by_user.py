@@ -85,6 +85,42 @@ class DoesNotLog(TinyMLP):
         return F.mse_loss(self(batch[0]), batch[1])
 
 
+class CompilesBackwardsOfNet(TinyMLP):
+    """Its first layer makes more features than it gets, as heads make logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.compile(backend="aot_eager")
+
+
+class CompilesBackwardsAfterFirst(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        first, *others = self.layers
+        self.layers = nn.Sequential(first, torch.compile(nn.Sequential(*others), backend="aot_eager"))
+
+
+@partial(torch.compile, backend="aot_eager")
+def _distance(predicted: Tensor, targets: Tensor) -> Tensor:
+    return (predicted[:, :4] - targets).square().mean() + 0.1 * predicted.tanh().mean()
+
+
+class CompilesLossOfManyFeatures(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 32))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = _distance(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", _distance(self(batch[0]), batch[1]), sync_dist=True)
+
+
+READERS = [CompilesBackwardsOfNet, CompilesBackwardsAfterFirst, CompilesLossOfManyFeatures]
+
 MODELS = [
     CompilesItself,
     CompilesNet,
@@ -111,6 +147,15 @@ def test_compiled_code_trains_as_in_one_process(
     if model.__name__ not in references:
         references[model.__name__] = run_reference(job)
     assert_parity(references[model.__name__], run_layout(workers, job, layout))
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("model", READERS, ids=[model.__name__ for model in READERS])
+def test_compiled_code_may_read_what_a_head_makes_lazily(
+    workers: WorkerPools, model: type[TinyMLP], layout: Layout
+) -> None:
+    job = Job(model=model, data=features)
+    assert_parity(run_reference(job), run_layout(workers, job, layout))
 
 
 def _compiled_whole() -> Any:

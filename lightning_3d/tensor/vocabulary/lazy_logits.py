@@ -186,6 +186,7 @@ class LazyLogits(Tensor):
             return self.grad_fn is self._node
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code that reads them leaves its graph for it
     def __torch_function__(cls, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
