@@ -21,7 +21,9 @@ from torch.utils.data import DataLoader
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import StepError
 from lightning_3d.tensor.vocabulary import chunked_loss, fused_heads
+from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
 from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, LazyLogits, lazy_logits, made
+from lightning_3d.tensor.vocabulary.loss import CrossEntropy
 from lightning_3d.zero import gathering
 from tests.models import TinyGPT, tokens
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
@@ -596,3 +598,23 @@ def _batched() -> str:
 
 def test_gradients_that_need_a_weight_that_is_gone_are_refused(workers: WorkerPools) -> None:
     assert all("fused_loss='never'" in message for message in workers(2).run(_batched))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_have_gradients(reduction: Any) -> None:
+    torch.manual_seed(0)
+    target, classes = torch.tensor([2, -100, 0, 4]), torch.rand(5, dtype=torch.float64)
+    options: dict[str, Any] = {"weight": classes, "reduction": reduction, "label_smoothing": 0.1}
+    rows, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (5, 3), (5,)))
+    found = []
+    for is_fused in (False, True):
+        leaves = [leaf.clone().requires_grad_() for leaf in (rows, weight, bias)]
+        if is_fused:
+            head = Head(weight=leaves[1], bias=leaves[2], dtype=torch.float64)
+            loss = cross_entropy_of(leaves[0], head, CrossEntropy(input=leaves[0], target=target, **options))
+        else:
+            loss = F.cross_entropy(F.linear(*leaves), target, **options)
+        first = torch.autograd.grad(loss.square().sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -88,7 +88,7 @@ def cross_entropy_of(rows: Tensor, head: Head, call: CrossEntropy) -> Tensor:
     Returns:
         0-d, or ``[N]`` with ``reduction="none"``; fp32 or wider.
     """
-    gradients = _Gradients(head, replace(call, input=rows.detach(), target=call.target.reshape(-1)))
+    gradients = _Gradients(rows, head, replace(call, input=rows.detach(), target=call.target.reshape(-1)))
     seed = gradients.seed()
     return cast(Tensor, _Loss.apply(rows, seed, gradients))  # type: ignore[no-untyped-call]  # torch 2.13
 
@@ -105,10 +105,10 @@ class _Made:
 class _Gradients:
     """Loss and gradients of one call, which the two nodes of its graph share."""
 
-    def __init__(self, head: Head, call: CrossEntropy) -> None:
+    def __init__(self, rows: Tensor, head: Head, call: CrossEntropy) -> None:
         self.wide = torch.promote_types(head.dtype, torch.float32)
         self.rows, self.call = call.input, call
-        self.weight, self.bias = head.weight, head.bias  # the nodes of the graph
+        self.graph_rows, self.weight, self.bias = rows, head.weight, head.bias  # the nodes of the graph
         self.head = replace(head, weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach())
         self.made: _Made | None = None  # of the weights, for a factor of 1; until a backward takes them
         self.has_backward = torch.is_grad_enabled()
@@ -158,6 +158,30 @@ class _Gradients:
             return torch.cat(losses), made
         total = torch.stack(losses).sum()
         return total if self.normaliser is None else total / self.normaliser, made
+
+    def with_graph(self, factor: Tensor, asked: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients that have gradients, for which all logits are made.
+
+        Args:
+            factor: The gradient of the loss.
+            asked: Rows, weight or bias; None for those that get none.
+        """
+        if self.head.classes is not None:
+            refuse_second_order("a cross entropy on sharded logits")
+        head = replace(self.head, weight=self.weight, bias=self.bias).cast()
+        logits = head.after(head.logits(self.graph_rows.to(head.dtype)))
+        call = self.call
+        loss = F.cross_entropy(
+            logits.to(self.wide),
+            call.target,
+            None if call.weight is None else call.weight.to(self.wide),
+            ignore_index=call.ignore_index,
+            reduction=call.reduction,
+            label_smoothing=call.label_smoothing,
+        )
+        leaves = [leaf for leaf in asked if leaf is not None]
+        found = iter(torch.autograd.grad(loss, leaves, factor.to(loss.dtype), create_graph=True))
+        return [None if leaf is None else next(found) for leaf in asked]
 
     def _scale(self, factor: Tensor | None) -> Tensor:
         """The gradient of a row's loss."""
@@ -225,9 +249,11 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        refuse_second_order("a cross entropy that is fused with its head")
         if not ctx.needs_input_grad[0]:
             return None, gradient, None
+        if torch.is_grad_enabled():
+            gradients: _Gradients = ctx.gradients
+            return gradients.with_graph(gradient, [gradients.graph_rows])[0], gradient, None
         if ctx.of_rows is not None:  # kept, as a schedule that splits the backward comes twice
             return ctx.of_rows * gradient.to(ctx.of_rows.dtype), gradient, None
         ctx.saved_tensors  # noqa: B018  # raises where they were changed in place
@@ -246,6 +272,10 @@ class _Weights(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         gradients: _Gradients = ctx.gradients
         of_weight, of_bias = ctx.needs_input_grad[:2]
+        if torch.is_grad_enabled():
+            asked = [gradients.weight if of_weight else None, gradients.bias if of_bias else None]
+            graph_weight, graph_bias = gradients.with_graph(gradient, asked)
+            return graph_weight, graph_bias, None, None
         made, gradients.made = gradients.made, None
         if made is None:
             made = gradients.run(gradient, of_weight=of_weight, of_bias=of_bias)[1]
