@@ -6,16 +6,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import Dataset, TensorDataset
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.callbacks.memory import MemoryTable
 from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError, PlanError, StepError
 from lightning_3d.planning.memory.table import RankMemory
 from lightning_3d.planning.plan import Plan
@@ -195,3 +198,17 @@ def test_a_budget_in_bytes(budget: Any, expected: int) -> None:
 def test_a_budget_does_not_count_what_is_offloaded(settings: Any) -> None:
     with pytest.raises(ConfigError, match=r"activations\.offload=True .* is not predicted yet"):
         ActivationsConfig(offload=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"), [("80%", "80%"), ("auto", "auto"), ("2", 2), ("1.5", 1.5), ("null", "auto")]
+)
+def test_a_budget_in_a_file_or_on_a_command_line(tmp_path: Path, override: str, expected: Any) -> None:
+    (tmp_path / "3d.yaml").write_text("activations: {recompute: auto, budget: 50%}")
+    assert ThreeDConfig.from_file(tmp_path / "3d.yaml").activations.budget == "50%"
+    config = ThreeDConfig.from_file(tmp_path / "3d.yaml", [f"activations.budget={override}"])
+    assert config.activations.budget == expected
+    parser = ArgumentParser()
+    parser.add_class_arguments(ThreeDStrategy, "strategy", fail_untyped=False)
+    parsed = parser.parse_args(["--strategy.activations.recompute=auto", f"--strategy.activations.budget={override}"])
+    assert ActivationsConfig(**parsed.strategy.activations).budget == expected
