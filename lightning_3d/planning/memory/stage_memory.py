@@ -42,7 +42,7 @@ class StageMemory:
     until_end: int
     """Kept by none of its calls, but there until its backward ends: what it sends, and tensors of a fused loss."""
     received: int
-    """The buffers for what it receives from other ranks, in the forward and in the backward."""
+    """The buffers for what it receives, in the forward and in the backward; torch keeps them from step to step."""
     sent: int
     """Sent to another rank in its forward."""
     sent_back: int
@@ -101,13 +101,14 @@ class MicrobatchMemory:
         calls, kept = self._calls(stage, self._storages_of(received))
         losses = [loss for loss in self.fused if flow.call_stages[loss.loss] == stage]
         rows = frozenset[int]().union(*(self.storages.of_calls[loss.head].inputs for loss in losses))
-        until_end = self.storages.num_bytes((self._storages_of(sent) | rows) - kept)
         gets = stage > 0 and stage_ranks[stage - 1] != stage_ranks[stage]
         gives = stage + 1 < flow.num_stages and stage_ranks[stage + 1] != stage_ranks[stage]
+        leaving = self._storages_of(sent) if gives else frozenset()  # what stays here lies in the next stage's buffers
+        until_end = self.storages.num_bytes((leaving | rows) - kept)
         return StageMemory(
             calls=tuple(calls),
             until_end=until_end + sum(loss.rows for loss in losses),
-            received=gets * _size(flow.metas(received)) + gives * _size_of_gradients(flow.metas(sent)),
+            received=_size(flow.metas(received)) + _size_of_gradients(flow.metas(sent)),
             sent=gives * _size(flow.metas(sent)),
             sent_back=gets * _size_of_gradients(flow.metas(received)),
         )
