@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, lazy_logits
+from lightning_3d.tensor.vocabulary.head_call import HeadCall
+from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits
 
 CLASSES, WIDTH, ROWS, STEPS = 128 * 1024, 128, 1024, 3
 

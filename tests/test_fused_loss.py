@@ -22,7 +22,8 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import StepError
 from lightning_3d.tensor.vocabulary import chunked_loss, fused_heads
 from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
-from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, LazyLogits, lazy_logits, made
+from lightning_3d.tensor.vocabulary.head_call import HeadCall
+from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy
 from lightning_3d.zero import gathering
 from tests.models import TinyGPT, tokens
@@ -99,6 +100,8 @@ def test_every_option_of_cross_entropy(dtype: torch.dtype) -> None:
         keywords: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
         weights = None if weight is None else weight.to(dtype)
         compared.check(lambda x: F.cross_entropy(x, target, weights, **keywords))  # noqa: B023
+        if not keywords.pop("label_smoothing"):
+            compared.check(lambda x: F.nll_loss(x.log_softmax(1), target, weights, **keywords))  # noqa: B023
         assert not compared.reads
     compared = Compared(8, dtype=dtype)
     compared.check(lambda x: F.cross_entropy(x, torch.full((8,), -100)))  # NaN
@@ -130,6 +133,14 @@ FUSED: list[Use] = [
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT, reduction="none").mul_(FLAT > 2),
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + F.cross_entropy(x[0], TARGETS[0], reduction="sum"),
     lambda x: F.cross_entropy(x[:, 0], TARGETS[:, 0]) * F.cross_entropy(x[:, 1], TARGETS[:, 1]),
+    lambda x: F.nll_loss(F.log_softmax(x.flatten(0, 1), -1), FLAT),
+    lambda x: nn.NLLLoss(WEIGHT, ignore_index=5, reduction="sum")(nn.LogSoftmax(1)(x.view(8, -1)), FLAT.clamp(min=0)),
+    lambda x: F.nll_loss(x.log_softmax(-1).transpose(1, 2), TARGETS, reduction="none"),
+    lambda x: F.nll_loss(F.log_softmax(x.transpose(1, 2), dim=1), TARGETS, WEIGHT),
+    lambda x: F.nll_loss(torch.log_softmax(x.float() / 0.7, dim=2)[:, :-1].flatten(0, 1), TARGETS[:, 1:].flatten()),
+    lambda x: F.nll_loss(x.log_softmax(-1, dtype=torch.float64).view(-1, CLASSES), FLAT),
+    lambda x: F.nll_loss(F.log_softmax(x.tanh(), -1, dtype=torch.float32).double().flatten(0, 1), FLAT),
+    lambda x: F.cross_entropy(x.log_softmax(-1).flatten(0, 1), FLAT, label_smoothing=0.1),
     lambda x: F.cross_entropy(x[:0].flatten(0, 1), FLAT[:0], reduction="sum") + F.cross_entropy(x[1], TARGETS[1]),
 ]
 
@@ -181,6 +192,11 @@ class _Halved(torch.autograd.Function):
         return gradient / 2
 
 
+def _with_entropy(logits: Tensor) -> Tensor:
+    logs = logits.log_softmax(-1)
+    return F.nll_loss(logs.flatten(0, 1), FLAT) - 0.1 * (logs.exp() * logs).sum(-1).mean()
+
+
 def _changed(logits: Tensor) -> Tensor:
     view = logits[:, 1:]
     logits[..., 0] = -1.0
@@ -193,7 +209,17 @@ READ: list[Use] = [
     lambda x: x[..., 3],
     lambda x: x[..., 2:5],
     lambda x: x.log_softmax(-1),
-    lambda x: F.nll_loss(x.flatten(0, 1).log_softmax(-1), FLAT),
+    lambda x: -x.log_softmax(-1).gather(-1, TARGETS.clamp(min=0).unsqueeze(-1)),
+    lambda x: F.nll_loss(x.flatten(0, 1), FLAT),
+    lambda x: F.nll_loss(x.log_softmax(1).flatten(0, 1), FLAT),
+    lambda x: F.nll_loss(2 * x.log_softmax(-1).flatten(0, 1), FLAT),
+    lambda x: F.nll_loss(x.log_softmax(-1).log_softmax(-1).flatten(0, 1), FLAT),
+    lambda x: F.nll_loss(x.log_softmax(-1).half().flatten(0, 1).float(), FLAT),
+    _with_entropy,
+    lambda x: F.ctc_loss(
+        x.log_softmax(-1), torch.tensor([[1], [2], [3], [1]]), torch.full((4,), 2), torch.ones(4).long()
+    ),
+    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT.clamp(min=0).byte()),
     lambda x: F.cross_entropy(x.flatten(0, 1), torch.full((8, CLASSES), 0.1)),
     lambda x: F.cross_entropy(x, torch.zeros(2, CLASSES, dtype=torch.int64)),
     lambda x: F.mse_loss(x, torch.zeros(2, 4, CLASSES)),
@@ -210,6 +236,7 @@ READ: list[Use] = [
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + 0.1 * x.view(-1, CLASSES).square().mean(),
     lambda x: _Doubled.apply(x),
     lambda x: _Doubled.apply((x / 3).tanh().transpose(1, 2)).square(),
+    lambda x: _Doubled.apply((x / 3).log_softmax(-1).transpose(1, 2)).square(),
     lambda x: torch.vmap(lambda row: row.square().sum())(x),
     _changed,
     lambda x: torch.vmap(lambda row: row.square().sum())(x).sum() + x.square().sum(),
@@ -301,13 +328,19 @@ def test_gradients_of_logits_before_their_loss() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     """Mixed: the fused gradients are as near to fp32's as those of logits; bf16 alone as well."""
-    for cast in (lambda x: x, lambda x: x.float()):
+    target = torch.arange(64) % CLASSES
+    uses: list[Use] = [
+        lambda x: F.cross_entropy(x, target),
+        lambda x: F.cross_entropy(x.float(), target),
+        lambda x: F.nll_loss(F.log_softmax(x, -1), target),
+        lambda x: F.nll_loss(F.log_softmax(x, -1, dtype=torch.float32), target),
+    ]
+    for use in uses:
         exact, mixed, fused = Compared(64), Compared(64), Compared(64)
-        target = torch.arange(64) % CLASSES
         F.cross_entropy(exact.dense(), target).backward()
         scale = 1024.0 if dtype == torch.float16 else 1.0
         with torch.autocast("cpu", dtype):
-            losses = [F.cross_entropy(cast(mixed.dense()), target), F.cross_entropy(cast(fused.lazy()), target)]
+            losses = [use(mixed.dense()), use(fused.lazy())]
         assert losses[0].dtype == losses[1].dtype == torch.float32
         torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
         for loss in losses:
@@ -377,8 +410,31 @@ class ByRow(TinyGPT):
         return loss
 
 
+class Logs(TinyGPT):
+    """Gives logarithms of probabilities."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.log_softmax(super().forward(tokens).float(), dim=-1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        logs = self(inputs)
+        weight = torch.linspace(0.5, 1.5, logs.shape[-1], device=self.device)
+        loss = F.nll_loss(logs.view(-1, logs.size(-1)), targets.flatten(), weight, ignore_index=3, reduction="sum")
+        loss = loss / targets.numel()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        logs = self(batch[0]).flatten(0, 1)
+        self.log("val_loss", nn.NLLLoss()(logs, batch[1].flatten()), sync_dist=True)
+        self.log("val_entropy", -(logs.exp() * logs).sum(-1).mean(), sync_dist=True)
+
+
 JOBS = {
     "tied": Job(),
+    "logs": Job(model=Logs, accumulate_grad_batches=2),
+    "logs untied": Job(model=partial(Logs, tied=False)),
     "untied": Job(model=partial(TinyGPT, tied=False), accumulate_grad_batches=2, gradient_clip_val=0.3),
     "shifted": Job(model=Shifted),
     "by row": Job(model=ByRow),
@@ -459,6 +515,9 @@ TABLE = [
     ("by row untied", Layout(dp=2, zero=3), FUSED_LINE),
     ("tied", Layout(dp=2, zero=3), FUSED_LINE),
     ("untied", Layout(zero=3, zero_settings={"offload_params": "cpu", "offload_optimizer": "cpu"}), FUSED_LINE),
+    ("logs untied", Layout(dp=2, zero=3), FUSED_LINE),
+    ("logs", Layout(pp=2), ELSEWHERE),
+    ("logs", Layout(pp=2, schedule="zbv"), FUSED_LINE),
     ("untied", Layout(dp=2, pp=2, zero=3), ELSEWHERE),
     ("by row untied", Layout(dp=2, pp=2, zero=3, schedule="zbv"), FUSED_LINE),
     ("shifted", Layout(pp=2), ELSEWHERE),
@@ -471,9 +530,12 @@ TABLE = [
 ]
 
 
+MORE = (("logs untied", Layout(dp=2, zero=3)), ("logs", Layout(pp=2, schedule="zbv")))
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "heads"),
-    some_in_matrix(TABLE, lambda name, layout, heads: layout.world_size > 2),
+    some_in_matrix(TABLE, lambda name, layout, heads: layout.world_size > 2 or (name, layout) in MORE),
     ids=[f"{name}-{layout}" for name, layout, _ in TABLE],
 )
 def test_fused_heads_train_as_in_one_process(

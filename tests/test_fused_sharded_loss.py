@@ -20,7 +20,8 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter
 from lightning_3d.tensor.vocabulary import chunked_loss
-from lightning_3d.tensor.vocabulary.lazy_logits import HeadCall, lazy_logits, made
+from lightning_3d.tensor.vocabulary.head_call import HeadCall
+from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from tests.collectives import Collectives
@@ -89,6 +90,8 @@ def _every_option(dtype: torch.dtype) -> None:
         keywords: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
         weights = None if weight is None else weight.to(dtype)
         compared.check(lambda x: F.cross_entropy(x, target, weights, **keywords))  # noqa: B023
+        if not keywords.pop("label_smoothing"):
+            compared.check(lambda x: F.nll_loss(x.log_softmax(1), target, weights, **keywords))  # noqa: B023
         assert not compared.reads
     Sharded(8).check(lambda x: F.cross_entropy(x, torch.full((8,), -100)))  # NaN
     Sharded(8).check(lambda x: F.cross_entropy(x, torch.full((8,), -100), reduction="sum"))
@@ -200,6 +203,7 @@ SHARDED_JOBS = {
 }
 TABLE: list[tuple[str, Layout, tuple[str, ...]]] = [
     ("tied", Layout(tp=2), FUSED_LINE),
+    ("logs", Layout(tp=2), FUSED_LINE),
     ("odd untied", Layout(tp=2), FUSED_LINE),
     ("odd shifted", Layout(tp=2), FUSED_LINE),
     ("odd by row", Layout(tp=2), FUSED_LINE),

@@ -29,7 +29,7 @@ def unread_outputs(trace: Trace) -> Mapping[str, frozenset[int]]:
     return {fqn: unread for fqn, unread in found.items() if unread}
 
 
-_LOSS = "cross_entropy"
+_LOSS, _LOG, _LOSS_OF_LOG = "cross_entropy", "log_softmax", "nll_loss"
 
 _KEEPING = frozenset(
     {
@@ -68,7 +68,8 @@ class ShardedLogits:
 
 
 def find_sharded_logits(trace: Trace) -> Mapping[str, ShardedLogits]:
-    """Find blocks whose output reaches ``F.cross_entropy`` as logits.
+    """Find blocks whose output reaches a cross entropy as logits: ``F.cross_entropy``, or ``F.nll_loss`` of their
+    ``log_softmax``.
 
     A step that changes them or a view of them in place has none.
 
@@ -90,16 +91,18 @@ def find_sharded_logits(trace: Trace) -> Mapping[str, ShardedLogits]:
 
 def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> ShardedLogits | None:
     outputs = [result.tensor for result in block.results if result.tensor is not None]
-    family, reaches_loss, is_read = set(outputs[:1]), False, trace.stopped_by is not None
+    family, logs, reaches_loss, is_read = set(outputs[:1]), set[int](), False, trace.stopped_by is not None
     for call in later:
         if not family.intersection(call.inputs):
             continue
         if call.mutated or family.intersection(call.aliased):
             return None
-        if call.name == _LOSS and call.inputs[0] in family:
+        if (call.name == _LOSS and call.inputs[0] in family) or (call.name == _LOSS_OF_LOG and call.inputs[0] in logs):
             reaches_loss = True
-        elif call.name in _KEEPING and not call.is_block:
+        elif not call.is_block and (call.name in _KEEPING or call.name == _LOG):
             family.update(call.outputs)
+            if call.name == _LOG or logs.intersection(call.inputs):
+                logs.update(call.outputs)
         else:
             is_read = True
     if not reaches_loss or not (shape := trace.tensors[outputs[0]].shape):

@@ -41,8 +41,8 @@ class StepMemory:
     blocks: Mapping[int, BlockMemory]
     gradients: Mapping[str, int]
     accumulates: bool
-    heads: Mapping[str, int]
-    """FQN of a head that may run with its loss -> its number of classes."""
+    heads: Mapping[int, int]
+    """Position of the call of a head that may run with its loss -> its number of classes on a rank."""
     is_unsplit: bool
     _stages: dict[object, StageMemory] = field(default_factory=dict, init=False, repr=False)
 
@@ -151,7 +151,7 @@ def step_memory(
         whole = sum(p.nbytes for p in block.parameters() if p.requires_grad) // num_shards
         gradients[call.name] = whole + _reduced(whole, plan)
         if fuses_loss and type(block) is nn.Linear:
-            heads[call.name] = block.out_features // num_shards
+            heads[position] = block.out_features // num_shards
     return StepMemory(
         plan=plan,
         flow=flow,

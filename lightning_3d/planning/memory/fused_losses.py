@@ -13,31 +13,49 @@ from lightning_3d.trace.storages import StepStorages
 _WIDE = 4  # bytes of a number of fp32, in which gradients of weights add up
 
 
+_LOSS, _LOG, _LOSS_OF_LOG = "cross_entropy", "log_softmax", "nll_loss"
+
+
 def fused_losses(
-    flow: StageFlow, storages: StepStorages, heads: Mapping[str, int], modes: Mapping[str, Mode]
+    flow: StageFlow, storages: StepStorages, heads: Mapping[int, int], modes: Mapping[str, Mode]
 ) -> list[FusedLoss]:
     """Find them in a trace.
 
     Args:
-        heads: FQN of a linear layer that is a block -> its number of classes.
+        heads: Position of a call that makes logits -> their number of classes.
         modes: Block FQN -> how it is recomputed, which leaves a head alone.
     """
     found = []
     calls = flow.trace.calls
-    for position, call in enumerate(calls):
-        if not call.is_block or call.name not in heads or modes.get(call.name, "none") != "none":
+    for position, num_classes in heads.items():
+        if modes.get(calls[position].name, "none") != "none":
             continue
-        logits = storages.of_calls[position].outputs
-        readers = [i for i in range(position + 1, len(calls)) if storages.of_calls[i].inputs & logits]
-        if not readers or calls[readers[-1]].name != "cross_entropy":
+        if (way := _way_to_loss(position, flow, storages)) is None:
             continue
-        if any(storages.of_calls[i].outputs - logits for i in readers[:-1]):  # more than views
-            continue
-        (meta,) = (flow.trace.tensors[i] for i in call.outputs)
-        num_classes, num_rows = heads[call.name], meta.num_bytes // meta.dtype.itemsize // heads[call.name]
+        loss, made = way
+        (meta,) = (flow.trace.tensors[i] for i in calls[position].outputs)
+        num_rows = meta.num_bytes // meta.dtype.itemsize // num_classes
         rows = storages.num_bytes(storages.of_calls[position].inputs)
         width = rows // max(num_rows, 1) // meta.dtype.itemsize
         weight = num_classes * width * _WIDE
         chunk = min(chunk_length(num_rows, num_classes), num_rows) * num_classes * _WIDE
-        found.append(FusedLoss(head=position, loss=readers[-1], logits=3 * chunk, rows=rows, weight=weight))
+        found.append(FusedLoss(head=position, loss=loss, made=made, logits=3 * chunk, rows=rows, weight=weight))
     return found
+
+
+def _way_to_loss(head: int, flow: StageFlow, storages: StepStorages) -> tuple[int, frozenset[int]] | None:
+    """The position of the one loss of a head's logits, and the storages of these and of logarithms made of them."""
+    family, logs, loss = storages.of_calls[head].outputs, frozenset[int](), None
+    for i in range(head + 1, len(flow.trace.calls)):
+        name, own = flow.trace.calls[i].name, storages.of_calls[i]
+        if not own.inputs & family:
+            continue
+        if loss is not None:
+            return None
+        if name == _LOSS or (name == _LOSS_OF_LOG and own.inputs & logs):
+            loss = i
+        elif name == _LOG:
+            family, logs = family | own.outputs, logs | own.outputs
+        elif own.outputs - family:  # more than views
+            return None
+    return None if loss is None else (loss, family)

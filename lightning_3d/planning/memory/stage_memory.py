@@ -61,7 +61,9 @@ class FusedLoss:
     head: int
     """Position of its call in the trace."""
     loss: int
-    """Position of the loss's; calls between them are views of logits."""
+    """Position of the loss's; calls between them make views of logits, or logarithms of probabilities."""
+    made: frozenset[int]
+    """The storages of these, which never exist."""
     logits: int
     """Bytes of what its forward makes of a chunk of rows."""
     rows: int
@@ -122,7 +124,7 @@ class MicrobatchMemory:
         positions = [i for i, of_call in enumerate(self.flow.call_stages) if of_call == stage]
         last_reader = {number: i for i in positions for number in self.storages.of_calls[i].inputs}
         last_call = {self.flow.trace.calls[i].name: i for i in positions if self.flow.trace.calls[i].is_block}
-        logits = frozenset[int]().union(*(self.storages.of_calls[loss.head].outputs for loss in self.fused))
+        logits = frozenset[int]().union(*(loss.made for loss in self.fused))
         kept, made, memories = set(received), set[int](), list[CallMemory]()
         for i in positions:
             call, own = self.flow.trace.calls[i], self.storages.of_calls[i]

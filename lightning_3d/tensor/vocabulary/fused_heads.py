@@ -18,7 +18,8 @@ from lightning_3d.model.block_runner import BlockRunner, Call, runner_of
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.vocabulary.lazy_logits import Compute, HeadCall, Outcome, Through, lazy_logits, made
+from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Outcome, Through
+from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.torch_internals.autograd import custom_functions_seen, has_saved_tensor_hooks
 from lightning_3d.torch_internals.modules import has_backward_hooks

@@ -81,7 +81,7 @@ class CrossEntropy:
             and self.reduce is None
             and self.reduction in ("mean", "sum", "none")
             and 0.0 <= self.label_smoothing <= 1.0
-            and not self.target.is_floating_point()
+            and self.target.dtype == torch.int64
             and list(self.target.shape) == shape
             and (weight is None or (not weight.requires_grad and list(weight.shape) == [num_classes]))
         )
@@ -92,6 +92,14 @@ def as_cross_entropy(function: Function, args: tuple[Any, ...], kwargs: dict[str
     if function is not torch.nn.functional.cross_entropy:
         return None
     call = CrossEntropy(*args, **kwargs)
+    return call if call.has_sharded_form else None
+
+
+def as_nll_loss(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CrossEntropy | None:
+    """Read a call as the cross entropy of what its logarithms of probabilities were made of, or None."""
+    if function is not torch.nn.functional.nll_loss:
+        return None
+    call = CrossEntropy(*args, **kwargs)  # has the arguments of ``F.nll_loss``, and one more
     return call if call.has_sharded_form else None
 
 
@@ -174,6 +182,22 @@ def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMe
         smooth_gradient=smooth_gradient,
     )
     return losses if call.reduction == "none" else losses.sum() * scale, saved
+
+
+def log_sums(logits: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """The logarithm of the sum of the exponentials of all classes, ``[..., 1]``.
+
+    Args:
+        logits: This rank's classes, ``[..., own classes]``.
+        mesh: The tp axis; None if all classes are here.
+    """
+    if mesh is None:
+        return logits.logsumexp(-1, keepdim=True)
+    greatest = logits.amax(-1, keepdim=True)
+    dist.all_reduce(greatest, dist.ReduceOp.MAX, group=mesh.get_group())
+    total = (logits - greatest).exp().sum(-1, keepdim=True)
+    dist.all_reduce(total, group=mesh.get_group())
+    return greatest + total.log()
 
 
 def backward(saved: Saved, gradient: Tensor) -> Tensor:

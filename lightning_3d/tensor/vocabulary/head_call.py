@@ -1,0 +1,109 @@
+"""One call of a head, whose logits are made when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_3d.tensor.vocabulary.loss import ShardedClasses
+from lightning_3d.tensor.vocabulary.sharded_output import as_logits
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+
+Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Computes something of rows, and of the weight and bias of a head."""
+Through = Callable[[Tensor, Compute], Tensor]
+"""Computes something of rows where the weight and bias of a head are whole."""
+OnRead = Callable[[str], None]
+"""Called with the name of the function when logits are made in full."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The end of a call of a head."""
+
+    has_grad: bool
+    is_plain: bool = False
+    """Whether its logits went on as plain tensors, as somebody read them or waits for their gradient."""
+
+
+class HeadCall:
+    """One call of a head, whose logits are made at most once.
+
+    Args:
+        rows: What the head was given, ``[..., width]``; of sharded classes, it sums the gradients of all ranks.
+        weight: ``[classes, width]``, of this rank's classes; None if it is whole in ``through`` alone.
+        on_read: Called when they are made.
+        classes: All classes, where a rank has a part of them.
+        num_classes: The number over all ranks, if it is not that of ``weight``.
+    """
+
+    def __init__(
+        self,
+        rows: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        on_read: OnRead,
+        classes: ShardedClasses | None = None,
+        *,
+        num_classes: int | None = None,
+        through: Through | None = None,
+    ) -> None:
+        self.rows, self.weight, self.bias, self.classes, self._on_read = rows, weight, bias, classes, on_read
+        self._num_classes, self._through = num_classes, through
+        device = rows.device.type
+        self._autocast = torch.is_autocast_enabled(device)
+        self._autocast_dtype = torch.get_autocast_dtype(device)
+        self.outcome = Outcome(torch.is_grad_enabled())
+        self.made: Tensor | None = None
+        self.is_fused = False
+        """Whether a loss was computed without the logits."""
+        self.at_end: list[Callable[[], object]] = []
+        """Make the lazy tensors that come of it, if somebody still refers to them."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        is_cast = self._autocast and self.rows.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        return self._autocast_dtype if is_cast else self.rows.dtype
+
+    @property
+    def num_classes(self) -> int:
+        """The number over all ranks."""
+        if self._num_classes is not None:
+            return self._num_classes
+        assert self.weight is not None
+        return len(self.weight) if self.classes is None else self.classes.num
+
+    def run(self, rows: Tensor, compute: Compute) -> Tensor:
+        """Compute something of rows with the weights."""
+        if self._through is not None:
+            return self._through(rows, compute)
+        assert self.weight is not None
+        return compute(rows, self.weight, self.bias)
+
+    def end(self) -> None:
+        """Make those that somebody still refers to, before the weights change."""
+        for make in self.at_end:
+            make()
+
+    def logits(self, reader: str) -> Tensor:
+        """The logits as the head makes them, on shards if the classes are sharded."""
+        if self.made is None:
+            self._on_read(reader)
+            self.outcome.is_plain |= self.classes is None
+            device = self.rows.device.type
+            with (
+                DisableTorchFunctionSubclass(),
+                torch.set_grad_enabled(self.outcome.has_grad),
+                torch.autocast(device, dtype=self._autocast_dtype, enabled=self._autocast),
+            ):
+                self.made = self.run(self.rows, self._make)
+        return self.made
+
+    def _make(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        made = F.linear(rows, weight, bias)
+        return made if self.classes is None else as_logits(made, self.classes.mesh, self.classes.num)
