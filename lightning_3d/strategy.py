@@ -916,7 +916,7 @@ class ThreeDStrategy(ParallelStrategy):
         if self._saves_folders or has_no_parameters(optimizer):
             return optimizer_state(self._module, optimizer, shards)
         whole = full_optimizer_state(
-            self._module, optimizer, self.mesh.axis("pp"), shards, self.mesh.device_mesh["dp_shard"]
+            self._module, optimizer, self.mesh.axis("pp"), shards, self.mesh.sliced("dp_shard")
         )
         return whole or {"state": {}, "param_groups": unwrapped(optimizer).state_dict()["param_groups"]}
 
@@ -962,7 +962,7 @@ class ThreeDStrategy(ParallelStrategy):
         pp = self.mesh.axis("pp")
         checkpoint = replaced_state(checkpoint, own, full_model_state(self._module, pp, gathered))
         if (states := checkpoint.get("optimizer_states")) is not None:
-            dp = self.mesh.device_mesh["dp_shard"]
+            dp = self.mesh.sliced("dp_shard")
             checkpoint["optimizer_states"] = [
                 state
                 if has_no_parameters(optimizer)

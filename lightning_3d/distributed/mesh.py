@@ -110,6 +110,9 @@ class Mesh:
     groups: MeshGroups
     """All groups of the mesh."""
 
+    slices: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
+    """The answers of `sliced` so far."""
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
         """Itself: process groups belong to the process."""
         return self
@@ -137,22 +140,28 @@ class Mesh:
     @property
     def num_shards(self) -> int:
         """Data-parallel ranks that share the training state; each such group holds all of it."""
-        return self.device_mesh["dp_shard"].size()
+        return self.sliced("dp_shard").size()
 
     @property
     def shard_axes(self) -> DeviceMesh:
         """The mesh that FSDP2 shards over: one axis, or with hybrid sharding the two of dp."""
         is_hybrid = self.num_shards < self.shape.dp
-        return self.device_mesh["dp_replicate", "dp_shard"] if is_hybrid else self.device_mesh["dp_shard"]
+        return self.sliced("dp_replicate", "dp_shard") if is_hybrid else self.sliced("dp_shard")
+
+    def sliced(self, *names: str) -> DeviceMesh:
+        """The mesh along axes of `device_mesh`, through this rank; made once, as it is asked for by each parameter."""
+        if names not in self.slices:
+            self.slices[names] = self.device_mesh[names]
+        return self.slices[names]
 
     def axis(self, name: AxisName) -> DeviceMesh:
         """The one-dimensional mesh along an axis, through this rank; all of them share `device_mesh` as their root.
         With hybrid sharding dp is none of them: see `shard_axes` and `group`.
         """
         if name != "dp":
-            return self.device_mesh[name]
+            return self.sliced(name)
         assert self.num_shards in (1, self.shape.dp), "hybrid sharding has two axes in place of dp"
-        return self.device_mesh["dp_replicate" if self.num_shards == 1 else "dp_shard"]
+        return self.sliced("dp_replicate" if self.num_shards == 1 else "dp_shard")
 
     def group(self, name: AxisName | Literal["replica"]) -> dist.ProcessGroup:
         """The process group along an axis, or of the model replica, through this rank."""

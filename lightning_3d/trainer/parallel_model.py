@@ -190,7 +190,7 @@ def make_parallel(
     keep_little(plan)
     if mesh.shape.pp > 1:
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
-        ranks = sorted(mesh.device_mesh[shared].mesh.flatten().tolist())
+        ranks = sorted(mesh.sliced(*shared).mesh.flatten().tolist())
         calls = StageCalls(mesh, ranks, rendezvous, device)
         for block in plan.blocks:
             holder = plan.stage_ranks[block.stages[0]]
@@ -272,7 +272,7 @@ def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -
     """Let the ranks that share weights of a block meet before calls of it between steps."""
     for block in blocks:
         axes = ("dp_shard", "tp") if isinstance(block, FSDPModule) else ("tp",)
-        ranks = mesh.device_mesh[axes].mesh.flatten().tolist()
+        ranks = mesh.sliced(*axes).mesh.flatten().tolist()
         if len(ranks) > 1 and holds_parts(block):
             running(block).meet = partial(rendezvous.meet, ranks)
 

@@ -118,7 +118,7 @@ class PlainParameters(Zero):
     def _shard(self, parameter: nn.Parameter, mesh: Mesh) -> RankShard:
         if self._replicas is None or self._stage == 0 or parameter.dim() == 0 or not parameter.numel():
             return RankShard(parameter=parameter)
-        dp = mesh.device_mesh["dp_shard", "tp"] if isinstance(parameter, DTensor) else mesh.device_mesh["dp_shard"]
+        dp = mesh.sliced("dp_shard", "tp") if isinstance(parameter, DTensor) else mesh.sliced("dp_shard")
         return RankShard(parameter=parameter, size=self._replicas.num_shards, rank=self._replicas.shard_rank, mesh=dp)
 
     def _receive(self, shard: RankShard, own: Tensor) -> None:

@@ -24,8 +24,8 @@ class Replicas:
         self.group, self.size = mesh.group("dp"), mesh.shape.dp
         self.num_shards, self.shard_rank = mesh.num_shards, mesh.dp_rank % mesh.num_shards
         is_hybrid = 1 < mesh.num_shards < mesh.shape.dp
-        self._shards = mesh.device_mesh["dp_shard"].get_group() if is_hybrid else self.group
-        self._copies = mesh.device_mesh["dp_replicate"].get_group() if is_hybrid else None  # ranks with the same shard
+        self._shards = mesh.sliced("dp_shard").get_group() if is_hybrid else self.group
+        self._copies = mesh.sliced("dp_replicate").get_group() if is_hybrid else None  # ranks with the same shard
         self._is_gloo = dist.get_backend(self.group) == "gloo"
 
     def all_reduce(self, tensor: Tensor) -> Wait:
