@@ -68,7 +68,10 @@ PRELOAD = (
     "torchmetrics.classification",
     "lightning_3d",
 )
-"""What the forkserver imports once for all workers."""
+"""What the forkserver imports once for all workers, besides the modules of tests that the test process has."""
+
+BEHIND = {"transformers": "transformers.modeling_utils"}
+"""What a package loads late that most tests with it need; imported, too, where the test process has the package."""
 
 
 class WorkerError(RuntimeError):
@@ -187,6 +190,11 @@ def _answer(request: bytes) -> _Success | _Failure:
 # ---------------------------------------------------------------------------------------------------- parent's side
 
 
+def _preload() -> list[str]:
+    tests = [name for name in sys.modules if name.startswith("tests.test_")]
+    return [*PRELOAD, *(module for package, module in BEHIND.items() if package in sys.modules), *tests]
+
+
 class _Crew:
     """The live processes of one pool; never reused after a failure."""
 
@@ -196,7 +204,7 @@ class _Crew:
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOAD))
+        context.set_forkserver_preload(_preload())
         port = _free_port()
         for rank in range(size):
             seat = _Seat(rank=rank, world_size=size, store=self.directory / "store", log=self.log(rank), port=port)
