@@ -140,6 +140,7 @@ def _rank(case: Case, rank: int, port: int, directory: Path) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(_environment(case, rank, port))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
     _fit(case, directory)
 
 
