@@ -10,6 +10,10 @@ PACKAGES ?= packages
 PACKAGES_VENV := .venv-packages
 PACKAGES_INSTALLED := $(PACKAGES_VENV)/.installed
 
+# Processes that share out the files of tests, each with pools of ranks of its own.
+TEST_PROCESSES ?= 2
+SIDE_BY_SIDE := -n $(TEST_PROCESSES) --dist loadfile
+
 .PHONY: env demo test test-matrix test-signals lightning-suite lint clean
 
 env: $(INSTALLED)
@@ -25,13 +29,13 @@ demo: env
 	$(BIN)/python examples/gpt.py
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # Tables of layouts that are too slow for every change.
 test-matrix: env
-	$(BIN)/python -m pytest -m matrix
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m matrix
 
-# Signals and failures at random moments, and hundreds of ends of processes.
+# Signals and failures at random moments, and hundreds of ends of processes: one at a time, as they take their time.
 test-signals: env
 	$(BIN)/python -m pytest -m signals
 
