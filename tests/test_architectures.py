@@ -54,11 +54,12 @@ _TOWERS = {
 
 HUGGING_FACE = {
     "llama": Row(job=hf_job("LlamaConfig", CLM, **_GROUPED), further=(Layout(pp=2, dp=2, num_microbatches=2),)),
-    "llama-tied": Row(job=hf_job("LlamaConfig", CLM, **_GROUPED, tie_word_embeddings=True), layouts=(PP4,)),
+    "llama-tied": Row(job=hf_job("LlamaConfig", CLM, **_GROUPED, tie_word_embeddings=True), further=(PP4,)),
     "llama-masked": Row(job=hf_job("LlamaConfig", CLM, a.masked_text, **_GROUPED)),
     "llama-recomputed": Row(
         job=small_job(partial(recomputed, "LlamaConfig", CLM, use_reentrant=False, **_GROUPED), a.text),
-        layouts=(Layout(pp=2, tp=2, num_microbatches=2), Layout(pp=2, dp=2, zero=3, num_microbatches=2)),
+        layouts=(Layout(pp=2, tp=2, num_microbatches=2),),
+        further=(Layout(pp=2, dp=2, zero=3, num_microbatches=2),),
     ),
     "llama-recomputed-reentrant": Row(
         job=small_job(partial(recomputed, "LlamaConfig", CLM, use_reentrant=True, **_GROUPED), a.text),
@@ -262,7 +263,7 @@ OWN = {
 
 TABLE = {**HUGGING_FACE, **OWN}
 ALIKE = (
-    *("mistral", "gemma", "phi", "opt", "bloom", "falcon", "gpt-neox"),  # llama, gpt2
+    *("mistral", "gemma", "qwen3", "phi", "opt", "bloom", "falcon", "gpt-neox"),  # llama, gpt2
     *("roberta", "electra", "distilbert"),  # bert, albert
     *("pegasus", "marian"),  # bart
     *("deit", "convnext"),  # vit, resnet

@@ -221,7 +221,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Ten
     ("first", "second", "folder"),
     [
         (Layout(dp=2, zero=1), Layout(dp=2, zero=1), True),
-        (Layout(pp=2), Layout(dp=2, zero=3), True),
+        pytest.param(Layout(pp=2), Layout(dp=2, zero=3), True, marks=pytest.mark.matrix),
         (Layout(pp=2), Layout(dp=2, zero=3), False),
         pytest.param(Layout(dp=2, zero=3), Layout(tp=2), False, marks=pytest.mark.matrix),
         pytest.param(Layout(tp=2), Layout(pp=2), True, marks=pytest.mark.matrix),

@@ -135,7 +135,7 @@ def _error(layout: Layout) -> str:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(dp=2, zero=2),
+        pytest.param(Layout(dp=2, zero=2), marks=pytest.mark.matrix),
         Layout(dp=2, zero=3),
         Layout(tp=2),
         Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2),

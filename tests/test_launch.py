@@ -13,8 +13,8 @@ from tests.models import TinyGPT, reference_loader, tokens
 from tests.scripts import start
 from tests.scripts.fit import GLOBAL_BATCH_SIZE, SEED, STEPS, Losses
 
-LIMIT = 60.0
-"""Seconds that one program may take."""
+LIMIT = 120.0
+"""Seconds that one program may take, on a machine that does much else."""
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

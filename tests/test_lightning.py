@@ -194,7 +194,7 @@ def _evaluate(layout: Layout) -> dict[str, Any]:
     return {"validated": validated, "tested": tested, "predicted": predicted}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", some_in_matrix(LAYOUTS, on_four_ranks), ids=str)
 def test_validate_test_and_predict_without_fit(workers: WorkerPools, layout: Layout) -> None:
     reference = workers(1).run(_evaluate, Layout())[0]
     for rank, seen in enumerate(workers(layout.world_size).run(_evaluate, layout)):

@@ -160,7 +160,12 @@ def fresh_workers() -> Iterator[WorkerPools]:
 
 
 @pytest.mark.parametrize(
-    ("where", "zero", "pp"), [("configure_model", 1, 4), ("init_module", 1, 4), ("init_module", 3, 2)]
+    ("where", "zero", "pp"),
+    [
+        ("configure_model", 1, 4),
+        pytest.param("init_module", 1, 4, marks=pytest.mark.matrix),
+        ("init_module", 3, 2),
+    ],
 )
 def test_peak_is_the_stage_and_one_block(fresh_workers: WorkerPools, where: Where, zero: int, pp: int) -> None:
     for growth, held in fresh_workers(4).run(_growth, where, zero, pp):

@@ -450,7 +450,7 @@ ALIKE = (
 )
 """Architectures whose blocks are sharded as others, and that are left to `make test-matrix`."""
 
-ON_FOUR_RANKS = ("llama-tied", "llama-one-kv-head", "mixtral", "resnet")
+ON_FOUR_RANKS = ("llama-tied", "llama-one-kv-head")
 """Those that `make test` runs on four ranks."""
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d.tensor import BlockTensorPlan
 from tests.models import Attention, Block, TinyGPT
 from tests.parity import Job, Layout, LayoutRun, assert_parity, run_layout, run_reference
+from tests.tables import on_four_ranks, some_in_matrix
 from tests.workers import WorkerError, WorkerPools
 
 TP2 = Layout(tp=2)
@@ -199,7 +200,7 @@ def test_model_equals_one_process(workers: WorkerPools, model: type[TinyGPT]) ->
 
 @pytest.mark.parametrize(
     "layout",
-    [TP2, pytest.param(Layout(dp=2, tp=2, zero=2), marks=pytest.mark.matrix), Layout(pp=2, tp=2, num_microbatches=2)],
+    some_in_matrix([TP2, Layout(dp=2, tp=2, zero=2), Layout(pp=2, tp=2, num_microbatches=2)], on_four_ranks),
     ids=str,
 )
 def test_clipping_by_value_equals_one_process(workers: WorkerPools, layout: Layout) -> None:
