@@ -1,20 +1,22 @@
 """The peak of every rank's memory, predicted against measured, by schedule and by recomputation.
 
-    python -m benchmarks.memory
+    python -m benchmarks.memory [--sharded] [MODEL ...]
 
-The GPT of `benchmarks.models` and a Llama of `transformers` with random weights, on 1, 2 and 4 pipeline ranks. Measured
-is what torch's allocator of the CPU has handed out at once, at most, in the second step. The bar: within 10 %.
+The GPT of `benchmarks.models` and a Llama of `transformers` with random weights, on 1, 2 and 4 pipeline ranks; with
+--sharded on 2 ranks of ZeRO and of tensor parallel. Measured is what torch's allocator of the CPU has handed out at
+once, at most, in the second step. The bar: within 10 %.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,35 +58,46 @@ class Llama(L.LightningModule):
 MODELS = {"GPT": lambda: GPT(vocabulary=VOCABULARY, num_layers=LAYERS), "Llama": Llama}
 
 
-def peaks(model: str, pp: int, schedule: str, recompute: str) -> list[tuple[int, int]]:
+def layouts(sharded: bool) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Name, number of ranks, and arguments of the strategy."""
+    if sharded:
+        yield from ((f"dp 2, ZeRO {stage}", 2, {"zero": {"stage": stage}}) for stage in range(4))
+        yield "tp 2", 2, {"tensor_parallel_size": 2}
+        yield "tp 2, sequence parallel", 2, {"tensor_parallel_size": 2, "tensor": {"sequence_parallel": True}}
+        return
+    yield "one rank", 1, {}
+    for pp in (2, 4):
+        for schedule in SCHEDULES:
+            pipeline = {"schedule": schedule, "num_microbatches": 2 * pp}
+            yield f"pp {pp}, {schedule}", pp, {"pipeline_parallel_size": pp, "pipeline": pipeline}
+
+
+def peaks(model: str, num_ranks: int, arguments: dict[str, Any], recompute: str) -> list[tuple[int, int]]:
     """Predicted and measured bytes of each pipeline rank; runs on one of the ranks."""
     torch.manual_seed(0)
-    pipeline = {"schedule": schedule, "num_microbatches": 2 * pp} if pp > 1 else {}
-    strategy = ThreeDStrategy(
-        pipeline_parallel_size=pp, pipeline=pipeline, activations={"recompute": recompute, "budget": 1000}
-    )
-    trainer = quiet_trainer(strategy, pp, 3, MemoryTable())
+    strategy = ThreeDStrategy(activations={"recompute": recompute, "budget": 1000}, **arguments)
+    trainer = quiet_trainer(strategy, num_ranks, 3, MemoryTable())
     trainer.fit(MODELS[model](), random_tokens(3, BATCH, LENGTH, VOCABULARY))
     return [(row.peak, row.measured or 0) for row in strategy.plan.memory]
 
 
-def main(models: Sequence[str] = tuple(MODELS)) -> None:
-    """Print the table."""
-    table = Table("model", "pp", "schedule", "recompute", "predicted MiB", "measured MiB", "ratio", "bar")
-    worst = 0.0
-    for model in models:
-        for pp in (1, 2, 4):
-            for schedule in SCHEDULES if pp > 1 else ("",):
-                for recompute in ("none", "full") if pp > 1 else ("none", "selective", "full"):
-                    rows: Any = run_ranks(peaks, pp, model, pp, schedule, recompute)
-                    ratios = [predicted / measured for predicted, measured in rows]
-                    worst = max(worst, *(abs(ratio - 1) for ratio in ratios))
+def main(sharded: bool, models: Sequence[str]) -> None:
+    """Print the table, a row as soon as it is measured."""
+    table = Table("model", "layout", "recompute", "predicted MiB", "measured MiB", "ratio")
+    ratios: list[float] = []
+    with Live(table, console=Console(width=160), auto_refresh=False) as live:
+        for model in models:
+            for name, num_ranks, arguments in layouts(sharded):
+                modes = ("none", "full") if "pp" in name else ("none", "selective", "full")
+                for recompute in modes:
+                    rows: Any = run_ranks(peaks, num_ranks, model, num_ranks, arguments, recompute)
+                    own = [predicted / measured for predicted, measured in rows]
+                    ratios += own
                     columns = [" ".join(f"{value[i] / 2**20:.0f}" for value in rows) for i in (0, 1)]
-                    text = " ".join(f"{ratio:.3f}" for ratio in ratios)
-                    table.add_row(model, str(pp), schedule, recompute, *columns, text, f"{1 - BAR:.2f}..{1 + BAR:.2f}")
-    Console(width=160).print(table)
-    Console().print(f"greatest difference: {worst:.1%}")
+                    table.add_row(model, name, recompute, *columns, " ".join(f"{ratio:.3f}" for ratio in own))
+                    live.refresh()
+    print(f"ratios {min(ratios):.3f} to {max(ratios):.3f}; bar {1 - BAR:.2f} to {1 + BAR:.2f}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or tuple(MODELS))
+    main("--sharded" in sys.argv, [name for name in sys.argv[1:] if name in MODELS] or tuple(MODELS))

@@ -55,6 +55,8 @@ LAYOUTS = {
     "pp2-gpipe": Layout(pp=2, num_microbatches=4, schedule="gpipe"),
     "pp2-zbv": Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2),
     "pp2-interleaved": Layout(pp=2, num_microbatches=4, schedule="interleaved", stages_per_rank=2),
+    "tp2": Layout(tp=2),
+    "tp2-sequence": Layout(tp=2, sequence_parallel=True),
 }
 
 

@@ -16,6 +16,7 @@ import logging
 import pickle
 import random
 import signal
+import threading
 import typing
 import warnings
 import weakref
@@ -1206,6 +1207,23 @@ def _allocated_peak() -> int:
 def test_the_peak_of_the_allocator(workers: WorkerPools) -> None:
     (peak,) = workers(1).run(_allocated_peak)
     assert 4 * 32_000 <= peak < 4 * 32_000 + 2000
+
+
+def _peak_with_frees_by_a_thread() -> int:
+    peak = profiling.AllocatedPeak()
+    peak.start()
+    peak.mark()
+    for _ in range(20):
+        given = [torch.ones(100_000)]
+        freeing = threading.Thread(target=given.clear)
+        freeing.start()
+        freeing.join()
+    return peak.stop()
+
+
+def test_what_other_threads_free_is_not_counted_for_long(workers: WorkerPools) -> None:
+    (peak,) = workers(1).run(_peak_with_frees_by_a_thread)
+    assert 400_000 <= peak < 10 * 400_000  # of 20 that were freed
 
 
 @canary(pipelining, "splittable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from lightning_3d.config.activations import Mode
 from lightning_3d.model.blocks import kind_of
+from lightning_3d.planning.loads import Inputs
 from lightning_3d.planning.memory.block_memory import BlockMemory, measure_memory
 from lightning_3d.planning.memory.fused_losses import fused_losses
+from lightning_3d.planning.memory.sharded_storages import as_one_rank_keeps
 from lightning_3d.planning.memory.stage_memory import MicrobatchMemory, StageMemory, kept_storages
 from lightning_3d.planning.memory.timeline import HeldMemory, peak_of_activations
 from lightning_3d.planning.plan import Plan
@@ -127,35 +130,32 @@ def step_memory(
     """
     assert trace.storages is not None, "the trace notes its memory"
     flow = cut(trace, plan.stages_of_calls, plan.num_stages)
+    storages = trace.storages
     measured: dict[object, BlockMemory] = {}
     of_calls, gradients, heads = {}, {}, {}
-    sharded = {block.fqn for block in plan.blocks if _divides(block.tensor)}
-    cut_in_shards: set[int] = set()
+    tensor_plans = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.reason is None}
+    divided: set[int] = set()
     for position, call in enumerate(trace.calls):
         if not call.is_block:
             continue
-        block = blocks[call.name]
-        inputs = trace.block_inputs[call.name]
-        if call.name in sharded:
-            inside = trace.storages.of_calls[position]
-            cut_in_shards |= (inside.saved | inside.costly) - inside.inputs - inside.outputs
-        kind = (kind_of(block), repr(inputs))
+        block, inputs, tensor = blocks[call.name], trace.block_inputs[call.name], tensor_plans.get(call.name)
+        own = storages.of_calls[position]
+        kind = (kind_of(block), repr(inputs), tensor)
         if kind not in measured:
-            try:
-                measured[kind] = measure_memory(block, inputs, device)
-            except Exception:  # it needs data
-                measured[kind] = _estimated(trace.storages.of_calls[position], trace.storages)
-        num_shards = plan.shape.tp if call.name in sharded else 1
-        returned = trace.storages.num_bytes(trace.storages.of_calls[position].outputs)
-        of_calls[position] = measured[kind].divided(num_shards, returned)
-        whole = sum(p.nbytes for p in block.parameters() if p.requires_grad) // num_shards
+            measured[kind] = _measured(block, inputs, device, tensor) or _estimated(own, storages)
+        memory = measured[kind]
+        if tensor is not None and memory.kept is None:  # that of the whole block
+            divided |= (own.saved | own.costly) - own.inputs - own.outputs
+            memory = memory.divided(tensor.size, storages.num_bytes(own.outputs))
+        of_calls[position] = memory
+        whole = _bytes_of_gradients(block, tensor)
         gradients[call.name] = whole + _reduced(whole, plan)
         if fuses_loss and type(block) is nn.Linear:
-            heads[position] = block.out_features // num_shards
+            heads[position] = block.out_features // (1 if tensor is None else tensor.size)
     return StepMemory(
         plan=plan,
         flow=flow,
-        storages=trace.storages.divided(cut_in_shards, plan.shape.tp),
+        storages=as_one_rank_keeps(trace, storages.divided(divided, plan.shape.tp), of_calls),
         blocks=of_calls,
         gradients=gradients,
         accumulates=accumulates,
@@ -164,9 +164,24 @@ def step_memory(
     )
 
 
-def _divides(tensor: BlockTensorPlan | None) -> bool:
-    """Whether tensor-parallel ranks share the memory of a block; with slices of the sequence they gather whole ones."""
-    return tensor is not None and tensor.reason is None and not tensor.is_sequence_parallel
+def _measured(
+    block: nn.Module, inputs: Inputs, device: torch.device, tensor: BlockTensorPlan | None
+) -> BlockMemory | None:
+    """That of one tensor-parallel rank, else of the whole block; None if that needs data."""
+    if tensor is not None and not any(weight.role == "vocabulary" for weight in tensor.weights):
+        with suppress(Exception):
+            return measure_memory(block, inputs, device, tensor)
+    with suppress(Exception):
+        return measure_memory(block, inputs, device)
+    return None
+
+
+def _bytes_of_gradients(block: nn.Module, tensor: BlockTensorPlan | None) -> int:
+    """On one rank of the tensor axis."""
+    trained = {fqn: p for fqn, p in block.named_parameters() if p.requires_grad}
+    sharded = set() if tensor is None else {w.fqn for w in tensor.weights if w.shard_dim is not None}
+    size = 1 if tensor is None else tensor.size
+    return sum(p.nbytes // (size if fqn in sharded else 1) for fqn, p in trained.items())
 
 
 def _reduced(gradients: int, plan: Plan) -> int:

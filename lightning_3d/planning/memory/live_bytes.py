@@ -17,32 +17,43 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
-        self._sizes: dict[StorageWeakRef, int] = {}
-        self._made: set[StorageWeakRef] = set()  # also those that are gone, whose addresses are not used again
+        self.sizes: dict[StorageWeakRef, int] = {}
+        """Bytes of all that were made; references keep the addresses of those that are gone from being used again."""
+        self.costly: set[StorageWeakRef] = set()
+        """Those of results of operators that selective recomputation keeps."""
+        self._alive: set[StorageWeakRef] = set()
         self.peak = 0
         """Bytes that were alive at once, at most, since `restart`."""
-        self.num_cheap = 0
-        """Bytes of results of operators that selective recomputation computes again."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         given = {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
         results = func(*args, **(kwargs or {}))
         for leaf in filter(_is_tensor, tree_leaves(results)):
             storage = StorageWeakRef(leaf.untyped_storage())
-            if storage in given or storage in self._made:
+            if storage in given or storage in self.sizes:
                 continue
-            self._made.add(storage)
-            self._sizes[storage] = leaf.untyped_storage().nbytes()
-            if not is_costly(func):
-                self.num_cheap += self._sizes[storage]
+            self.sizes[storage] = leaf.untyped_storage().nbytes()
+            self._alive.add(storage)
+            if is_costly(func):
+                self.costly.add(storage)
         self.peak = max(self.peak, self.live)
         return results
 
     @property
+    def alive(self) -> set[StorageWeakRef]:
+        """Those that are alive."""
+        self._alive = {storage for storage in self._alive if not storage.expired()}
+        return self._alive
+
+    @property
     def live(self) -> int:
-        """Bytes of those that are alive."""
-        self._sizes = {storage: size for storage, size in self._sizes.items() if not storage.expired()}
-        return sum(self._sizes.values())
+        """Their bytes."""
+        return sum(self.sizes[storage] for storage in self.alive)
+
+    @property
+    def num_cheap(self) -> int:
+        """Bytes of all results that selective recomputation computes again."""
+        return sum(size for storage, size in self.sizes.items() if storage not in self.costly)
 
     def restart(self) -> int:
         """Begin to look for the peak anew; returns what is alive."""

@@ -100,9 +100,9 @@ class MicrobatchMemory:
         """
         flow = self.flow
         received, sent = flow.received(stage), flow.sent(stage)
-        calls, kept = self._calls(stage, self._storages_of(received))
         losses = [loss for loss in self.fused if flow.call_stages[loss.loss] == stage]
         rows = frozenset[int]().union(*(self.storages.of_calls[loss.head].inputs for loss in losses))
+        calls, kept = self._calls(stage, self._storages_of(received), rows)
         gets = stage > 0 and stage_ranks[stage - 1] != stage_ranks[stage]
         gives = stage + 1 < flow.num_stages and stage_ranks[stage + 1] != stage_ranks[stage]
         leaving = self._storages_of(sent) if gives else frozenset()  # what stays here lies in the next stage's buffers
@@ -119,8 +119,12 @@ class MicrobatchMemory:
         of_tensors = self.storages.of_tensors
         return frozenset(of_tensors[i] for i in tensors if i in of_tensors)
 
-    def _calls(self, stage: int, received: frozenset[int]) -> tuple[list[CallMemory], set[int]]:
-        """The memory of the stage's calls, and the storages that they keep, with those received."""
+    def _calls(self, stage: int, received: frozenset[int], rows: frozenset[int]) -> tuple[list[CallMemory], set[int]]:
+        """The memory of the stage's calls, and the storages that they keep, with those received.
+
+        Args:
+            rows: Kept by fused losses from when they are made until the backward ends.
+        """
         positions = [i for i, of_call in enumerate(self.flow.call_stages) if of_call == stage]
         last_reader = {number: i for i in positions for number in self.storages.of_calls[i].inputs}
         last_call = {self.flow.trace.calls[i].name: i for i in positions if self.flow.trace.calls[i].is_block}
@@ -128,10 +132,10 @@ class MicrobatchMemory:
         kept, made, memories = set(received), set[int](), list[CallMemory]()
         for i in positions:
             call, own = self.flow.trace.calls[i], self.storages.of_calls[i]
-            waiting = {number for number in made if last_reader.get(number, -1) >= i} - logits
+            waiting = {number for number in made if last_reader.get(number, -1) >= i or number in rows} - logits
             before = (kept | waiting) - received
             cost = self._cost(i)
-            new = cost.kept - logits - kept
+            new = cost.kept - logits - rows - kept
             kept |= new
             made |= own.outputs
             is_last = call.is_block and last_call[call.name] == i

@@ -38,7 +38,7 @@ class Caused:
 
 @dataclass(slots=True)
 class PlannedAxis:
-    """Stands in for an `Axis` in a run on fake tensors. Rank 0 stands for all ranks."""
+    """Stands in for an `Axis` in a run on fake tensors, and takes as much memory. Rank 0 stands for all ranks."""
 
     size: int
     rank: int = 0
@@ -62,13 +62,15 @@ class PlannedAxis:
         return tensor
 
     def all_gather(self, local: Tensor, dim: int) -> Tensor:
-        every = torch.cat([local] * self.size, dim)
+        every = torch.cat([local.contiguous()] * self.size)
+        every = every if dim == 0 else torch.cat(every.chunk(self.size), dim)
         self.forward.append(self._caused("all-gather", every))
         return every
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         self.forward.append(self._caused("reduce-scatter", tensor))
-        return tensor.chunk(self.size, dim)[0].clone()
+        full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
+        return full.chunk(self.size)[0].clone()
 
     def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
         self._expected.append((result.grad_fn, self._caused(kind, tensor, is_backward=True)))
