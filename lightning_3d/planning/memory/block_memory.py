@@ -40,7 +40,7 @@ class BlockMemory:
     selective_cost: int
     """The time of another forward but for its costly operators."""
     kept: KeptStorages | None = None
-    """What one rank keeps of it between forward and backward, where that is not what the trace saw."""
+    """Storages of one rank between forward and backward, where those are not what the trace saw."""
 
     def divided(self, number: int, returned: int) -> BlockMemory:
         """That of each of a number of ranks that share the block's weights, about; outputs are whole.

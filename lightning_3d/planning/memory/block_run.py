@@ -120,7 +120,7 @@ class BlockRun:
             return None
 
     def kept(self) -> KeptStorages:
-        """What is there between the forward and the backward."""
+        """The storages between the forward and the backward."""
 
         def run(forward: _Forward, arguments: list[Any]) -> KeptStorages:
             bytes_, saved = LiveBytes(), set[StorageWeakRef]()

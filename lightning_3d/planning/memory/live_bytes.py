@@ -20,7 +20,7 @@ class LiveBytes(TorchDispatchMode):
         self.sizes: dict[StorageWeakRef, int] = {}
         """Bytes of all that were made; references keep the addresses of those that are gone from being used again."""
         self.costly: set[StorageWeakRef] = set()
-        """Those of results of operators that selective recomputation keeps."""
+        """Results of operators that selective recomputation keeps."""
         self._alive: set[StorageWeakRef] = set()
         self.peak = 0
         """Bytes that were alive at once, at most, since `restart`."""
@@ -41,13 +41,13 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def alive(self) -> set[StorageWeakRef]:
-        """Those that are alive."""
+        """Storages that are not freed yet."""
         self._alive = {storage for storage in self._alive if not storage.expired()}
         return self._alive
 
     @property
     def live(self) -> int:
-        """Their bytes."""
+        """Bytes that are not freed yet."""
         return sum(self.sizes[storage] for storage in self.alive)
 
     @property

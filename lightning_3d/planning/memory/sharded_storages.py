@@ -13,7 +13,7 @@ from lightning_3d.trace.trace import Trace, TracedCall
 
 
 def as_one_rank_keeps(trace: Trace, storages: StepStorages, blocks: Mapping[int, BlockMemory]) -> StepStorages:
-    """What calls of blocks keep in place of what the trace saw.
+    """Put the storages that one rank keeps for calls of blocks in place of those that the trace saw.
 
     Args:
         storages: Of the trace.
