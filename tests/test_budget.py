@@ -38,9 +38,9 @@ def long_tokens(num_samples: int) -> Dataset[tuple[torch.Tensor, ...]]:
     return TensorDataset(drawn[:, :-1], drawn[:, 1:])
 
 
-def _plan(layout: Layout, **trainer: Any) -> Plan:
+def _plan(layout: Layout, model: Any = GPT, **trainer: Any) -> Plan:
     settings = {"batches": 3, "epochs": 1, "limit_val_batches": 0, "callbacks": [MemoryTable()], **trainer}
-    runs, _ = fitted(layout, GPT, data=long_tokens, **settings)
+    runs, _ = fitted(layout, model, data=long_tokens, **settings)
     assert isinstance(runs.strategy, ThreeDStrategy)
     return runs.strategy.plan
 
@@ -68,6 +68,15 @@ def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, layout: La
         for row in memory:
             assert row.measured is not None
             assert row.peak == pytest.approx(row.measured, rel=0.1)
+
+
+def test_slices_of_inputs_are_counted(workers: WorkerPools) -> None:
+    whole, sliced = (Layout(tp=2, activations={**LARGE, "recompute": "full", "partition": on}) for on in (False, True))
+    model = partial(GPT, num_layers=16)
+    ((without,), _), ((row,), _) = (workers(2).run(_memory, layout, {"model": model}) for layout in (whole, sliced))
+    assert row.measured is not None
+    assert row.peak == pytest.approx(row.measured, rel=0.1)
+    assert row.peak < without.peak
 
 
 def test_gradients_that_accumulate_are_counted(workers: WorkerPools) -> None:

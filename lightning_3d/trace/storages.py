@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +28,13 @@ class CallStorages:
     """Storages that autograd keeps for its backward."""
     costly: frozenset[int]
     """Results of the operators that selective recomputation keeps."""
+    slices: Mapping[int, int] = field(default_factory=dict)
+    """Storage of an argument -> that of its slice, from which recomputation gathers it."""
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """Storages that recomputation begins with: its inputs, or slices of them."""
+        return frozenset(self.slices.get(number, number) for number in self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +51,22 @@ class StepStorages:
     def num_bytes(self, storages: Iterable[int]) -> int:
         """Bytes of some storages."""
         return sum(self.sizes[number] for number in storages)
+
+    def with_slices(self, tensors: Mapping[int, Iterable[int]], number: int) -> StepStorages:
+        """The same where recomputation keeps slices of arguments.
+
+        Args:
+            tensors: Position of a call -> ids of the tensors that it slices.
+            number: Slices of a tensor.
+        """
+        sizes, calls = list(self.sizes), list(self.of_calls)
+        for position, sliced in tensors.items():
+            slices = {}
+            for storage in {self.of_tensors[i] for i in sliced if i in self.of_tensors}:
+                slices[storage] = len(sizes)
+                sizes.append(sizes[storage] // number)
+            calls[position] = replace(calls[position], slices=slices)
+        return replace(self, sizes=tuple(sizes), of_calls=tuple(calls))
 
     def divided(self, storages: Collection[int], number: int) -> StepStorages:
         """The same with some storages shared by a number of ranks."""

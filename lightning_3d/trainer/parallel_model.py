@@ -241,6 +241,7 @@ def make_parallel(
             accumulates=trainer.accumulate_grad_batches > 1,
             fuses_loss=config.activations.fused_loss == "auto",
             is_unsplit=config.compile.enabled,
+            partitions=config.activations.partition,
         )
         budget = Budget(step=memory, batch=step.microbatch)
     precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)

@@ -21,6 +21,7 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import schedule_order
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
+from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.storages import CallStorages, StepStorages
 from lightning_3d.trace.trace import Trace
 
@@ -120,10 +121,12 @@ def step_memory(
     accumulates: bool,
     fuses_loss: bool,
     is_unsplit: bool,
+    partitions: bool,
 ) -> StepMemory:
     """Measure what the calls of a trace take.
 
     Args:
+        partitions: Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks.
         blocks: FQN -> block.
         trace: Of one microbatch, with its storages.
         device: Where it would run.
@@ -135,6 +138,7 @@ def step_memory(
     of_calls, gradients, heads = {}, {}, {}
     tensor_plans = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.reason is None}
     divided: set[int] = set()
+    sliced: dict[int, list[int]] = {}
     for position, call in enumerate(trace.calls):
         if not call.is_block:
             continue
@@ -148,20 +152,28 @@ def step_memory(
             divided |= (own.saved | own.costly) - own.inputs - own.outputs
             memory = memory.divided(tensor.size, storages.num_bytes(own.outputs))
         of_calls[position] = memory
+        if partitions and plan.shape.tp > 1:
+            metas = {i: trace.tensors[i] for i in call.inputs}
+            sliced[position] = [i for i, meta in metas.items() if _is_sliced(meta, plan.shape.tp)]
         whole = _bytes_of_gradients(block, tensor)
         gradients[call.name] = whole + _reduced(whole, plan)
         if fuses_loss and type(block) is nn.Linear:
             heads[position] = block.out_features // (1 if tensor is None else tensor.size)
+    storages = storages.divided(divided, plan.shape.tp).with_slices(sliced, plan.shape.tp)
     return StepMemory(
         plan=plan,
         flow=flow,
-        storages=as_one_rank_keeps(trace, storages.divided(divided, plan.shape.tp), of_calls),
+        storages=as_one_rank_keeps(trace, storages, of_calls),
         blocks=of_calls,
         gradients=gradients,
         accumulates=accumulates,
         heads=heads,
         is_unsplit=is_unsplit,
     )
+
+
+def _is_sliced(meta: TensorMeta, number: int) -> bool:
+    return meta.requires_grad and torch.Size(meta.shape).numel() % number == 0
 
 
 def _measured(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_3d.planning.memory.block_memory import BlockMemory
 from lightning_3d.planning.memory.block_run import KeptStorages
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.trace.storages import CallStorages, StepStorages
+from lightning_3d.trace.storages import StepStorages
 from lightning_3d.trace.trace import Trace, TracedCall
 
 
@@ -25,9 +25,8 @@ def as_one_rank_keeps(trace: Trace, storages: StepStorages, blocks: Mapping[int,
             continue
         numbers = {len(sizes) + i: storage for i, storage in enumerate(memory.kept.inner)}
         sizes += [storage.num_bytes for storage in memory.kept.inner]
-        calls[position] = CallStorages(
-            inputs=calls[position].inputs,
-            outputs=calls[position].outputs,
+        calls[position] = replace(
+            calls[position],
             saved=_of_trace(trace, storages, trace.calls[position], memory.kept)
             | {number for number, storage in numbers.items() if storage.is_saved},
             costly=frozenset(number for number, storage in numbers.items() if storage.is_costly),

@@ -216,7 +216,7 @@ def kept_storages(own: CallStorages, mode: Mode) -> frozenset[int]:
     """Storages that a call of a block keeps for its backward."""
     if mode == "none":
         return own.saved
-    return own.inputs if mode == "full" else own.inputs | (own.costly - own.outputs)
+    return own.sources if mode == "full" else own.sources | (own.costly - own.outputs)
 
 
 def _of_block(own: CallStorages, mode: Mode, memory: BlockMemory, storages: StepStorages) -> _Cost:
@@ -224,7 +224,7 @@ def _of_block(own: CallStorages, mode: Mode, memory: BlockMemory, storages: Step
     if mode == "none":
         split = (memory.input_backward, memory.held, memory.weight_backward)
         return _cost(kept=kept, forward=memory.forward, backward=memory.backward, split=split)
-    again = storages.num_bytes(own.saved - kept)
+    again = storages.num_bytes((own.saved | own.slices.keys()) - kept)
     return _cost(
         kept=kept,
         forward=memory.forward_alone if mode == "full" else memory.forward,
