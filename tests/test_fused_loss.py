@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import StepError
-from lightning_3d.tensor.vocabulary import chunked_loss, fused_heads
+from lightning_3d.tensor.vocabulary import chunked_loss, head_record
 from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, lazy_logits, made
@@ -556,7 +556,7 @@ def _alive_between_microbatches() -> list[int]:
         rows.append(StorageWeakRef(call.rows.untyped_storage()))
         return lazy_logits(call)
 
-    with patch.object(fused_heads, "lazy_logits", noted):
+    with patch.object(head_record, "lazy_logits", noted):
         fitted(Layout(pp=2, num_microbatches=4), TinyGPT, batches=1, epochs=1, limit_val_batches=0)
     return alive
 

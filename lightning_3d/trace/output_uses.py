@@ -108,3 +108,26 @@ def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> S
     if not reaches_loss or not (shape := trace.tensors[outputs[0]].shape):
         return None
     return ShardedLogits(num_classes=shape[-1], is_read=is_read)
+
+
+_PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm"})
+
+
+def find_products(trace: Trace, tables: Mapping[str, int]) -> Mapping[int, str]:
+    """Find the calls outside of blocks that multiply with tables as heads do.
+
+    Args:
+        tables: FQN -> number of classes.
+
+    Returns:
+        Position of the call -> FQN of its table.
+    """
+    found = {}
+    for position, call in enumerate(trace.calls):
+        used = [fqn for fqn in call.parameters if fqn in tables]
+        if call.is_block or call.name not in _PRODUCTS or not used:
+            continue
+        shapes = [trace.tensors[i].shape for i in call.outputs]
+        if any(shape and shape[-1] == tables[used[0]] for shape in shapes):
+            found[position] = used[0]
+    return found

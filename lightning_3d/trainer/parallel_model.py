@@ -43,8 +43,7 @@ from lightning_3d.planning.planner import Observer, decide
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
-from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
+from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
@@ -52,6 +51,7 @@ from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.budget import Budget
 from lightning_3d.trainer.example_step import example_step
+from lightning_3d.trainer.heads import fused_heads, tables_in, traced_products
 from lightning_3d.trainer.held_parts import holds_parts
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
@@ -205,7 +205,9 @@ def make_parallel(
     )
     scales = precision.scales_losses
     anomalies = AnomalyDetection(router, mesh, plan.num_stages, device, scales_losses=scales)
-    heads = FusedHeads(_planned_heads(plan, blocks, config), MeshAxis(mesh.axis("tp")) if mesh.shape.tp > 1 else None)
+    tables = tables_in(module, blocks, config)
+    products = traced_products(tables, plan, observed.trace)
+    heads = fused_heads(plan, blocks, tables, products, config, mesh)
     runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads)
     if mesh.shape.pp > 1:
         engine = PipelineEngine(
@@ -240,6 +242,7 @@ def make_parallel(
             device,
             accumulates=trainer.accumulate_grad_batches > 1,
             fuses_loss=config.activations.fused_loss == "auto",
+            products=frozenset(products.tables),
             is_unsplit=config.compile.enabled,
             partitions=config.activations.partition,
         )
@@ -303,21 +306,6 @@ def _keep_little(
         runner.recomputed, runner.offloaded = recomputed, None
         if offload is not None and block.is_offloaded:
             runner.offloaded = partial(offload.call, block.fqn, own[block.fqn])
-
-
-def _planned_heads(
-    plan: Plan, blocks: Mapping[str, nn.Module], config: ThreeDConfig
-) -> dict[str, tuple[nn.Module, HeadPlan]]:
-    """The blocks that may be fused with a loss, and what is planned of them."""
-    if config.activations.fused_loss == "never":
-        return {}
-    return {
-        block.fqn: (
-            blocks[block.fqn],
-            HeadPlan(tensor=block.tensor, is_recomputed=block.is_recomputed, is_offloaded=block.is_offloaded),
-        )
-        for block in plan.blocks
-    }
 
 
 def _pipeline_stages(plan: Plan, blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, int]:

@@ -66,9 +66,11 @@ class ShardedParameter(DTensor):
                     return _watched(func(*args, **kwargs), _whole_of(args[0]))
             if _writes(func, args, kwargs):
                 leaves = _placed(leaves, getattr(func, "__name__", str(func)))
+                args, kwargs = tree_unflatten(leaves, spec)
             else:
                 leaves = [reads.full(leaf) if isinstance(leaf, ShardedParameter) else leaf for leaf in leaves]
-            args, kwargs = tree_unflatten(leaves, spec)
+                args, kwargs = tree_unflatten(leaves, spec)
+                return func(*args, **kwargs)
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -178,6 +180,17 @@ def answered_by(
     reads.between_steps, reads.copied = between_steps, copied
 
 
+@contextmanager
+def gathered_as(parameter: ShardedParameter, gathered: Callable[[Tensor], object]) -> Iterator[None]:
+    """Have ``gathered`` called inside with the full value of a parameter, before anything computes with it."""
+    reads = _whole_of(parameter).reads
+    reads.seen_by[parameter] = gathered
+    try:
+        yield
+    finally:
+        del reads.seen_by[parameter]
+
+
 class OutsideReads:
     """Gathers parameters where they are read, and reduces their gradients.
 
@@ -198,6 +211,8 @@ class OutsideReads:
         """Whether to gather once for several runs, until `forget`."""
         self.gathered = nn.Module()
         """Its parameters are those gathered now: schedules that split the backward look for weights in modules."""
+        self.seen_by: dict[ShardedParameter, Callable[[Tensor], object]] = {}
+        """Called with full values."""
         self._read: dict[ShardedParameter, None] = {}  # whose gradients are expected, alike on all replicas
         self._gradients: dict[ShardedParameter, Tensor] = {}
 
@@ -255,9 +270,11 @@ class OutsideReads:
             return self._cached[parameter]
         with torch.no_grad(), DisableTorchFunctionSubclass():
             full = self._gather(_whole_of(parameter), parameter.to_local())
-        if not is_trained:
-            return full
-        leaf = nn.Parameter(full)
+        leaf = nn.Parameter(full) if is_trained else full
+        if (gathered := self.seen_by.get(parameter)) is not None:
+            gathered(leaf)
+        if not isinstance(leaf, nn.Parameter):
+            return leaf
         leaf.register_post_accumulate_grad_hook(partial(self._accumulated, parameter))
         self._read[parameter] = None
         if self._num_steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -120,6 +120,7 @@ def step_memory(
     *,
     accumulates: bool,
     fuses_loss: bool,
+    products: Collection[int],
     is_unsplit: bool,
     partitions: bool,
 ) -> StepMemory:
@@ -130,6 +131,7 @@ def step_memory(
         blocks: FQN -> block.
         trace: Of one microbatch, with its storages.
         device: Where it would run.
+        products: Positions of calls of glue that make logits as heads do.
     """
     assert trace.storages is not None, "the trace notes its memory"
     flow = cut(trace, plan.stages_of_calls, plan.num_stages)
@@ -140,6 +142,9 @@ def step_memory(
     divided: set[int] = set()
     sliced: dict[int, list[int]] = {}
     for position, call in enumerate(trace.calls):
+        if position in products:
+            (output,) = call.outputs
+            heads[position] = trace.tensors[output].shape[-1]
         if not call.is_block:
             continue
         block, inputs, tensor = blocks[call.name], trace.block_inputs[call.name], tensor_plans.get(call.name)

@@ -32,6 +32,7 @@ from torch import Tensor
 from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Reduction, ShardedClasses
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 
 MOST_CHUNKS = 32
 """More of them would save little memory, and make the products of matrices too thin."""
@@ -67,7 +68,7 @@ class Head:
 
     def logits(self, rows: Tensor) -> Tensor:
         """The logits of some rows for the classes here, without what happens to them."""
-        with torch.autocast(rows.device.type, enabled=False):
+        with torch.autocast(rows.device.type, enabled=False), DisableTorchFunctionSubclass():
             return F.linear(rows, self.weight, self.bias)
 
     def after(self, logits: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,18 +17,16 @@ from lightning_3d.model.block_runner import BlockRunner, Call, runner_of
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Outcome, Through
-from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
+from lightning_3d.tensor.vocabulary.head_call import Compute, Through
+from lightning_3d.tensor.vocabulary.head_record import HeadRecord, obstacle_of
+from lightning_3d.tensor.vocabulary.lazy_logits import made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
+from lightning_3d.tensor.vocabulary.table_heads import TableHead
 from lightning_3d.torch_internals.autograd import custom_functions_seen, has_saved_tensor_hooks
 from lightning_3d.torch_internals.modules import has_backward_hooks
 from lightning_3d.torch_internals.pytree import tree_map
-from lightning_3d.trace.refusals import user_frame
 from lightning_3d.trace.side_outputs import has_user_hooks, hooks_noted
 from lightning_3d.zero.gathering import wait_for
-
-PATIENCE = 2
-"""Calls in a row whose logits are read, after which they are made at once; one of many may, as to log an accuracy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +70,8 @@ class FusedHead:
     def __init__(self, fqn: str, head: nn.Linear, plan: HeadPlan, tp: MeshAxis | None) -> None:
         self.fqn, self._head, self._plan = fqn, head, plan
         self._tp = tp if plan.is_sharded else None
-        self._num_read: dict[bool, int] = {}  # with gradients or without -> calls in a row
-        self._reasons: dict[bool, str] = {}
-        self._calls: list[tuple[Outcome, weakref.ref[HeadCall]]] = []
+        self.record = HeadRecord()
         self._is_absent = False
-        self.is_known = False
-        """Whether a training step has run."""
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -87,7 +80,7 @@ class FusedHead:
         self._is_absent = runner is not None and runner.is_absent
         reason = None if runner is None else self._never(runner)
         if reason is not None:
-            self._reasons[True] = reason
+            self.record.refuse(reason, has_grad=True)
         if runner is None or reason is not None:
             yield
             return
@@ -127,13 +120,12 @@ class FusedHead:
 
     def _rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """The input of the head in a call that can be answered; None if it can't."""
-        has_grad = torch.is_grad_enabled()
         given = [*args, *(value for name, value in kwargs.items() if name == "input")]
-        if self._num_read.get(has_grad, 0) >= PATIENCE or len(given) != 1 or len(args) + len(kwargs) != 1:
+        if self.record.is_read or len(given) != 1 or len(args) + len(kwargs) != 1:
             return None
         rows: Tensor = given[0]
         if (reason := self._obstacle(rows)) is not None:
-            self._reasons[has_grad] = reason
+            self.record.refuse(reason, has_grad=torch.is_grad_enabled())
             return None
         return rows
 
@@ -150,13 +142,7 @@ class FusedHead:
     ) -> Tensor:
         num_classes = self._head.weight.shape[0]
         classes = None if self._tp is None else ShardedClasses(num_classes, self._tp.mesh)
-        on_read = partial(self._note, torch.is_grad_enabled())
-        call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through)
-        self._calls.append((call.outcome, weakref.ref(call)))
-        return lazy_logits(call)
-
-    def _note(self, has_grad: bool, reader: str) -> None:
-        self._reasons[has_grad] = f"the step reads logits: {reader} at {user_frame()}"
+        return self.record.lazily(rows, weight, bias, classes, num_classes=num_classes, through=through)
 
     def _never(self, runner: BlockRunner) -> str | None:
         """Why none of its calls can be answered."""
@@ -180,34 +166,12 @@ class FusedHead:
             return "it has hooks, and its weight is gathered only while it runs (zero.stage=3)"
         if has_saved_tensor_hooks():
             return "it runs inside of a checkpoint or other hooks on saved tensors"
-        is_cast = torch.is_autocast_enabled(rows.device.type) and rows.dtype != torch.float64
-        if not rows.is_floating_point() or (rows.dtype != head.weight.dtype and not is_cast):
-            return f"its input is {rows.dtype}, its weight {head.weight.dtype}"
-        return None
-
-    def end_step(self) -> None:
-        """Count what the step's calls became."""
-        for outcome, reference in self._calls:
-            if (call := reference()) is not None:
-                call.end()
-            has_grad = outcome.has_grad
-            self._num_read[has_grad] = self._num_read.get(has_grad, 0) + 1 if outcome.is_plain else 0
-            self.is_known |= has_grad
-            if not outcome.is_plain:
-                self._reasons.pop(has_grad, None)
-        self._calls.clear()
+        return obstacle_of(rows, head.weight)
 
     @property
     def text(self) -> str:
         """The outcome in training, for people."""
-        if (reason := self._reasons.get(True)) is not None:
-            return f"{self.fqn}: makes logits, as {reason}"
-        if self._is_absent:
-            unless = "unless the step reads logits or waits for their gradient"
-            return f"{self.fqn}: its pipeline stage fuses it with its cross entropy, {unless}"
-        if not self.is_known:
-            return f"{self.fqn}: the first training step shows whether it is fused with its loss"
-        return f"{self.fqn}: fused with its cross entropy, without logits"
+        return f"{self.fqn}: {self.record.text(is_absent=self._is_absent)}"
 
 
 def _on_plain_logits(
@@ -224,28 +188,37 @@ class FusedHeads:
 
     Args:
         blocks: FQN -> block, and what is planned of it.
+        tables: Weights that glue may multiply with as a head does.
         tp: The tp axis; None if it has one rank.
     """
 
-    def __init__(self, blocks: Mapping[str, tuple[nn.Module, HeadPlan]], tp: MeshAxis | None) -> None:
-        self._heads: list[FusedHead] = []
-        for fqn, (block, plan) in blocks.items():
-            if isinstance(block, nn.Linear) and block.out_features > block.in_features:
-                self._heads.append(FusedHead(fqn, block, plan, tp))
+    def __init__(
+        self,
+        blocks: Mapping[str, tuple[nn.Module, HeadPlan]],
+        tables: Sequence[TableHead],
+        tp: MeshAxis | None,
+    ) -> None:
+        self._heads = [
+            FusedHead(fqn, block, plan, tp)
+            for fqn, (block, plan) in blocks.items()
+            if isinstance(block, nn.Linear) and block.out_features > block.in_features
+        ]
+        self._all: list[FusedHead | TableHead] = [*self._heads, *tables]
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Make logits lazily inside, where a step runs; what is still referred to at the end has its values."""
         with ExitStack() as off:
-            for head in self._heads:
+            for head in self._all:
                 off.enter_context(head.on())
             if any(head.is_deferred for head in self._heads):
                 off.enter_context(custom_functions_seen(_on_plain_logits))
             yield
-            for head in self._heads:
-                head.end_step()
+            for head in self._all:
+                head.record.end_step()
 
     @property
     def texts(self) -> tuple[str, ...]:
         """A line for each, for people."""
-        return tuple(head.text for head in self._heads)
+        texts = (head.text for head in self._all)
+        return tuple(text for text in texts if text is not None)

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.errors import StepError
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.tensors import version_of
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Computes something of rows, and of the weight and bias of a head."""
@@ -54,6 +56,7 @@ class HeadCall:
     ) -> None:
         self.rows, self.weight, self.bias, self.classes, self._on_read = rows, weight, bias, classes, on_read
         self._num_classes, self._through = num_classes, through
+        self._versions = _versions(rows, weight, bias)
         device = rows.device.type
         self._autocast = torch.is_autocast_enabled(device)
         self._autocast_dtype = torch.get_autocast_dtype(device)
@@ -83,11 +86,22 @@ class HeadCall:
         if self._through is not None:
             return self._through(rows, compute)
         assert self.weight is not None
-        return compute(rows, self.weight, self.bias)
+        if not self._is_unchanged:
+            raise StepError(
+                "The input or the weight of a head was changed in place after the head was called, and before its"
+                " logits were read or their cross entropy was computed. Change it after that, or set"
+                " activations.fused_loss='never'."
+            )
+        with DisableTorchFunctionSubclass():
+            return compute(rows, self.weight, self.bias)
+
+    @property
+    def _is_unchanged(self) -> bool:
+        return self._versions == _versions(self.rows, self.weight, self.bias)
 
     def end(self) -> None:
-        """Make those that somebody still refers to, before the weights change."""
-        for make in self.at_end:
+        """Make those that somebody still refers to, before the weights change, unless the step has changed them."""
+        for make in self.at_end if self._is_unchanged else ():
             make()
 
     def logits(self, reader: str) -> Tensor:
@@ -107,3 +121,7 @@ class HeadCall:
     def _make(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         made = F.linear(rows, weight, bias)
         return made if self.classes is None else as_logits(made, self.classes.mesh, self.classes.num)
+
+
+def _versions(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None or tensor.is_inference() else version_of(tensor) for tensor in tensors]

@@ -1,0 +1,293 @@
+"""Tables that code outside of blocks multiplies with as a head does: fused with their cross entropy as heads are."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_3d.errors import StepError
+from lightning_3d.tensor.vocabulary import chunked_loss
+from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits
+from lightning_3d.tensor.vocabulary.table_heads import Table, TableHead, find_tables
+from tests.models import TinyGPT
+from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.tables import some_in_matrix
+from tests.test_fused_loss import CLASSES, ELSEWHERE, FLAT, FUSED_LINE, WIDTH
+from tests.workers import WorkerPools
+
+Logits = Callable[[Tensor, nn.Parameter], Tensor]
+
+
+class Seen:
+    """A table, as code finds it while a step runs, and its equal."""
+
+    def __init__(self, *, is_transposed: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = (WIDTH, CLASSES) if is_transposed else (CLASSES, WIDTH)
+        self.owner = nn.Module()
+        self.owner.table = nn.Parameter(torch.rand(shape, generator=generator) - 0.5)
+        self.equal = nn.Parameter(self.owner.table.detach().clone())
+        self.rows = [torch.randn(2, 4, WIDTH, generator=generator).requires_grad_()]
+        self.rows.append(self.rows[0].detach().clone().requires_grad_())
+        self.head = TableHead("table", Table(owner=self.owner, name="table"))
+
+    @property
+    def table(self) -> nn.Parameter:
+        return self.owner.table
+
+    def check(self, logits: Logits, loss: Callable[[Tensor], Tensor]) -> list[int]:
+        """Both give the same loss and gradients; returns the sizes of what the graph of the seen one keeps."""
+        expected = loss(logits(self.rows[0], self.equal))
+        expected.backward()
+        sizes: list[int] = []
+        with self.head.on():
+            made = [logits(self.rows[1], self.table)]
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+                result = loss(made.pop())
+            self.head.record.end_step()
+        result.backward()
+        assert type(self.table) is nn.Parameter
+        torch.testing.assert_close(result, expected)
+        for ours, theirs in ((self.table, self.equal), (self.rows[1], self.rows[0])):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+        return sizes
+
+
+def _loss(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), FLAT.clamp(min=0) % logits.shape[-1])
+
+
+def _made_without_gradients(rows: Tensor, table: nn.Parameter) -> Tensor:
+    with torch.no_grad():
+        view = table.T
+    return rows @ view
+
+
+FUSED: list[Logits] = [
+    lambda rows, table: F.linear(rows, table),
+    lambda rows, table: F.linear(rows, weight=table, bias=None),
+    lambda rows, table: F.linear(rows, table, torch.linspace(0, 1, CLASSES)),
+    lambda rows, table: rows @ table.T,
+    lambda rows, table: rows @ table.mT,
+    lambda rows, table: rows.matmul(table.t()),
+    lambda rows, table: torch.matmul(rows, table.transpose(0, 1)),
+    lambda rows, table: torch.mm(rows.flatten(0, 1), table.permute(1, 0)),
+    lambda rows, table: F.linear(rows, table[:8]),
+    lambda rows, table: rows @ table[2:].T,
+]
+
+
+@pytest.mark.parametrize("number", range(len(FUSED)))
+def test_products_with_tables_make_no_logits(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(chunked_loss, "LEAST_LOGITS", 3 * CLASSES)
+    seen = Seen()
+    sizes = seen.check(FUSED[number], _loss)
+    assert seen.head.text == "table: fused with its cross entropy, without logits"
+    assert max(sizes) < 8 * 8  # the least logits
+
+
+def test_views_of_what_is_a_view_itself() -> None:
+    """As ZeRO's stage 3 gathers a table for code without gradients."""
+    seen = Seen()
+    memory = torch.rand(1, CLASSES * WIDTH)
+    seen.owner.table = nn.Parameter(torch.zeros(0))
+    with seen.head.on(), torch.no_grad():
+        table = memory.view(CLASSES, WIDTH)
+        seen.head._see(table)
+        logits = seen.rows[0] @ table.T
+        assert type(logits) is LazyLogits
+        torch.testing.assert_close(_loss(logits), _loss(seen.rows[0] @ memory.view(CLASSES, WIDTH).T))
+        assert type(seen.rows[0] @ table[:5]) is Tensor
+
+
+def test_a_matrix_of_columns_is_a_table_too() -> None:
+    seen = Seen(is_transposed=True)
+    seen.check(lambda rows, table: rows @ table, _loss)
+    assert seen.head.text == "table: fused with its cross entropy, without logits"
+
+
+READ: list[tuple[Logits, str | None]] = [
+    (lambda rows, table: F.linear(rows, table).sin(), "sin"),
+    (lambda rows, table: rows @ table.T + torch.ones(CLASSES), "add"),
+    (lambda rows, table: torch.vmap(lambda row: F.linear(row, table))(rows), "no plain tensor"),
+    (_made_without_gradients, None),
+    (lambda rows, table: F.linear(rows, table.detach()), None),
+    (lambda rows, table: F.linear(rows, F.normalize(table, dim=-1)), None),
+    (lambda rows, table: torch.einsum("btd,vd->btv", rows, table), None),
+    (lambda rows, table: F.linear(rows, table) @ table, "matmul"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(READ)))
+def test_other_uses_of_tables_are_as_ever(number: int) -> None:
+    seen = Seen()
+    logits, reader = READ[number]
+    seen.check(logits, _loss)
+    assert (seen.head.text is None) if reader is None else (reader in str(seen.head.text))
+
+
+def test_tables_are_parameters_while_steps_run() -> None:
+    seen = Seen()
+    with seen.head.on():
+        table = seen.table
+        assert isinstance(table, nn.Parameter)
+        assert type(copy.deepcopy(table)) is nn.Parameter
+        assert type(pickle.loads(pickle.dumps(table))) is nn.Parameter
+        assert type(table + 1) is Tensor
+        assert repr(table) == repr(seen.equal)
+        view = table.T
+    assert type(table) is nn.Parameter
+    assert type(view) is Tensor
+    assert vars(table) == vars(view) == {}
+
+
+def test_weights_that_change_before_the_loss_are_refused() -> None:
+    seen = Seen()
+    with seen.head.on():
+        logits = F.linear(seen.rows[0], seen.table)
+        with torch.no_grad():
+            seen.table.mul_(2)
+        with pytest.raises(StepError, match="changed in place after the head was called"):
+            _loss(logits)
+
+
+def test_matrices_of_blocks_are_no_tables() -> None:
+    module = TinyGPT(tied=False)
+    module.own = nn.Parameter(torch.zeros(3, 4))
+    blocks = {"tokens": module.tokens, "positions": module.positions, "head": module.head, **_named(module.blocks)}
+    assert list(find_tables(module, blocks)) == ["own", "tokens.weight", "positions.weight"]
+    module.head.weight = module.tokens.weight
+    assert list(find_tables(module, blocks)) == ["own", "positions.weight"]
+
+
+def _named(blocks: nn.ModuleList) -> dict[str, nn.Module]:
+    return {f"blocks.{name}": block for name, block in blocks.named_children()}
+
+
+def test_lazy_logits_of_tables() -> None:
+    seen = Seen()
+    with seen.head.on():
+        assert type(F.linear(seen.rows[0], seen.table)) is LazyLogits
+        assert type(F.linear(seen.rows[0].long(), seen.table.long())) is Tensor
+        assert type(F.embedding(FLAT.clamp(min=0), seen.table)) is Tensor
+        assert type(F.linear(torch.ones(CLASSES), seen.table.T)) is Tensor  # narrows
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+class ByTable(TinyGPT):
+    """Multiplies with its table of tokens."""
+
+    def __init__(self, way: str = "linear", **options: Any) -> None:
+        super().__init__(tied=True, **options)
+        del self.head
+        self.way = way
+        if way == "own":
+            width, vocabulary = self.tokens.weight.shape[1], self.tokens.weight.shape[0]
+            self.out = nn.Parameter(0.1 * torch.randn(width, vocabulary))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(self.norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        table = self.tokens.weight
+        if self.way == "own":
+            return x @ self.out
+        if self.way == "operator":
+            return x @ table.T
+        return torch.matmul(x, table[:48].t()) if self.way == "part" else F.linear(x, table)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        logits = self(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten() % logits.shape[-1])
+        if self.way == "twice":
+            again = F.linear(self.tokens(inputs).tanh(), self.tokens.weight)
+            loss = loss + 0.1 * F.cross_entropy(again.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+        if self.way == "read":
+            loss = loss + 0.01 * logits.logsumexp(-1).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        logits = self(batch[0]).flatten(0, 1)
+        targets = batch[1].flatten() % logits.shape[-1]
+        self.log("val_loss", F.cross_entropy(logits, targets), sync_dist=True)
+        self.log("val_read", logits.softmax(-1).square().mean(), sync_dist=True)
+
+
+JOBS = {
+    "linear": Job(model=ByTable, accumulate_grad_batches=2, gradient_clip_val=0.3),
+    "mixed": Job(model=ByTable, precision="bf16-mixed"),
+    **{way: Job(model=partial(ByTable, way)) for way in ("operator", "part", "twice", "own", "read")},
+}
+
+
+@cache
+def _reference(name: str) -> ReferenceRun:
+    return run_reference(JOBS[name])
+
+
+def _of(name: str, lines: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(line.replace("head:", f"{name}:") for line in lines)
+
+
+FUSED_TABLE, TABLE_ELSEWHERE = _of("tokens.weight", FUSED_LINE), _of("tokens.weight", ELSEWHERE)
+OFFLOADED = {"offload_params": "cpu", "offload_optimizer": "cpu"}
+
+TABLE = [
+    ("operator", Layout(), FUSED_TABLE),
+    ("linear", Layout(dp=2, zero=3), FUSED_TABLE),
+    ("linear", Layout(tp=2), FUSED_TABLE),
+    ("twice", Layout(pp=2), TABLE_ELSEWHERE),
+]
+MORE = [
+    *(
+        (way, layout, FUSED_TABLE)
+        for way in ("linear", "mixed", "part", "twice")
+        for layout in (Layout(), Layout(tp=2))
+    ),
+    *((way, Layout(dp=2, zero=3), FUSED_TABLE) for way in ("operator", "mixed", "part", "twice")),
+    ("own", Layout(dp=2, zero=3), _of("out", FUSED_LINE)),
+    ("own", Layout(tp=2), _of("out", FUSED_LINE)),
+    ("own", Layout(pp=2), _of("out", ELSEWHERE)),
+    ("twice", Layout(dp=2, zero=2, zero_settings={"overlap_gather": True}), FUSED_TABLE),
+    ("linear", Layout(zero=3, zero_settings=OFFLOADED), FUSED_TABLE),
+    ("linear", Layout(pp=2, zero=3, zero_settings=OFFLOADED), TABLE_ELSEWHERE),
+    ("operator", Layout(pp=2, schedule="zbv"), FUSED_TABLE),
+    ("twice", Layout(pp=2, schedule="zbv", zero=3, zero_settings=OFFLOADED), None),
+    ("mixed", Layout(pp=2), TABLE_ELSEWHERE),
+    ("linear", Layout(pp=2, dp=2, zero=3), TABLE_ELSEWHERE),
+    ("linear", Layout(pp=2, tp=2), TABLE_ELSEWHERE),
+    ("read", Layout(dp=2, zero=3), None),
+    ("read", Layout(tp=2), None),
+    ("read", Layout(pp=2), None),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "heads"),
+    some_in_matrix([*TABLE, *MORE], lambda *case: case in MORE),
+    ids=[f"{name}-{layout}" for name, layout, _ in [*TABLE, *MORE]],
+)
+def test_tables_train_as_in_one_process(
+    workers: WorkerPools, name: str, layout: Layout, heads: tuple[str, ...] | None
+) -> None:
+    result = run_layout(workers, JOBS[name], layout)
+    is_rounded = name == "mixed" and layout.world_size > 1  # in other places than in one process
+    assert_parity(_reference(name), result, tolerance=5e-3 if is_rounded else 1e-5)
+    assert heads is None or result.plan.heads == heads  # as rank 0 has it
