@@ -66,10 +66,12 @@ TABLE = [
 def _is_in_matrix(job: Job, layout: Layout) -> bool:
     """Stages of ZeRO and schedules that others of the same job and axes stand for."""
     if layout.schedule in ("interleaved", "interleaved_zero_bubble"):
-        return layout.dp * layout.tp > 1
+        return layout.world_size > 2
     num_axes = [layout.pp, layout.dp, layout.tp].count(2)
     if job is GPT:
-        return num_axes > 1 and layout.dp > 1 and layout.zero < 3
+        return num_axes > 1 and layout.dp > 1 and (layout.zero < 3 or num_axes == 2)
+    if job is CLIPPED:
+        return num_axes == 2 and layout.schedule == "1f1b"
     return job is SHARDED and num_axes > 1 and layout.zero == 1
 
 
