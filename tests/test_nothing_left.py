@@ -34,6 +34,11 @@ LAYOUTS = {
 _model = partial(TinyGPT, num_layers=2)
 
 
+@pytest.fixture(autouse=True)
+def _without_groups_of_other_tests(workers: WorkerPools) -> None:
+    workers(2).close()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Left:
     """What a process has open."""

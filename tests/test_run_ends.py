@@ -66,7 +66,7 @@ CASES = {
     "first exits": Case(layout="dp 2", deed="exits", ranks=[0]),
     "last is killed": Case(layout="tp 2", deed="is killed", ranks=[1]),
     "one leaves": Case(layout="dp 2", deed="leaves", ranks=[1]),
-    "first is stopped": Case(layout="pp 2", deed="is stopped", ranks=[0], heartbeat_timeout=2, limit=15),
+    "first is stopped": Case(layout="pp 2", deed="is stopped", ranks=[0], heartbeat_timeout=2),
     "one is terminated": Case(
         layout="pp 2", deed="gets SIGTERM", ranks=[1], callback="save_on_exception", num_steps=200, pause=0.05
     ),
