@@ -77,7 +77,8 @@ def peaks(model: str, num_ranks: int, arguments: dict[str, Any], recompute: str)
     torch.manual_seed(0)
     strategy = ThreeDStrategy(activations={"recompute": recompute, "budget": 1000}, **arguments)
     trainer = quiet_trainer(strategy, num_ranks, 3, MemoryTable())
-    trainer.fit(MODELS[model](), random_tokens(3, BATCH, LENGTH, VOCABULARY))
+    # Replicas share the samples: enough for three steps of two.
+    trainer.fit(MODELS[model](), random_tokens(6, BATCH, LENGTH, VOCABULARY))
     return [(row.peak, row.measured or 0) for row in strategy.plan.memory]
 
 
