@@ -24,7 +24,7 @@ from tests.parity import (
     run_reference,
     whole_state,
 )
-from tests.workers import WorkerPools
+from tests.workers import WorkerError, WorkerPools
 
 # Dynamo looks at `grad` of what it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -156,6 +156,35 @@ def test_compiled_code_may_read_what_a_head_makes_lazily(
 ) -> None:
     job = Job(model=model, data=features)
     assert_parity(run_reference(job), run_layout(workers, job, layout))
+
+
+class CompilesWholeGraph(CompilesLossOfManyFeatures):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = _whole_distance(self(batch[0]), batch[1])
+        return loss
+
+
+class CompilesWholeGraphOfSums(CompilesWholeGraph):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = _whole_sum(self(batch[0]))
+        return loss
+
+
+_whole_distance = torch.compile(lambda x, y: (x[:, :4] - y).square().mean(), backend="aot_eager", fullgraph=True)
+_whole_sum = torch.compile(lambda x: torch.sum(x * x), backend="aot_eager", fullgraph=True)
+
+
+def _fitted(layout: Layout, model: type[TinyMLP]) -> None:
+    fitted(layout, model, data=features, limit_val_batches=0)
+
+
+@pytest.mark.parametrize("model", [CompilesWholeGraph, CompilesWholeGraphOfSums])
+def test_a_whole_graph_of_what_may_be_logits_is_refused_with_the_setting_that_helps(
+    workers: WorkerPools, model: type[TinyMLP]
+) -> None:
+    with pytest.raises(WorkerError, match=r"activations\.fused_loss='never'"):
+        workers(1).run(_fitted, Layout(), model)
+    workers(1).run(_fitted, Layout(activations={"fused_loss": "never"}), model)
 
 
 def _compiled_whole() -> Any:

@@ -19,7 +19,7 @@ from lightning_3d.tensor.collectives import enter, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.head_call import Compute, Through
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord, obstacle_of
-from lightning_3d.tensor.vocabulary.lazy_logits import made
+from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.table_heads import TableHead
 from lightning_3d.torch_internals.autograd import custom_functions_seen, has_saved_tensor_hooks
@@ -213,7 +213,8 @@ class FusedHeads:
                 off.enter_context(head.on())
             if any(head.is_deferred for head in self._heads):
                 off.enter_context(custom_functions_seen(_on_plain_logits))
-            yield
+            with _hint_for_compiled_code():
+                yield
             for head in self._all:
                 head.record.end_step()
 
@@ -222,3 +223,17 @@ class FusedHeads:
         """A line for each, for people."""
         texts = (head.text for head in self._all)
         return tuple(text for text in texts if text is not None)
+
+
+@contextmanager
+def _hint_for_compiled_code() -> Iterator[None]:
+    """Errors of Dynamo about lazy logits name the setting that helps."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__ == "torch._dynamo.exc" and LazyLogits.__name__ in str(error):
+            error.add_note(
+                "LazyLogits is the output of a linear layer that may be a head, which runs with its loss; code under"
+                " torch.compile leaves its graph for it. Set activations.fused_loss='never' for fullgraph=True."
+            )
+        raise
