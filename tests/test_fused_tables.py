@@ -63,6 +63,12 @@ class Seen:
         return sizes
 
 
+def _with_hook(rows: Tensor, table: nn.Parameter) -> Tensor:
+    view = table.T
+    view.register_hook(lambda gradient: gradient / 2)
+    return rows @ view
+
+
 def _loss(logits: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), FLAT.clamp(min=0) % logits.shape[-1])
 
@@ -82,6 +88,7 @@ FUSED: list[Logits] = [
     lambda rows, table: rows.matmul(table.t()),
     lambda rows, table: torch.matmul(rows, table.transpose(0, 1)),
     lambda rows, table: torch.mm(rows.flatten(0, 1), table.permute(1, 0)),
+    _with_hook,
     lambda rows, table: F.linear(rows, table[:8]),
     lambda rows, table: rows @ table[2:].T,
 ]
@@ -119,7 +126,7 @@ def test_a_matrix_of_columns_is_a_table_too() -> None:
 READ: list[tuple[Logits, str | None]] = [
     (lambda rows, table: F.linear(rows, table).sin(), "sin"),
     (lambda rows, table: rows @ table.T + torch.ones(CLASSES), "add"),
-    (lambda rows, table: torch.vmap(lambda row: F.linear(row, table))(rows), "no plain tensor"),
+    (lambda rows, table: torch.vmap(lambda row: F.linear(row, table))(rows), "a transform of torch.func"),
     (_made_without_gradients, None),
     (lambda rows, table: F.linear(rows, table.detach()), None),
     (lambda rows, table: F.linear(rows, F.normalize(table, dim=-1)), None),
@@ -151,14 +158,116 @@ def test_tables_are_parameters_while_steps_run() -> None:
     assert vars(table) == vars(view) == {}
 
 
-def test_weights_that_change_before_the_loss_are_refused() -> None:
+def test_rows_that_change_before_the_loss_are_refused() -> None:
     seen = Seen()
     with seen.head.on():
         logits = F.linear(seen.rows[0], seen.table)
         with torch.no_grad():
-            seen.table.mul_(2)
+            seen.rows[0].mul_(2)
         with pytest.raises(StepError, match="changed in place after the head was called"):
             _loss(logits)
+
+
+CHANGES: list[Callable[[nn.Parameter], object]] = [
+    lambda table: table.requires_grad_(False).mul_(2).requires_grad_(),
+    lambda table: setattr(table, "requires_grad", not table.requires_grad),
+    lambda table: setattr(table, "data", 2 * table.detach()),
+]
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("number", range(len(CHANGES)))
+def test_logits_are_made_before_what_the_table_sees_changes_it(number: int, is_frozen: bool) -> None:
+    def logits(rows: Tensor, table: nn.Parameter) -> Tensor:
+        table.requires_grad_(not is_frozen)
+        made = F.linear(rows.detach() if number == 0 else rows, table)
+        CHANGES[number](table)
+        return made if is_frozen or number != 2 else made.detach()
+
+    def loss(made: Tensor) -> Tensor:
+        return _loss(made) + 0 * rows.sum()
+
+    seen = Seen()
+    rows = torch.zeros(1, requires_grad=True)
+    seen.check(logits, loss)
+    torch.testing.assert_close(seen.table, seen.equal)
+
+
+def test_values_behind_data_that_change_before_the_loss_are_refused() -> None:
+    seen = Seen()
+    with seen.head.on():
+        logits = F.linear(seen.rows[0], seen.table)
+        seen.table.data.mul_(2)
+        with pytest.raises(StepError, match="changed in place after the head was called"):
+            _loss(logits)
+
+
+@pytest.mark.parametrize("view", [lambda table: table, lambda table: table.T], ids=["table", "view"])
+def test_parameters_of_tables(view: Callable[[Tensor], Tensor]) -> None:
+    seen = Seen()
+    with seen.head.on():
+        made = nn.Parameter(view(seen.table))
+        frozen = nn.Parameter(view(seen.table), requires_grad=False)
+    assert isinstance(made, nn.Parameter)
+    assert made.requires_grad
+    assert not frozen.requires_grad
+    assert made.data_ptr() == frozen.data_ptr() == seen.table.data_ptr()
+    assert type(seen.table) is nn.Parameter
+
+
+def test_tables_that_are_taken_away() -> None:
+    seen = Seen()
+    del seen.owner.table
+    with seen.head.on():
+        pass
+    seen.owner.table = None
+    with seen.head.on():
+        pass
+    assert seen.head.text is None
+
+
+def test_losses_in_regions_of_autocast_round_no_gradients_of_heads_outside() -> None:
+    def loss(logits: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _loss(logits)
+
+    Seen().check(lambda rows, table: rows @ table.T, loss)
+
+
+def test_gradients_of_gradients_of_a_table_that_embeds_its_rows() -> None:
+    def logits(rows: Tensor, table: nn.Parameter) -> Tensor:
+        return F.linear(rows + F.embedding(FLAT.clamp(min=0).view(2, 4) % CLASSES, table), table)
+
+    tables: list[nn.Parameter] = []
+
+    def loss(made: Tensor) -> Tensor:
+        value = _loss(made)
+        (gradient,) = torch.autograd.grad(value, tables.pop(), create_graph=True)
+        return value + gradient.square().sum()
+
+    def noted(rows: Tensor, table: nn.Parameter) -> Tensor:
+        tables.append(table)
+        return logits(rows, table)
+
+    Seen().check(noted, loss)
+
+
+def test_transforms_of_torch_func_read_logits() -> None:
+    factors = torch.tensor([0.5, 1.0])
+
+    def loss(rows: Tensor, table: nn.Parameter) -> Tensor:
+        made, other = F.linear(rows, table), torch.vmap(lambda x: x * F.linear(rows, table))(factors)
+        inside = torch.vmap(lambda factor: factor * _loss(made))(factors).sum()
+        return _loss(made) + _loss(other[0]) + inside + torch.func.grad(lambda x: _loss(x * made))(factors[0])
+
+    seen = Seen()
+    expected = loss(seen.rows[0], seen.equal)
+    expected.backward()
+    with seen.head.on():
+        made = loss(seen.rows[1], seen.table)
+    made.backward()
+    torch.testing.assert_close(made, expected)
+    torch.testing.assert_close(seen.table.grad, seen.equal.grad)
 
 
 def test_matrices_of_blocks_are_no_tables() -> None:

@@ -372,6 +372,29 @@ def test_tensors_inside_of_transforms() -> None:
     assert tensors.untransformed(plain) is plain
 
 
+@canary(tensors, "are_transforms_active")
+def test_code_inside_of_transforms() -> None:
+    assert torch.vmap(lambda x: x + tensors.are_transforms_active())(torch.zeros(1)).item()
+    assert not tensors.are_transforms_active()
+
+
+@canary(tensors, "makes_a_parameter")
+def test_parameters_made_of_a_subclass() -> None:
+    seen: list[bool] = []
+
+    class Seeing(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.detach:
+                seen.append(tensors.makes_a_parameter())
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.ones(2).as_subclass(Seeing)
+    nn.Parameter(tensor)
+    tensor.detach()
+    assert seen == [True, False]
+
+
 @canary(tensors, "storage_id", "typed_storage")
 def test_storages() -> None:
     with fake_tensors.FakeTensorMode():

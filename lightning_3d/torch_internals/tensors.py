@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import attrgetter
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 IS_PARAMETER = "_is_param"
 """The attribute by which ``isinstance(tensor, nn.Parameter)`` knows tensors of other classes."""
@@ -57,6 +58,15 @@ def untransformed(tensor: Tensor) -> Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether code runs inside of a transform of ``torch.func``, where a plain autograd function can't be applied."""
+
+
+def makes_a_parameter() -> bool:
+    """Whether ``nn.Parameter(tensor)`` called the function that asks, as it detaches tensors of subclasses."""
+    return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -33,9 +33,14 @@ def traced_products(tables: Mapping[str, Table], plan: Plan, trace: Trace | None
     """Find them; none without a trace."""
     if trace is None or not tables:
         return TracedProducts(tables={}, pp_ranks={})
-    found = find_products(trace, {fqn: table.num_classes for fqn, table in tables.items()})
+    found = find_products(trace, _num_classes(tables))
     stages = cut(trace, plan.stages_of_calls, plan.num_stages).call_stages if found else ()
     return TracedProducts(tables=found, pp_ranks={fqn: plan.stage_ranks[stages[i]] for i, fqn in found.items()})
+
+
+def _num_classes(tables: Mapping[str, Table]) -> Mapping[str, int]:
+    parameters = {fqn: table.parameter for fqn, table in tables.items()}
+    return {fqn: max(parameter.shape) for fqn, parameter in parameters.items() if parameter is not None}
 
 
 def tables_in(module: LightningModule, blocks: Mapping[str, nn.Module], config: ThreeDConfig) -> Mapping[str, Table]:

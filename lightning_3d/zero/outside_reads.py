@@ -40,7 +40,8 @@ _ABOUT = {  # what a parameter says of itself without its values
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 _VALUE_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
-ALIASES = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]  # a getset descriptor
+DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
+ALIASES = {Tensor.detach, torch.detach, DATA}
 """Functions that give the same values under another name."""
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))}

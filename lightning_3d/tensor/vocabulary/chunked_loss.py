@@ -145,32 +145,40 @@ class _Gradients:
             of_logits = (scale[part] if scale.dim() else scale) if of_rows or of_weight or of_bias else None
             loss, gradient = _chunk(own, head, call, of_logits)
             losses.append(loss)
-            if gradient is None:
-                continue
-            if made.rows is not None:
-                made.rows[part] = gradient @ head.weight
-            if made.bias is not None:
-                made.bias += gradient.sum(0, dtype=self.wide)
-            if made.weight is not None and self.wide == head.dtype:
-                made.weight.addmm_(gradient.t(), own)
-            elif made.weight is not None:
-                made.weight += gradient.t() @ own
+            if gradient is not None:
+                self._add(made, part, gradient, own, head.weight)
         if self.call.reduction == "none":
             return torch.cat(losses), made
         total = torch.stack(losses).sum()
         return total if self.normaliser is None else total / self.normaliser, made
 
-    def with_graph(self, factor: Tensor, asked: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients that have gradients, for which all logits are made.
+    def _add(self, made: _Made, part: slice, gradient: Tensor, rows: Tensor, weight: Tensor) -> None:
+        """Add what a part of the rows gives, in the head's dtype also where the loss is in a region of autocast."""
+        with torch.autocast(rows.device.type, enabled=False):
+            if made.rows is not None:
+                made.rows[part] = gradient @ weight
+            if made.bias is not None:
+                made.bias += gradient.sum(0, dtype=self.wide)
+            if made.weight is not None and self.wide == weight.dtype:
+                made.weight.addmm_(gradient.t(), rows)
+            elif made.weight is not None:
+                made.weight += gradient.t() @ rows
+
+    def with_graph(
+        self, factor: Tensor, *, of_rows: bool = False, of_weight: bool = False, of_bias: bool = False
+    ) -> list[Tensor | None]:
+        """Gradients of rows, weight and bias that have gradients, for which all logits are made.
 
         Args:
             factor: The gradient of the loss.
-            asked: Rows, weight or bias; None for those that get none.
         """
         if self.head.classes is not None:
             refuse_second_order("a cross entropy on sharded logits")
-        head = replace(self.head, weight=self.weight, bias=self.bias).cast()
-        logits = head.after(head.logits(self.graph_rows.to(head.dtype)))
+        with DisableTorchFunctionSubclass():  # views, as rows are made of the weight, too, where it embeds tokens
+            rows, weight = self.graph_rows.view_as(self.graph_rows), self.weight.view_as(self.weight)
+            bias = None if self.bias is None else self.bias.view_as(self.bias)
+        head = replace(self.head, weight=weight, bias=bias).cast()
+        logits = head.after(head.logits(rows.to(head.dtype)))
         call = self.call
         loss = F.cross_entropy(
             logits.to(self.wide),
@@ -180,9 +188,10 @@ class _Gradients:
             reduction=call.reduction,
             label_smoothing=call.label_smoothing,
         )
-        leaves = [leaf for leaf in asked if leaf is not None]
-        found = iter(torch.autograd.grad(loss, leaves, factor.to(loss.dtype), create_graph=True))
-        return [None if leaf is None else next(found) for leaf in asked]
+        asked = [rows if of_rows else None, weight if of_weight else None, bias if of_bias else None]
+        views = [view for view in asked if view is not None]
+        found = iter(torch.autograd.grad(loss, views, factor.to(loss.dtype), create_graph=True))
+        return [None if view is None else next(found) for view in asked]
 
     def _scale(self, factor: Tensor | None) -> Tensor:
         """The gradient of a row's loss."""
@@ -254,7 +263,7 @@ class _Loss(torch.autograd.Function):
             return None, gradient, None
         if torch.is_grad_enabled():
             gradients: _Gradients = ctx.gradients
-            return gradients.with_graph(gradient, [gradients.graph_rows])[0], gradient, None
+            return gradients.with_graph(gradient, of_rows=True)[0], gradient, None
         if ctx.of_rows is not None:  # kept, as a schedule that splits the backward comes twice
             return ctx.of_rows * gradient.to(ctx.of_rows.dtype), gradient, None
         ctx.saved_tensors  # noqa: B018  # raises where they were changed in place
@@ -274,8 +283,7 @@ class _Weights(torch.autograd.Function):
         gradients: _Gradients = ctx.gradients
         of_weight, of_bias = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():
-            asked = [gradients.weight if of_weight else None, gradients.bias if of_bias else None]
-            graph_weight, graph_bias = gradients.with_graph(gradient, asked)
+            _, graph_weight, graph_bias = gradients.with_graph(gradient, of_weight=of_weight, of_bias=of_bias)
             return graph_weight, graph_bias, None, None
         made, gradients.made = gradients.made, None
         if made is None:

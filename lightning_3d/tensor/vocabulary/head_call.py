@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
-from lightning_3d.torch_internals.tensors import version_of
+from lightning_3d.torch_internals.tensors import storage_id, version_of
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Computes something of rows, and of the weight and bias of a head."""
@@ -21,6 +22,9 @@ Through = Callable[[Tensor, Compute], Tensor]
 """Computes something of rows where the weight and bias of a head are whole."""
 OnRead = Callable[[str], None]
 """Called with the name of the function when logits are made in full."""
+
+AT_END = "the end of the step"
+"""In place of a function's name."""
 
 
 @dataclass(slots=True)
@@ -41,6 +45,7 @@ class HeadCall:
         on_read: Called when they are made.
         classes: All classes, where a rank has a part of them.
         num_classes: The number over all ranks, if it is not that of ``weight``.
+        aliases: Tensors of the weight's memory that have versions of their own; there may be more later.
     """
 
     def __init__(
@@ -53,10 +58,12 @@ class HeadCall:
         *,
         num_classes: int | None = None,
         through: Through | None = None,
+        aliases: Sequence[Tensor] = (),
     ) -> None:
-        self.rows, self.weight, self.bias, self.classes, self._on_read = rows, weight, bias, classes, on_read
+        self.rows, self.weight, self.bias = (_as_trained_now(tensor) for tensor in (rows, weight, bias))
+        self.classes, self._on_read, self._aliases = classes, on_read, aliases
         self._num_classes, self._through = num_classes, through
-        self._versions = _versions(rows, weight, bias)
+        self._state = self._present_state()
         device = rows.device.type
         self._autocast = torch.is_autocast_enabled(device)
         self._autocast_dtype = torch.get_autocast_dtype(device)
@@ -64,7 +71,7 @@ class HeadCall:
         self.made: Tensor | None = None
         self.is_fused = False
         """Whether a loss was computed without the logits."""
-        self.at_end: list[Callable[[], object]] = []
+        self.at_end: list[OnRead] = []
         """Make the lazy tensors that come of it, if somebody still refers to them."""
 
     @property
@@ -97,12 +104,16 @@ class HeadCall:
 
     @property
     def _is_unchanged(self) -> bool:
-        return self._versions == _versions(self.rows, self.weight, self.bias)
+        return bool(self._state == self._present_state())
 
-    def end(self) -> None:
+    def _present_state(self) -> Any:
+        changes = sum(version_of(alias) for alias in self._aliases)  # of new ones it is 0
+        return changes, [None if tensor is None else _state(tensor) for tensor in (self.rows, self.weight, self.bias)]
+
+    def end(self, reader: str = AT_END) -> None:
         """Make those that somebody still refers to, before the weights change, unless the step has changed them."""
         for make in self.at_end if self._is_unchanged else ():
-            make()
+            make(reader)
 
     def logits(self, reader: str) -> Tensor:
         """The logits as the head makes them, on shards if the classes are sharded."""
@@ -123,5 +134,12 @@ class HeadCall:
         return made if self.classes is None else as_logits(made, self.classes.mesh, self.classes.num)
 
 
-def _versions(*tensors: Tensor | None) -> list[int | None]:
-    return [None if tensor is None or tensor.is_inference() else version_of(tensor) for tensor in tensors]
+def _as_trained_now(tensor: Any) -> Any:
+    """The tensor, without gradients also if it is trained later, if it is not trained now."""
+    return tensor if tensor is None or tensor.requires_grad else tensor.detach()
+
+
+def _state(tensor: Tensor) -> tuple[int | None, int, bool]:
+    """Differs where something has changed a tensor, or put another memory or requirement in its place."""
+    version = None if tensor.is_inference() else version_of(tensor)
+    return version, storage_id(tensor.untyped_storage()), tensor.requires_grad

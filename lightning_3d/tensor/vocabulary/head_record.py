@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from lightning_3d.tensor.vocabulary.head_call import HeadCall, Outcome, Through
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
+from lightning_3d.torch_internals.tensors import are_transforms_active
 from lightning_3d.trace.refusals import user_frame
 
 PATIENCE = 2
@@ -55,15 +57,22 @@ class HeadRecord:
         *,
         num_classes: int,
         through: Through | None = None,
+        aliases: Sequence[Tensor] = (),
     ) -> Tensor:
         """The output of a call; arguments as for `HeadCall`."""
         on_read = partial(self._note, torch.is_grad_enabled())
-        call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through)
+        call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through, aliases=aliases)
         self._calls.append((call.outcome, weakref.ref(call)))
         return lazy_logits(call)
 
     def _note(self, has_grad: bool, reader: str) -> None:
         self.refuse(f"the step reads logits: {reader} at {user_frame()}", has_grad=has_grad)
+
+    def make_before(self, name: str) -> None:
+        """Make logits that somebody refers to, before the function of that name changes the weight."""
+        for _, reference in self._calls:
+            if (call := reference()) is not None:
+                call.end(name)
 
     def end_step(self) -> None:
         """Count what the step's calls became."""
@@ -92,6 +101,8 @@ class HeadRecord:
 
 def obstacle_of(rows: Tensor, weight: Tensor) -> str | None:
     """Why the product of these can't be lazy, whatever comes of it."""
+    if are_transforms_active():
+        return "it runs inside of a transform of torch.func"
     is_cast = torch.is_autocast_enabled(rows.device.type) and rows.dtype != torch.float64
     if not rows.is_floating_point() or (rows.dtype != weight.dtype and not is_cast):
         return f"its input is {rows.dtype}, its weight {weight.dtype}"

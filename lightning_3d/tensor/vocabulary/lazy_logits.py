@@ -32,13 +32,13 @@ from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.vocabulary.carried import CARRIED, Cast, View
 from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
-from lightning_3d.tensor.vocabulary.head_call import HeadCall
+from lightning_3d.tensor.vocabulary.head_call import AT_END, HeadCall
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy, as_cross_entropy, as_nll_loss, log_sums
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass, OpOverload, autograd_recording
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
-from lightning_3d.torch_internals.tensors import make_wrapper
+from lightning_3d.torch_internals.tensors import are_transforms_active, make_wrapper
 from lightning_3d.trace.interception import reads_meta_only
 
 
@@ -93,7 +93,7 @@ class LazyLogits(Tensor):
     def is_untouched(self) -> bool:
         """Whether nobody has read the logits of its head's call, so that they may differ now."""
         call = self.view_of_head.call
-        return not call.outcome.is_plain and self.has_own_graph
+        return not call.outcome.is_plain and self.has_own_graph and not are_transforms_active()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
@@ -120,7 +120,7 @@ def lazy_logits(call: HeadCall) -> Tensor:
     return _lazily(View(call=call, rows=call.rows, class_dim=last, then=(), dtype=call.dtype, make=call.logits))
 
 
-def made(leaf: Any, reader: str = "the end of the step") -> Any:
+def made(leaf: Any, reader: str = AT_END) -> Any:
     """Lazy logits as a plain tensor, for the function of that name; anything else as it is."""
     return leaf.plain(reader) if isinstance(leaf, LazyLogits) else leaf
 
@@ -130,7 +130,7 @@ def _lazily(view: View) -> LazyLogits:
     with DisableTorchFunctionSubclass():
         logits._node = logits.grad_fn
     reference = weakref.ref(logits)
-    view.call.at_end.append(lambda: made(reference()))
+    view.call.at_end.append(lambda reader: made(reference(), reader))
     return logits
 
 

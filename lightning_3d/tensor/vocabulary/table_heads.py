@@ -26,10 +26,10 @@ from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import named_state, parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.torch_internals.tensors import base_of, untransformed
+from lightning_3d.torch_internals.tensors import base_of, makes_a_parameter
 from lightning_3d.zero.attributes import OWN_PREFIX
 from lightning_3d.zero.gathering import wait_for
-from lightning_3d.zero.outside_reads import ShardedParameter, gathered_as
+from lightning_3d.zero.outside_reads import DATA, SET_DATA, ShardedParameter, gathered_as, is_in_place
 
 _HEAD, _MODE = f"{OWN_PREFIX}head", f"{OWN_PREFIX}mode"
 
@@ -48,11 +48,18 @@ class _Seen(Tensor):
             logits = _head_of(table).logits(rows, weight, bias)
             if logits is not None:
                 return logits
+        if func is Tensor.detach and makes_a_parameter():  # which has to be of the class of what it is made of
+            _let_go(args[0])
+            return nn.Parameter(args[0]) if isinstance(args[0], nn.Parameter) else func(*args, **kwargs)
+        if is_in_place(func) or func in _SETTERS:
+            for leaf in tree_leaves(args[:1]):
+                if isinstance(leaf, _Seen):
+                    _head_of(leaf).record.make_before(getattr(func, "__name__", str(func)))
         seen = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Seen)]
         with _as_ever(seen):
             output = func(*args, **kwargs)
-        if isinstance(output, Tensor) and _is_of_present_mode(seen[0]):
-            _head_of(seen[0]).see_view(output, seen[0])
+        if seen and isinstance(output, Tensor):
+            _head_of(seen[0]).see_output(output, seen[0], func)
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -110,6 +117,7 @@ def _let_go(tensor: Any) -> None:
     del vars(tensor)[_HEAD], vars(tensor)[_MODE]
 
 
+_SETTERS = {SET_DATA, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]  # a getset descriptor
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm})
 
 
@@ -142,16 +150,9 @@ class Table:
     """In its owner."""
 
     @property
-    def parameter(self) -> nn.Parameter:
-        """It may lie on another pipeline stage, be sharded, or be what FSDP2 has gathered."""
-        parameter = parameters_of(self.owner)[self.name]
-        assert parameter is not None
-        return parameter
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes of its logits."""
-        return max(self.parameter.shape)
+    def parameter(self) -> nn.Parameter | None:
+        """It may be absent, sharded, or what FSDP2 has gathered; None if the owner has none by this name now."""
+        return parameters_of(self.owner).get(self.name)
 
 
 def find_tables(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Table]:
@@ -188,12 +189,15 @@ class TableHead:
         self.fqn, self._table, self._is_traced, self._is_absent = fqn, table, is_traced, is_absent
         self.record = HeadRecord()
         self._seen: list[weakref.ref[Tensor]] = []
+        self._aliases: list[Tensor] = []  # of the same memory, by which its values may be changed unnoticed
         self._has_trained = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """See its functions inside."""
-        parameter = self._table.parameter
+        if (parameter := self._table.parameter) is None:
+            yield
+            return
         wait_for([parameter])
         try:
             if isinstance(parameter, ShardedParameter):
@@ -208,6 +212,7 @@ class TableHead:
                 if (tensor := reference()) is not None and type(tensor) in _OWN:
                     _let_go(tensor)
             self._seen.clear()
+            self._aliases.clear()
 
     def _see(self, tensor: Tensor, mode: bool | None = None) -> None:
         if (cls := _CLASSES.get(type(tensor))) is not None:
@@ -215,9 +220,11 @@ class TableHead:
             vars(tensor).update({_HEAD: self, _MODE: mode})
             self._seen.append(weakref.ref(tensor))
 
-    def see_view(self, tensor: Tensor, origin: Tensor) -> None:
+    def see_output(self, tensor: Tensor, origin: Tensor, func: Function) -> None:
         """See the functions of a tensor that was made of one that is seen, if that is a matrix of the same memory."""
-        if type(tensor) is not Tensor or tensor.dim() != 2:
+        if func == DATA:
+            self._aliases.append(tensor.detach())  # has its version
+        if type(tensor) is not Tensor or tensor.dim() != 2 or not _is_of_present_mode(origin):
             return
         with DisableTorchFunctionSubclass():
             base = base_of(origin)
@@ -234,7 +241,7 @@ class TableHead:
         if (reason := _obstacle(rows, weight, bias)) is not None:
             self.record.refuse(reason, has_grad=torch.is_grad_enabled())
             return None
-        return self.record.lazily(rows, _itself(weight), bias, num_classes=weight.shape[0])
+        return self.record.lazily(rows, weight, bias, num_classes=weight.shape[0], aliases=self._aliases)
 
     @property
     def text(self) -> str | None:
@@ -247,18 +254,8 @@ class TableHead:
         return f"{self.fqn}: {self.record.text(is_absent=self._is_absent)}"
 
 
-def _itself(weight: Tensor) -> Tensor:
-    """The table in place of a view that is all of it, such as ``table.T.T``, whose gradient goes through views."""
-    with DisableTorchFunctionSubclass():
-        base = base_of(weight)
-        if not isinstance(base, _Seen) or base.requires_grad != weight.requires_grad:
-            return weight
-        places = [(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in (base, weight)]
-    return base if places[0] == places[1] else weight
-
-
 def _obstacle(rows: Tensor, weight: Tensor, bias: Any) -> str | None:
-    is_plain = type(rows) is Tensor and untransformed(rows) is rows and rows.device == weight.device
+    is_plain = type(rows) is Tensor and rows.device == weight.device
     if not is_plain or not (bias is None or type(bias) in (Tensor, nn.Parameter)):
         return "its input or its bias is no plain tensor"
     if has_saved_tensor_hooks():
