@@ -22,6 +22,7 @@ class LiveBytes(TorchDispatchMode):
         self.costly: set[StorageWeakRef] = set()
         """Results of operators that selective recomputation keeps."""
         self._alive: set[StorageWeakRef] = set()
+        self._most = 0  # bytes alive, at most: with those freed since somebody looked
         self.peak = 0
         """Bytes that were alive at once, at most, since `restart`."""
 
@@ -34,21 +35,29 @@ class LiveBytes(TorchDispatchMode):
                 continue
             self.sizes[storage] = leaf.untyped_storage().nbytes()
             self._alive.add(storage)
+            self._most += self.sizes[storage]
             if is_costly(func):
                 self.costly.add(storage)
-        self.peak = max(self.peak, self.live)
+        if self._most > self.peak:  # to look takes as long as storages are many
+            self.peak = max(self.peak, self.live)
         return results
 
     @property
     def alive(self) -> set[StorageWeakRef]:
         """Storages that are not freed yet."""
-        self._alive = {storage for storage in self._alive if not storage.expired()}
+        self._look()
         return self._alive
 
     @property
     def live(self) -> int:
         """Bytes that are not freed yet."""
-        return sum(self.sizes[storage] for storage in self.alive)
+        self._look()
+        return self._most
+
+    def _look(self) -> None:
+        freed = [storage for storage in self._alive if storage.expired()]
+        self._alive.difference_update(freed)
+        self._most -= sum(self.sizes[storage] for storage in freed)
 
     @property
     def num_cheap(self) -> int:
