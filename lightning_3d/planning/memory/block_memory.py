@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -69,7 +70,7 @@ def measure_memory(
     Raises:
         Exception: of the block, which can't run without data.
     """
-    with preserved(block), FakeTensorMode(allow_non_fake_inputs=True):
+    with isolate_rng(), preserved(block), FakeTensorMode(allow_non_fake_inputs=True):
         run = BlockRun(block, inputs, device, None if tensor is None else PlannedForward(tensor))
         forward_alone = run.alone()
         with FlopCounterMode(display=False) as counter:
