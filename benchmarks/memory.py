@@ -97,7 +97,7 @@ def main(sharded: bool, models: Sequence[str]) -> None:
                     columns = [" ".join(f"{value[i] / 2**20:.0f}" for value in rows) for i in (0, 1)]
                     table.add_row(model, name, recompute, *columns, " ".join(f"{ratio:.3f}" for ratio in own))
                     live.refresh()
-    print(f"ratios {min(ratios):.3f} to {max(ratios):.3f}; bar {1 - BAR:.2f} to {1 + BAR:.2f}")
+    print(f"\nratios {min(ratios):.3f} to {max(ratios):.3f}; bar {1 - BAR:.2f} to {1 + BAR:.2f}")
 
 
 if __name__ == "__main__":
