@@ -70,6 +70,18 @@ def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, layout: La
             assert row.peak == pytest.approx(row.measured, rel=0.1)
 
 
+def _kept_by_blocks(layout: Layout) -> int:
+    runs, _ = fitted(replace(layout, activations=LARGE), GPT, data=long_tokens, batches=1, epochs=1)
+    budget = runs.strategy._parts.budget  # type: ignore[attr-defined]
+    memories = budget.step.blocks.values()
+    return sum(storage.num_bytes for memory in memories if memory.kept for storage in memory.kept.inner)
+
+
+def test_sharded_blocks_are_run_for_their_memory(workers: WorkerPools) -> None:
+    shards, slices = (workers(2).run(_kept_by_blocks, Layout(tp=2, sequence_parallel=on))[0] for on in (False, True))
+    assert 0 < slices < shards, "norms and residuals keep slices of the sequence"
+
+
 def test_slices_of_inputs_are_counted(workers: WorkerPools) -> None:
     whole, sliced = (Layout(tp=2, activations={**LARGE, "recompute": "full", "partition": on}) for on in (False, True))
     model = partial(GPT, num_layers=16)

@@ -5,6 +5,8 @@ These ranks get the same inputs. Each keeps its slice, and they gather the whole
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -14,6 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.kept_tensor import Keep, Kept, KeptTensor, given
+
+
+def is_cut(shape: Sequence[int], num_ranks: int, *, requires_grad: bool) -> bool:
+    """Whether a contiguous tensor of this shape is kept in slices: it carries gradients, and the slices are equal."""
+    return requires_grad and math.prod(shape) % num_ranks == 0
 
 
 class PartitionedInputs:
@@ -33,7 +40,7 @@ class PartitionedInputs:
         return saved_tensors_hooks(self._cut, given)
 
     def _cut(self, tensor: Tensor) -> Kept:
-        if not tensor.requires_grad or not tensor.is_contiguous() or tensor.numel() % self._size:
+        if not tensor.is_contiguous() or not is_cut(tensor.shape, self._size, requires_grad=tensor.requires_grad):
             return self._keep(tensor)
         part = tensor.detach().view(-1).chunk(self._size)[self._rank].clone()
         return partial(self._whole, self._keep(part), tensor.shape)

@@ -136,7 +136,7 @@ def _runs_as(kind: type[nn.Module], block: nn.Module) -> bool:
 
 
 def _is_head(block: nn.Module, plan: BlockTensorPlan) -> bool:
-    return _runs_as(nn.Linear, block) and any(weight.role == "vocabulary" for weight in plan.weights)
+    return _runs_as(nn.Linear, block) and plan.has_vocabulary
 
 
 def _few_rows(example: Tensor) -> Tensor:

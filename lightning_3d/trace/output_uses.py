@@ -29,7 +29,8 @@ def unread_outputs(trace: Trace) -> Mapping[str, frozenset[int]]:
     return {fqn: unread for fqn, unread in found.items() if unread}
 
 
-_LOSS, _LOG, _LOSS_OF_LOG = "cross_entropy", "log_softmax", "nll_loss"
+LOSS, LOG, LOSS_OF_LOG = "cross_entropy", "log_softmax", "nll_loss"
+"""Names of calls that make the loss of logits: the first, or the third of what the second gives."""
 
 _KEEPING = frozenset(
     {
@@ -97,11 +98,11 @@ def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> S
             continue
         if call.mutated or family.intersection(call.aliased):
             return None
-        if (call.name == _LOSS and call.inputs[0] in family) or (call.name == _LOSS_OF_LOG and call.inputs[0] in logs):
+        if (call.name == LOSS and call.inputs[0] in family) or (call.name == LOSS_OF_LOG and call.inputs[0] in logs):
             reaches_loss = True
-        elif not call.is_block and (call.name in _KEEPING or call.name == _LOG):
+        elif not call.is_block and (call.name in _KEEPING or call.name == LOG):
             family.update(call.outputs)
-            if call.name == _LOG or logs.intersection(call.inputs):
+            if call.name == LOG or logs.intersection(call.inputs):
                 logs.update(call.outputs)
         else:
             is_read = True

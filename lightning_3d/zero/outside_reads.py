@@ -65,13 +65,12 @@ class ShardedParameter(DTensor):
             if func in ALIASES:
                 with DisableTorchFunctionSubclass():
                     return _watched(func(*args, **kwargs), _whole_of(args[0]))
-            if _writes(func, args, kwargs):
-                leaves = _placed(leaves, getattr(func, "__name__", str(func)))
-                args, kwargs = tree_unflatten(leaves, spec)
-            else:
+            if not _writes(func, args, kwargs):
                 leaves = [reads.full(leaf) if isinstance(leaf, ShardedParameter) else leaf for leaf in leaves]
                 args, kwargs = tree_unflatten(leaves, spec)
                 return func(*args, **kwargs)
+            leaves = _placed(leaves, getattr(func, "__name__", str(func)))
+            args, kwargs = tree_unflatten(leaves, spec)
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

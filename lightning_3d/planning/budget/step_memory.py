@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from lightning_3d.activations.partitioned_inputs import is_cut
 from lightning_3d.config.activations import Mode
 from lightning_3d.model.blocks import kind_of
 from lightning_3d.planning.loads import Inputs
@@ -21,7 +22,6 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import schedule_order
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.storages import CallStorages, StepStorages
 from lightning_3d.trace.trace import Trace
 
@@ -127,18 +127,18 @@ def step_memory(
     """Measure what the calls of a trace take.
 
     Args:
-        partitions: Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks.
         blocks: FQN -> block.
         trace: Of one microbatch, with its storages.
         device: Where it would run.
         products: Positions of calls of glue that make logits as heads do.
+        partitions: Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks.
     """
     assert trace.storages is not None, "the trace notes its memory"
     flow = cut(trace, plan.stages_of_calls, plan.num_stages)
     storages = trace.storages
     measured: dict[object, BlockMemory] = {}
     of_calls, gradients, heads = {}, {}, {}
-    tensor_plans = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.reason is None}
+    tensor_plans = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}
     divided: set[int] = set()
     sliced: dict[int, list[int]] = {}
     for position, call in enumerate(trace.calls):
@@ -159,7 +159,9 @@ def step_memory(
         of_calls[position] = memory
         if partitions and plan.shape.tp > 1:
             metas = {i: trace.tensors[i] for i in call.inputs}
-            sliced[position] = [i for i, meta in metas.items() if _is_sliced(meta, plan.shape.tp)]
+            sliced[position] = [
+                i for i, meta in metas.items() if is_cut(meta.shape, plan.shape.tp, requires_grad=meta.requires_grad)
+            ]
         whole = _bytes_of_gradients(block, tensor)
         gradients[call.name] = whole + _reduced(whole, plan)
         if fuses_loss and type(block) is nn.Linear:
@@ -177,15 +179,11 @@ def step_memory(
     )
 
 
-def _is_sliced(meta: TensorMeta, number: int) -> bool:
-    return meta.requires_grad and torch.Size(meta.shape).numel() % number == 0
-
-
 def _measured(
     block: nn.Module, inputs: Inputs, device: torch.device, tensor: BlockTensorPlan | None
 ) -> BlockMemory | None:
     """That of one tensor-parallel rank, else of the whole block; None if that needs data."""
-    if tensor is not None and not any(weight.role == "vocabulary" for weight in tensor.weights):
+    if tensor is not None and not tensor.has_vocabulary:
         with suppress(Exception):
             return measure_memory(block, inputs, device, tensor)
     with suppress(Exception):

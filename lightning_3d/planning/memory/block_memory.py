@@ -49,8 +49,6 @@ class BlockMemory:
         Args:
             returned: Bytes of its outputs.
         """
-        if number == 1:
-            return self
         parts = {name: value // number for name, value in vars(self).items() if name != "kept"}
         whole = returned - returned // number
         parts |= {name: parts[name] + whole for name in ("forward", "forward_alone", "backward")}
@@ -72,9 +70,8 @@ def measure_memory(
     """
     with isolate_rng(), preserved(block), FakeTensorMode(allow_non_fake_inputs=True):
         run = BlockRun(block, inputs, device, None if tensor is None else PlannedForward(tensor))
-        forward_alone = run.alone()
         with FlopCounterMode(display=False) as counter:
-            run.alone()
+            forward_alone = run.alone()
         forward, cheap, backward = run.whole()
         input_backward, held, weight_backward = run.split() or (backward, 0, 0)
         kept = None if tensor is None else run.kept()

@@ -8,12 +8,10 @@ from lightning_3d.config.activations import Mode
 from lightning_3d.planning.memory.stage_memory import FusedLoss
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.tensor.vocabulary.chunked_loss import chunk_length
+from lightning_3d.trace.output_uses import LOG, LOSS, LOSS_OF_LOG
 from lightning_3d.trace.storages import StepStorages
 
 _WIDE = 4  # bytes of a number of fp32, in which gradients of weights add up
-
-
-_LOSS, _LOG, _LOSS_OF_LOG = "cross_entropy", "log_softmax", "nll_loss"
 
 
 def fused_losses(
@@ -52,9 +50,9 @@ def _way_to_loss(head: int, flow: StageFlow, storages: StepStorages) -> tuple[in
             continue
         if loss is not None:
             return None
-        if name == _LOSS or (name == _LOSS_OF_LOG and own.inputs & logs):
+        if name == LOSS or (name == LOSS_OF_LOG and own.inputs & logs):
             loss = i
-        elif name == _LOG:
+        elif name == LOG:
             family, logs = family | own.outputs, logs | own.outputs
         elif own.outputs - family:  # more than views
             return None

@@ -147,6 +147,11 @@ class BlockTensorPlan:
         return any(weight.shard_dim is not None for weight in self.weights)
 
     @property
+    def has_vocabulary(self) -> bool:
+        """Whether any parameter is sharded over the vocabulary."""
+        return any(weight.role == "vocabulary" for weight in self.weights)
+
+    @property
     def sharded_share(self) -> float:
         """The part of the block's parameter elements, 0 to 1, that is sharded; ties count once per name."""
         total = sum(weight.num_elements for weight in self.weights)

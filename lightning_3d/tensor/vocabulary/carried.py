@@ -196,9 +196,8 @@ def _log_softmax(logits: Logits, func: Function, args: Sequence[Any], kwargs: Ma
     dim = options.get("dim")
     if view.is_log or type(dim) is not int or dim % view.rows.dim() != view.class_dim or "out" in options:
         return None
-    dtype = func(
-        view.rows.new_empty([1] * view.rows.dim(), dtype=view.dtype), *args, **kwargs
-    ).dtype  # autocast has a say
+    single = view.rows.new_empty([1] * view.rows.dim(), dtype=view.dtype)
+    dtype = func(single, *args, **kwargs).dtype  # autocast has a say
     if torch.finfo(dtype).bits < 32:  # rounded, which the loss sees
         return None
     options = {"dim": dim, "dtype": dtype}
