@@ -13,9 +13,12 @@ import gc
 import importlib
 import inspect
 import logging
+import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 import threading
 import typing
 import warnings
@@ -1356,6 +1359,18 @@ def test_helpers_of_strategies() -> None:
     assert {"group", "reduce_op"} <= _parameters(lightning_helpers.reduce_tensor)
     for method in (L.Trainer._fit_impl, L.Trainer._validate_impl, L.Trainer._test_impl, L.Trainer._predict_impl):
         assert "weights_only" in _parameters(method)  # which ScriptLauncher notes
+
+
+@canary(lightning_helpers, "ProcessObserver")
+def test_a_process_may_end_by_itself_where_one_that_it_started_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[object] = []
+    monkeypatch.setattr(lightning_helpers.time, "sleep", did.append)
+    monkeypatch.setattr(os, "kill", lambda *args: did.append(args))
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as process:
+        process.wait()
+        observer = lightning_helpers.ProcessObserver(-1, [process], 7.0)
+        assert observer._run()  # one look at the processes
+    assert did == [7.0, (-1, signal.SIGKILL)]
 
 
 @canary(lightning_helpers, "load_folders")

@@ -7,16 +7,21 @@ strategy does; ``ThreeDPrecision`` overrides ``_wrap_closure`` and calls ``_afte
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp,
 )
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
@@ -48,6 +53,8 @@ connect = _init_dist_connection
 TunerExit = _TunerExitException
 """Ends a fit of the Tuner, which is no failure."""
 
+_UNTIL_ENDED = 10.0  # seconds that a process has to raise and print its error after one that it started has failed
+
 Handler = Callable[[int, FrameType | None], None]
 """Handles a signal."""
 
@@ -59,6 +66,26 @@ reduce_tensor = _sync_ddp
 
 set_device = _update_properties
 """Tell a LightningModule, its children and its metrics the device and dtype that they report."""
+
+
+class ProcessObserver(_ChildProcessObserver):
+    """Kills the process that started others where one of those has failed, unless it ends by itself in time.
+
+    Lightning 2.6 kills it at once, so that its own error may not be printed.
+
+    Args:
+        patience: Seconds that it has.
+        other arguments: Lightning's.
+    """
+
+    def __init__(self, main_pid: int, child_processes: list[subprocess.Popen[Any]], patience: float) -> None:
+        super().__init__(main_pid, child_processes)
+        self._patience = patience
+
+    @override
+    def _terminate_all(self) -> None:
+        time.sleep(self._patience)  # in a daemon thread, which ends with the process
+        super()._terminate_all()
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -73,7 +100,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         self.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            ProcessObserver(os.getpid(), self.procs, _UNTIL_ENDED).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
 
 
 def load_folders(read: Callable[[Any, Any, bool | None], dict[str, Any] | None]) -> None:
