@@ -609,6 +609,8 @@ class ThreeDStrategy(ParallelStrategy):
         self._parts.buffers.before_step(are_due_after=not self._accumulating)
         batch, *rest = (*args, *kwargs.values())
         batch = self._parts.guard(batch)
+        if self._parts.budget is not None:
+            self._parts.budget.batches.look_at(batch)
         with self._stepping(), self._precision.train_step_context():
             return self._parts.runner.train(batch, rest, number=self._num_steps, accumulating=self._accumulating)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,11 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.profilers import PyTorchProfiler
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.callbacks.memory import MemoryTable
@@ -23,7 +25,7 @@ from lightning_3d.errors import ConfigError, PlanError, StepError
 from lightning_3d.planning.memory.table import RankMemory
 from lightning_3d.planning.plan import Plan
 from tests.models import TinyGPT
-from tests.parity import Job, Layout, assert_parity, fitted, run_layout, run_reference
+from tests.parity import QUIET, Job, Layout, assert_parity, fitted, run_layout, run_reference
 from tests.workers import WorkerPools
 
 GIB = 2**30
@@ -96,6 +98,29 @@ def test_gradients_that_accumulate_are_counted(workers: WorkerPools) -> None:
     ((row,),) = workers(1).run(_memory, layout, {"accumulate_grad_batches": 2, "batches": 6})
     assert row.measured is not None
     assert row.peak == pytest.approx(row.measured, rel=0.1)
+
+
+def _warnings_of_batches(layout: Layout, sizes: list[int]) -> list[str]:
+    """Of two fits, the second of which gets the larger half of batches of these sizes."""
+    trainer = L.Trainer(strategy=layout.strategy(), devices=layout.world_size, **{**QUIET, "max_epochs": 1})
+    model, half = GPT(num_layers=1), len(sizes) // 2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch, part in enumerate((sizes[:half], sizes[half:])):
+            trainer.fit_loop.max_epochs = epoch + 1
+            trainer.fit(model, DataLoader(long_tokens(max(part)), batch_sampler=[list(range(size)) for size in part]))
+    return [str(each.message) for each in caught if "activations.budget was planned" in str(each.message)]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, num_microbatches=2)], ids=str)
+def test_a_batch_that_is_larger_than_the_planned_one_is_told_of(workers: WorkerPools, layout: Layout) -> None:
+    layout = replace(layout, activations=LARGE)
+    bytes_of_four = 4 * 2 * 8 * LENGTH
+    for told in workers(layout.world_size).run(_warnings_of_batches, layout, [4, 2, 4, 4, 6, 8]):
+        (warning,) = told
+        assert f"A batch of {bytes_of_four * 6 // 4} bytes comes after a first one of {bytes_of_four} bytes" in warning
+    for told in workers(layout.world_size).run(_warnings_of_batches, layout, [4, 2, 4, 2]):
+        assert told == []
 
 
 def _answers(layout: Layout, shares: tuple[float, ...]) -> list[Any]:

@@ -160,6 +160,7 @@ def _work(seat: _Seat, connection: Connection) -> None:
 
 
 def _answer(request: bytes) -> _Success | _Failure:
+    faulthandler.enable(file=2, all_threads=True)  # stacks of a rank that crashes
     faulthandler.unregister(signal.SIGUSR1)  # a Trainer of an earlier run has put the default handler back
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     environment, directory = dict(os.environ), os.getcwd()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,9 +24,30 @@ from lightning_3d.planning.budget.step_memory import StepMemory
 from lightning_3d.planning.memory.table import RankMemory
 from lightning_3d.planning.memory.timeline import HeldMemory
 from lightning_3d.planning.plan import Plan
-from lightning_3d.trainer.held_memory import held_memory
+from lightning_3d.trainer.held_memory import bytes_of, held_memory
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
+
+
+class FirstIsLargest:
+    """Warns once of a batch of this rank that is larger than the first, with which a budget was planned."""
+
+    def __init__(self) -> None:
+        self._first: int | None = None
+        self._has_warned = False
+
+    def look_at(self, batch: Any) -> None:
+        """Before a training step with it."""
+        num_bytes = bytes_of(batch)
+        self._first = num_bytes if self._first is None else self._first
+        if num_bytes > self._first and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"A batch of {num_bytes} bytes comes after a first one of {self._first} bytes, with which"
+                " activations.budget was planned: its step may take more memory than the budget. Let the first batch be"
+                " the largest.",
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +57,8 @@ class Budget:
     step: StepMemory
     batch: Any
     """A microbatch."""
+
+    batches: FirstIsLargest = field(default_factory=FirstIsLargest)
 
     def plan(
         self,

@@ -51,10 +51,15 @@ def held_memory(
         weights=_num_bytes(on_device) + _num_bytes(buffers),
         gradients=whole // zero.num_sharing if dp > 1 and config.zero.stage in (1, 2) else whole,
         optimizer_states=0 if config.zero.offload_optimizer != "none" else _states(zero, kinds, config),
-        batch=config.num_microbatches * _num_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)),
+        batch=config.num_microbatches * bytes_of(batch),
         communication=_buffers(module, zero, config, dp),
         step=_step(trained, zero, device),
     )
+
+
+def bytes_of(batch: Any) -> int:
+    """The tensors of a batch."""
+    return _num_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
 def bytes_now(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
