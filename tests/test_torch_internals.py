@@ -649,11 +649,13 @@ class _Operators(dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@canary(dispatch, "TorchDispatchMode", "no_dispatch_modes")
+@canary(dispatch, "TorchDispatchMode", "dispatch_modes", "no_dispatch_modes")
 def test_dispatch_modes() -> None:
-    with _Operators() as mode, fake_tensors.FakeTensorMode():
+    with _Operators() as mode, fake_tensors.FakeTensorMode() as fake, _Operators() as inner:
+        assert dispatch.dispatch_modes() == [fake, mode, inner]
         with dispatch.no_dispatch_modes():
             real = torch.zeros(2)
+            assert dispatch.dispatch_modes() == []
         assert mode.calls == []
     assert type(real) is Tensor
     with _Operators() as mode:

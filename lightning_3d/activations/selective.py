@@ -3,20 +3,32 @@
 Written anew rather than by torch's ``create_selective_checkpoint_contexts``, which gives what it kept once, where a
 second backward through a graph needs it again, and refuses operators that change a kept result in place, as
 ``relu(conv(x), inplace=True)`` does: here such a result is copied first.
+
+Of the collectives of tensor parallel the results are kept, too. A matrix product that nothing but one of them reads is
+not, and a recomputation gets memory without values in its place:
+
+    forward          x --- product ---> partial sum --- all-reduce, reduce-scatter ---> result, kept
+    recomputation    x                  no values                                       result
+
+The slices of a sequence are gathered again: all of it takes as many times their memory as there are ranks.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_3d.activations.collective_mode import CollectiveMode
 from lightning_3d.activations.kept_tensor import Keep, Kept, KeptTensor
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import (
+    RESHAPE_ALIAS,
+    UNSAFE_VIEW,
     OpOverload,
     TorchDispatchMode,
     alias_below_autograd,
@@ -53,6 +65,16 @@ def _operators(names: str) -> frozenset[OpOverload]:
 
 _COSTLY = _operators(_NAMES)
 
+_VIEWS = _operators("aten.view aten.detach aten.alias aten.t aten.permute aten.unsqueeze") | {
+    RESHAPE_ALIAS,
+    UNSAFE_VIEW,
+    torch.ops.aten.transpose.int,
+}
+"""Operators that read no values, as they stand between a matrix product and its sum over the ranks."""
+
+Call = tuple[OpOverload | None, int]
+"""An operator, or None for a collective, and the number of this call of it."""
+
 
 def is_costly(operator: OpOverload) -> bool:
     """Whether its results are kept."""
@@ -60,12 +82,17 @@ def is_costly(operator: OpOverload) -> bool:
 
 
 class _Results:
-    """The results of one call of an operator."""
+    """The results of one call.
 
-    def __init__(self, results: Any, keep: Keep) -> None:
-        self._keep = keep
+    Args:
+        results: Without history.
+        calls: This one, and that whose result it used up.
+    """
+
+    def __init__(self, results: Any, keep: Keep, calls: Sequence[Call]) -> None:
+        self._keep, self.calls = keep, calls
         self._changes_later = False  # in place, by the block itself
-        self._set(tree_map(_aliased, results))
+        self._set(results)
 
     def _set(self, results: Any) -> None:
         self._counters = [version_counter(leaf) for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
@@ -105,8 +132,9 @@ class KeptResults:
 
     def __init__(self, keep: Keep = KeptTensor) -> None:
         self._keep = keep
-        self._of: dict[OpOverload, dict[int, _Results]] = defaultdict(dict)  # operator -> number of its call -> results
+        self._given: dict[Call, Callable[[], Any]] = {}
         self._by_storage: dict[int, list[_Results]] = defaultdict(list)
+        self._unread: tuple[Call, Any] | None = None  # the newest results, which nothing has read yet
 
     def keeping(self) -> TorchDispatchMode:
         """The mode for the forward."""
@@ -116,40 +144,76 @@ class KeptResults:
         """The mode for a recomputation of it."""
         return _Giving(self)
 
-    def add(self, operator: OpOverload, number: int, results: Any) -> None:
-        """Keep what a call of an operator returned."""
-        kept = self._of[operator][number] = _Results(results, self._keep)
-        for leaf in tree_leaves(results):
-            if isinstance(leaf, Tensor):
-                self._by_storage[storage_id(leaf.untyped_storage())].append(kept)
+    def add(self, call: Call, results: Any) -> None:
+        """Keep what a costly operator returned, from when it is read."""
+        self.before_read()
+        self._unread = call, tree_map(_aliased, results)
+
+    def before_read(self) -> None:
+        """Keep the newest results, which something is about to read."""
+        if self._unread is not None:
+            (call, results), self._unread = self._unread, None
+            self._put(results, [call])
 
     def before_change(self, tensors: Iterable[Tensor]) -> None:
         """Copy what is kept in the memory of tensors that are about to change."""
         for tensor in tensors:
-            for kept in self._by_storage.pop(storage_id(tensor.untyped_storage()), ()):
+            for kept in self._by_storage.pop(_storage(tensor), ()):
                 kept.copy()
+
+    def on_collective(self, number: int, make: Callable[[], Tensor], used_up: Tensor | None) -> Tensor:
+        """Make a collective and keep its result in place of what it used up, if nothing else has read that."""
+        product = None if used_up is None else self._taken(used_up)
+        self.before_read()
+        result = make()
+        call: Call = (None, number)
+        self._put(_aliased(result), [call] if product is None else [call, product])
+        return result
+
+    def _taken(self, tensor: Tensor) -> Call | None:
+        """The call of a costly operator whose result is all of a tensor, and unread: it is not kept."""
+        if self._unread is None:
+            return None
+        call, result = self._unread
+        if not isinstance(result, Tensor) or result.numel() != tensor.numel() or _storage(result) != _storage(tensor):
+            return None
+        self._unread = None
+        self._given[call] = partial(
+            torch.empty_strided, result.size(), result.stride(), dtype=result.dtype, device=result.device
+        )
+        return call
+
+    def _put(self, results: Any, calls: Sequence[Call]) -> None:
+        kept = _Results(results, self._keep, calls)
+        self._given[calls[0]] = kept.given
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, Tensor):
+                self._by_storage[_storage(leaf)].append(kept)
 
     def leave(self, output: Any) -> None:
         """Keep nothing that a block returns, which its caller may change: the last operators are computed again."""
-        returned = {storage_id(leaf.untyped_storage()) for leaf in tree_leaves(output) if type(leaf) is Tensor}
-        left = {id(kept) for storage in returned for kept in self._by_storage.get(storage, ())}
-        for calls in self._of.values():
-            for number in [number for number, kept in calls.items() if id(kept) in left]:
-                del calls[number]
+        self.before_read()
+        returned = {_storage(leaf) for leaf in tree_leaves(output) if type(leaf) is Tensor}
+        left = [kept for storage in returned for kept in self._by_storage.get(storage, ())]
+        for call in {call for kept in left for call in kept.calls}:
+            del self._given[call]
         self._by_storage.clear()
 
-    def find(self, operator: OpOverload, number: int) -> _Results | None:
-        """The results that were kept of a call."""
-        return self._of[operator].get(number) if operator in self._of else None
+    def find(self, call: Call) -> Callable[[], Any] | None:
+        """Gives the results of a call, if they were kept."""
+        return self._given.get(call)
 
 
-class _Keeping(TorchDispatchMode):
+class _Keeping(CollectiveMode):
     def __init__(self, results: KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
-        self._results, self._numbers = results, Counter[OpOverload]()
+        self._results, self._numbers = results, Counter[OpOverload | None]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _VIEWS:
+            return func(*args, **kwargs)
+        self._results.before_read()
         if func not in _COSTLY:
             written = args if may_write_any(func) else ()
             if schema_of(func).is_mutable:
@@ -158,22 +222,35 @@ class _Keeping(TorchDispatchMode):
             return func(*args, **kwargs)
         answer = func(*args, **kwargs)
         if not draws_random_numbers(func, args, kwargs):  # a recomputation has to draw them again
-            self._results.add(func, self._numbers[func], answer)
+            self._results.add((func, self._numbers[func]), answer)
         self._numbers[func] += 1
         return answer
 
+    def on_collective(self, make: Callable[[], Tensor], used_up: Tensor | None) -> Tensor:
+        self._numbers[None] += 1
+        return self._results.on_collective(self._numbers[None], make, used_up)
 
-class _Giving(TorchDispatchMode):
+
+class _Giving(CollectiveMode):
     def __init__(self, results: KeptResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
-        self._results, self._numbers = results, Counter[OpOverload]()
+        self._results, self._numbers = results, Counter[OpOverload | None]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in _COSTLY:
             return func(*args, **(kwargs or {}))
-        kept = self._results.find(func, self._numbers[func])
+        given = self._results.find((func, self._numbers[func]))
         self._numbers[func] += 1
-        return func(*args, **(kwargs or {})) if kept is None else kept.given()
+        return func(*args, **(kwargs or {})) if given is None else given()
+
+    def on_collective(self, make: Callable[[], Tensor], used_up: Tensor | None) -> Tensor:
+        self._numbers[None] += 1
+        result: Tensor = (self._results.find((None, self._numbers[None])) or make)()
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return storage_id(tensor.untyped_storage())
 
 
 def _aliased(leaf: Any) -> Any:

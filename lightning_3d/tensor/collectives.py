@@ -16,12 +16,14 @@ keeps that: where ranks contribute different parts of a gradient, its backward s
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.activations.collective_mode import collective
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Parts, Sharded
@@ -63,7 +65,7 @@ class _Reduce(torch.autograd.Function):
         ctx.axis = axis
         # In place and not marked dirty: `partial` is a fresh product that neither autograd nor anyone else reads again.
         # `data`, as user code may change the result in place, which autograd refuses for a view made here.
-        return axis.all_reduce(partial.contiguous().data)
+        return collective(lambda: axis.all_reduce(partial.contiguous().data), used_up=partial)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -79,34 +81,35 @@ class _Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
-            return _apply(_Gather, gradient, ctx.axis, ctx.dim), None, None
+            return _apply(_Gather, gradient, ctx.axis, ctx.dim, True), None, None
         return ctx.axis.all_gather(gradient, ctx.dim), None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(ctx: Any, local: Tensor, axis: Axis, dim: int, is_kept: bool) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return axis.all_gather(local, dim)
+        gather = functools.partial(axis.all_gather, local, dim)
+        return collective(gather) if is_kept else gather()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_order("a gathered activation")
-        return gradient.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None
+        return gradient.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None, None
 
 
 class _GatherSequence(_Gather):  # another backward: what every rank reads has a part of its gradient on each
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         refuse_second_order("tensor.sequence_parallel")
-        return ctx.axis.reduce_scatter(gradient, ctx.dim), None, None
+        return ctx.axis.reduce_scatter(gradient, ctx.dim), None, None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return axis.reduce_scatter(partial, dim)
+        return collective(lambda: axis.reduce_scatter(partial, dim), used_up=partial)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -142,22 +145,26 @@ def cut(tensor: Tensor, axis: Axis, placement: Sharded) -> Tensor:
     return own
 
 
-def gather(local: Tensor, axis: Axis, placement: Sharded) -> Tensor:
-    """A sharded tensor as a plain one in its original order."""
-    full = _apply(_Gather, local, axis, placement.dim)
+def gather(local: Tensor, axis: Axis, placement: Sharded, *, is_kept: bool = True) -> Tensor:
+    """A sharded tensor as a plain one in its original order.
+
+    Args:
+        is_kept: Whether selective recomputation keeps it.
+    """
+    full = _apply(_Gather, local, axis, placement.dim, is_kept)
     return placement.ungrouped(full) if isinstance(placement, Parts) else full
 
 
 def gather_sequence(local: Tensor, axis: Axis, dim: int) -> Tensor:
     """The whole sequence as what every rank reads, from its slices; call it once per activation."""
-    whole = _apply(_GatherSequence, local, axis, dim)
+    whole = _apply(_GatherSequence, local, axis, dim, False)
     if local.requires_grad:
         axis.expect_backward(whole, "reduce-scatter", whole)
     return whole
 
 
 def scatter(partial: Tensor, axis: Axis, dim: int) -> Tensor:
-    """This rank's slice along `dim` of the sum over the ranks."""
+    """This rank's slice along `dim` of the sum over the ranks; `partial` must be a fresh result."""
     own = _apply(_Scatter, partial, axis, dim)
     if partial.requires_grad:
         axis.expect_backward(own, "all-gather", partial)

@@ -211,7 +211,8 @@ class Interpreter(TorchFunctionMode):
             return tensor
         if isinstance(tensor.placement, Partial):
             return self._summed(tensor)
-        return collectives.gather(tensor.own(), self.axis, tensor.placement)
+        is_kept = not self._is_slice_of_sequence(tensor)
+        return collectives.gather(tensor.own(), self.axis, tensor.placement, is_kept=is_kept)
 
     def gathered(self, output: Any, unread: frozenset[int]) -> Any:
         """A block's output as plain tensors, but for evenly sharded leaves, by position, that nothing reads."""

@@ -20,7 +20,11 @@ from torch._C import (
 )
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 __all__ = ["DisableTorchFunction", "DisableTorchFunctionSubclass", "OpOverload", "TorchDispatchMode"]
 
@@ -35,6 +39,9 @@ push_function_mode = _push_on_torch_function_stack
 
 function_modes: Callable[[], list[TorchFunctionMode]] = _get_current_function_mode_stack
 """The function modes that are active, the innermost last."""
+
+dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
+"""The dispatch modes that are active: fake tensors', then others, the innermost last."""
 
 
 FUSED_RMS_NORM = torch.ops.aten._fused_rms_norm.default

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_3d.activations.collective_mode import CollectiveMode
 from lightning_3d.activations.selective import is_costly
-from lightning_3d.torch_internals.dispatch import TorchDispatchMode
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(CollectiveMode):
     """Follows the storages that operators make inside, fake ones too."""
 
     def __init__(self) -> None:
@@ -20,7 +21,8 @@ class LiveBytes(TorchDispatchMode):
         self.sizes: dict[StorageWeakRef, int] = {}
         """Bytes of all that were made; references keep the addresses of those that are gone from being used again."""
         self.costly: set[StorageWeakRef] = set()
-        """Results of operators that selective recomputation keeps."""
+        """Results of operators and collectives that selective recomputation keeps."""
+        self._used_up: set[StorageWeakRef] = set()
         self._alive: set[StorageWeakRef] = set()
         self._most = 0  # bytes alive, at most: with those freed since somebody looked
         self.peak = 0
@@ -42,6 +44,16 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.live)
         return results
 
+    def on_collective(self, make: Callable[[], Tensor], used_up: Tensor | None) -> Tensor:
+        """Note that the result is kept, and what it used up is not, nor computed again."""
+        storage = None if used_up is None else StorageWeakRef(used_up.untyped_storage())
+        result = make()
+        if used_up is not None and storage in self.costly and self.sizes[storage] == used_up.nbytes:
+            self.costly.remove(storage)
+            self._used_up.add(storage)
+        self.costly.add(StorageWeakRef(result.untyped_storage()))
+        return result
+
     @property
     def alive(self) -> set[StorageWeakRef]:
         """Storages that are not freed yet."""
@@ -62,7 +74,8 @@ class LiveBytes(TorchDispatchMode):
     @property
     def num_cheap(self) -> int:
         """Bytes of all results that selective recomputation computes again."""
-        return sum(size for storage, size in self.sizes.items() if storage not in self.costly)
+        known = self.costly | self._used_up
+        return sum(size for storage, size in self.sizes.items() if storage not in known)
 
     def restart(self) -> int:
         """Begin to look for the peak anew; returns what is alive."""
