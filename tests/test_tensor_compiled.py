@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -170,11 +169,6 @@ def test_every_way_to_run_a_block_gives_its_values(workers: WorkerPools) -> None
 # ------------------------------------------------------------------------------------------------------ fallbacks
 
 
-class Dropping(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.dropout(x, 0.5, self.training))
-
-
 class Looking(Block):
     def forward(self, x: Tensor) -> Tensor:
         if float(x[0, 0, 0]) == 0.0:
@@ -263,7 +257,6 @@ class Cached(Block):
 
 
 REASONS: dict[type[Block], str] = {
-    Dropping: "random numbers",
     Looking: "reads the value of a tensor",
     Hiding: "neither its arguments nor its modules hold",
     Leaving: "changes the attributes ['last']",

@@ -23,9 +23,11 @@ class CompileConfig:
     split the backward, it stays in one piece, as that of compiled code is one.
 
     A block on tensor-parallel shards is compiled with its collectives, once for each kind of call: shapes, values of
-    its attributes and of arguments other than tensors, training or evaluation; unless it draws random numbers, sets
-    attributes or is sharded over the vocabulary. It must not read anything else that changes; and what activation
-    checkpointing inside of it would recompute is for the compiler to decide."""
+    its attributes and of arguments other than tensors, training or evaluation; unless it sets attributes, is sharded
+    over the vocabulary, or draws random numbers in another way than dropout and noise do: depending on values of
+    tensors, inside of the attention of a GPU, from generators of its own, Python's or NumPy's. It must not read
+    anything else that changes; and what activation checkpointing inside of it would recompute is for the compiler to
+    decide."""
 
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """As for ``torch.compile``. ``"aot_eager"`` fuses nothing, and needs no compiler on the machine."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.tensor.axis import Axis
+from lightning_3d.tensor.compiled.draws import Draws, draws_given
 from lightning_3d.tensor.compiled.state import STATIC_TYPES, copied, own_part, read_state
 from lightning_3d.tensor.placement import Partial, Sharded
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
@@ -96,11 +97,26 @@ class _Result:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Observed:
+    """The results of a call that ran eagerly."""
+
+    values: Sequence[Tensor]
+    """Own parts of its results, and of the tensors of the block's state as they are then."""
+
+    draws: Draws
+
+    drawn: Sequence[Tensor]
+    """The random numbers that it drew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CompiledCall:
     """A block's computation for one kind of call."""
 
     computation: Computation
-    """Takes all tensors of a call."""
+    """Takes all tensors of a call, and what it draws."""
+
+    draws: Draws
 
     leaves: Sequence[Any]
     """Leaves of the output; a `_Result` where a result of the computation goes."""
@@ -109,47 +125,53 @@ class CompiledCall:
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
         """Compute the block's output."""
-        results = iter(self.computation(*tensors))
+        results = iter(self.computation(*tensors, *self.draws.draw()))
         leaves = [leaf.of(next(results)) if isinstance(leaf, _Result) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.spec)
 
-    def computes(self, expected: Sequence[Tensor], call: Call) -> bool:
-        """Whether it gives what `observe` saw, within the square root of each dtype's epsilon."""
-        tensors = copied(call.tensors)
+    def computes(self, observed: Observed, call: Call) -> bool:
+        """Whether it gives what was observed, within the square root of each dtype's epsilon."""
+        tensors, expected = copied(call.tensors), observed.values
         with torch.no_grad():
-            results = list(self.computation(*tensors))
+            results = list(self.computation(*tensors, *observed.drawn))
         state = tensors[len(tensors) - (len(expected) - len(results)) :]
         return all(_is_close(found, wanted) for found, wanted in zip([*results, *state], expected, strict=True))
 
 
-def compile_call(block: nn.Module, run: Callable[..., Any], call: Call, config: CompileConfig) -> CompiledCall:
+def compile_call(
+    block: nn.Module, run: Callable[..., Any], call: Call, observed: Observed, config: CompileConfig
+) -> CompiledCall:
     """Compile a call, without running it.
 
     Args:
         block: Its modules hold the tensors.
         run: Its forward, which must do no more than compute (`observation`).
         call: The call of it to compile.
+        observed: The same, run eagerly.
         config: By what.
 
     Raises:
-        NotCompilable: it returns something else than tensors and static values.
+        NotCompilable: it returns something else than tensors and static values, or draws other random numbers.
         Exception: as `capture`.
     """
     state = read_state(block)
-    num_arguments = len(call.tensors) - len(state.tensors)
+    num_tensors = len(call.tensors)
+    num_arguments = num_tensors - len(state.tensors)
     answer: dict[str, Any] = {}
 
     def computation(*tensors: Tensor) -> Sequence[Tensor]:
         arguments = iter(tensors[:num_arguments])
         leaves = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
         args, kwargs = tree_unflatten(leaves, call.spec)
-        with state.replaced(tensors[num_arguments:]):
+        given = draws_given(observed.draws, tensors[num_tensors:])
+        with state.replaced(tensors[num_arguments:num_tensors]), given:
             output, answer["spec"] = tree_flatten(run(*args, **kwargs))
         answer["leaves"] = [_result_of(leaf) for leaf in output]
         return [own_part(leaf) for leaf in output if isinstance(leaf, Tensor)]
 
-    made = capture(computation, [_example(tensor) for tensor in call.tensors], config.backend, config.mode)
-    return CompiledCall(computation=made, leaves=answer["leaves"], spec=answer["spec"])
+    examples = [*map(_example, call.tensors), *observed.drawn]
+    made = capture(computation, examples, config.backend, config.mode)
+    return CompiledCall(computation=made, draws=observed.draws, leaves=answer["leaves"], spec=answer["spec"])
 
 
 def _example(tensor: Tensor) -> Tensor:

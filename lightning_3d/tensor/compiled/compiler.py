@@ -80,8 +80,8 @@ class BlockCompiler:
         """Compile this kind of call, or say why that can't be; the same on all ranks."""
         made, reason = None, "another rank can't compile it"
         try:
-            expected = observe(block, run, call, _device(self._mesh))
-            made = compile_call(block, run, call, self._config)
+            observed = observe(block, run, call, _device(self._mesh))
+            made = compile_call(block, run, call, observed, self._config)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of tracing, of the compiler, or of the block itself, which eagerly says so
@@ -90,7 +90,7 @@ class BlockCompiler:
             return reason
         assert made is not None
         try:
-            is_right, reason = made.computes(expected, call), "what was compiled gave other values"
+            is_right, reason = made.computes(observed, call), "what was compiled gave other values"
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

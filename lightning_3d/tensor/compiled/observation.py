@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.model.snapshot import preserved
-from lightning_3d.tensor.compiled.call import Call
+from lightning_3d.tensor.compiled.call import Call, Observed
+from lightning_3d.tensor.compiled.draws import draws_noted
 from lightning_3d.tensor.compiled.state import copied, own_part, read_state
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -19,7 +20,7 @@ from lightning_3d.trace.side_outputs import Attribute, attributes_of, changed_at
 
 
 @torch.inference_mode(False)  # whose tensors do not tell whether they were changed
-def observe(block: nn.Module, run: Callable[..., Any], call: Call, device: torch.device) -> list[Tensor]:
+def observe(block: nn.Module, run: Callable[..., Any], call: Call, device: torch.device) -> Observed:
     """Run a block on copies of its arguments and of its tensors; afterwards everything is as it was.
 
     Args:
@@ -28,12 +29,9 @@ def observe(block: nn.Module, run: Callable[..., Any], call: Call, device: torch
         call: What to call it with.
         device: Its random numbers are watched, beside those of the CPU, of Python and of NumPy.
 
-    Returns:
-        Own parts of its results, and of the tensors of its state as they are then.
-
     Raises:
-        NotCompilable: it drew random numbers, changed an argument, a parameter, or an attribute other than a buffer in
-            place.
+        NotCompilable: it drew random numbers that can't be drawn ahead, changed an argument, a parameter, or an
+            attribute other than a buffer in place.
     """
     copies = copied(call.leaves)
     arguments = tree_unflatten(copies, call.spec)
@@ -41,12 +39,15 @@ def observe(block: nn.Module, run: Callable[..., Any], call: Call, device: torch
     own = copied(state.own())
     with torch.no_grad(), state.replaced(own), preserved(block), generators.preserved():
         attributes, buffers, states = attributes_of(block), _buffers(block), generators.states()
-        results = tree_leaves(run(*arguments[0], **arguments[1]))
+        with draws_noted() as draws:
+            results = tree_leaves(run(*arguments[0], **arguments[1]))
         changed = _changed_attributes(block, attributes, buffers)
-        has_drawn = not generators.are_at(states)
-        after = copied(own)
-    if has_drawn:
-        raise NotCompilable("it draws random numbers (dropout), which would be others if it were compiled")
+        after, states_after = copied(own), generators.states()
+        generators.restore(states)
+        drawn = draws.draw()
+        is_all_drawn = generators.are_at(states_after)
+    if not is_all_drawn:
+        raise NotCompilable("it draws random numbers of Python or NumPy, or seeds generators")
     if changed:
         raise NotCompilable(f"its forward changes the attributes {changed}")
     found, found_spec = tree_flatten(arguments)
@@ -58,7 +59,8 @@ def observe(block: nn.Module, run: Callable[..., Any], call: Call, device: torch
     before = state.own()
     if any(not torch.equal(after[i], before[i]) for i in parameters):
         raise NotCompilable("its forward changes its parameters")
-    return [own_part(leaf) for leaf in results if isinstance(leaf, Tensor)] + after
+    values = [own_part(leaf) for leaf in results if isinstance(leaf, Tensor)] + after
+    return Observed(values=values, draws=draws, drawn=drawn)
 
 
 def _buffers(block: nn.Module) -> Mapping[str, Tensor]:

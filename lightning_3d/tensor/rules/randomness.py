@@ -8,8 +8,9 @@ restores that generator, and with it the masks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,10 @@ def drop(call: Call, axis: Axis) -> LocalCall | None:
         return None
 
     def run(local: Tensor) -> Tensor:
-        return dropout_shard(local, p, axis.rank) if is_training else local
+        return F.dropout(local, p, is_training)
 
-    return LocalCall(tensors=(input,), needs=(at,), run=run, result=at)
+    is_random = is_training and p > 0.0
+    return LocalCall(tensors=(input,), needs=(at,), run=run, result=at, is_random=is_random)
 
 
 def _functional_dropout(
@@ -50,19 +52,34 @@ def draw_seed(rank: int) -> int:
     return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")) + rank
 
 
-def dropout_shard(shard: Tensor, p: float, rank: int) -> Tensor:
-    """``F.dropout`` in training on this rank's shard, with probability `p` of a zero, ``0 <= p <= 1``."""
-    if p == 0.0:
-        return shard
-    generator = torch.Generator(shard.device).manual_seed(draw_seed(rank))
-    kept = torch.empty_like(shard, requires_grad=False).bernoulli_(1.0 - p, generator=generator)
-    return shard * kept if p == 1.0 else shard * kept.div_(1.0 - p)
+_Seeded = Callable[[torch.device, int], AbstractContextManager[None]]
+
+
+def seeded_for_rank(device: torch.device, rank: int) -> AbstractContextManager[None]:
+    """Run a call, which draws from `device`'s default generator, with numbers of this rank's own."""
+    return _SEEDED.get()(device, rank)
 
 
 @contextmanager
-def seeded_for_rank(device: torch.device, rank: int) -> Iterator[None]:
-    """Run a call that can only draw from `device`'s default generator with numbers of this rank's own."""
-    seed = draw_seed(rank)
+def seeds_taken_by(seeded: _Seeded) -> Iterator[None]:
+    """Let `seeded` take the place of `seeded_for_rank` inside."""
+    token = _SEEDED.set(seeded)
+    try:
+        yield
+    finally:
+        _SEEDED.reset(token)
+
+
+def _seeded_anew(device: torch.device, rank: int) -> AbstractContextManager[None]:
+    return seeded(device, draw_seed(rank))
+
+
+_SEEDED: ContextVar[_Seeded] = ContextVar("seeded", default=_seeded_anew)
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed the default generators of the CPU or of `device` inside, and restore them afterwards."""
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

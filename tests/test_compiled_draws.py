@@ -1,0 +1,312 @@
+"""Blocks that draw random numbers, compiled on shards: the numbers of eager blocks, and generators that go on alike."""
+
+from __future__ import annotations
+
+import copy
+import random
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from lightning_3d.config.compile import CompileConfig
+from lightning_3d.tensor import BlockCompiler, apply_block, plan_block
+from tests.models import Block, TinyGPT
+from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.workers import WorkerPools
+
+SHAPE = (2, 8, 32)  # (B, T, D)
+
+
+class Dropping(nn.Module):
+    """Dropout on shards, on what is replicated and in the attention; (B, T, 32) -> (B, T, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _note_eager(x)
+        x = x + self.dropout(self.attend(self.norm1(x)))
+        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (4, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        dropout_p = 0.1 if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
+        output: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return output
+
+
+class Checkpointing(Dropping):
+    """Recomputes a part of itself, which draws."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(super().forward, self.dropout(x), use_reentrant=False)
+        return self.dropout(output)
+
+
+class Noisy(Dropping):
+    """Noise of many kinds besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(x + 0.0, 0.1, self.training, inplace=True)
+        x = super().forward(x * torch.rand(()) + 0.1 * torch.randn_like(x)) + x.new_empty(32).uniform_(-0.1, 0.1)
+        x = torch.native_dropout(x, 0.1, True)[0]  # as dropout on a GPU does
+        x = F.dropout1d(F.alpha_dropout(x, 0.1, self.training), 0.1, self.training)
+        return x[:, torch.randperm(x.shape[1])] * torch.normal(1.0, 0.1, (32,))
+
+
+class Channels(nn.Module):
+    """Drops whole channels of shards; (B, 16, T) -> (B, 16, T)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(16, 32, 1), nn.Conv1d(32, 16, 1)
+        self.dropout = nn.Dropout1d(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down(self.dropout(self.up(x).relu()))
+        return output
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": lambda block, x: block(x),
+    "again": lambda block, x: block(x),
+    "twice": lambda block, x: block(block(x)),
+    "recomputed": lambda block, x: checkpoint(block, x, use_reentrant=False),
+    "without gradient": lambda block, x: torch.no_grad()(block)(x),
+    "in inference mode": lambda block, x: torch.inference_mode()(block)(x.detach().clone()).clone(),
+    "in evaluation": lambda block, x: block.eval()(x),
+    "in training again": lambda block, x: block.train()(x),
+}
+
+
+def _run(block: nn.Module, inputs: Tensor) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+    """Outputs and gradients by way to run a block; the generator's states afterwards."""
+    torch.manual_seed(3)
+    found, states = {}, {}
+    for name, way in WAYS.items():
+        leaf = inputs.clone().requires_grad_()
+        output = way(block, leaf * 1.0)
+        found[name] = [output.detach()]
+        if output.requires_grad:
+            block.zero_grad()
+            output.sin().sum().backward()
+            found[name] += [leaf.grad, *(p.grad.to_local() for p in block.parameters())]
+        states[name] = torch.get_rng_state()
+    return found, states
+
+
+def _against_eager(make: type[nn.Module], backend: str) -> tuple[float, int, list[str]]:
+    """Greatest difference of compiled shards from eager ones, kinds of calls compiled, warnings."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    dense, inputs = make(), torch.randn((4, 16, 8) if make is Channels else SHAPE)
+    plan = plan_block(dense.eval(), (inputs,), {}, size=2)
+    assert plan.is_sharded
+    compiler = BlockCompiler(mesh, CompileConfig(backend=backend))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runs = []
+        for by in (None, compiler):
+            block = copy.deepcopy(dense.train())
+            apply_block(block, plan, mesh, compiler=by)
+            runs.append(_run(block, inputs))
+    (eager, eager_states), (compiled, states) = runs
+    for name in WAYS:
+        assert torch.equal(states[name], eager_states[name]), f"{name}: the generator has drawn something else"
+    differences = [
+        float((found - wanted).abs().max())
+        for name in WAYS
+        for found, wanted in zip(compiled[name], eager[name], strict=True)
+    ]
+    told = [str(warning.message) for warning in caught if "compile.enabled" in str(warning.message)]
+    return max(differences), compiler.num_compiled, told
+
+
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [
+        (Dropping, "aot_eager"),
+        (Checkpointing, "aot_eager"),
+        (Noisy, "aot_eager"),
+        (Channels, "aot_eager"),
+        pytest.param(
+            Dropping,
+            "inductor",
+            marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+        ),
+    ],
+)
+def test_numbers_are_those_of_eager_shards(workers: WorkerPools, make: type[nn.Module], backend: str) -> None:
+    for difference, num_compiled, told in workers(2).run(_against_eager, make, backend):
+        assert difference < 1e-5
+        assert num_compiled == 4, "training with and without gradient and in inference mode, evaluation"
+        assert not told
+
+
+# ---------------------------------------------------------------------------------------------------------- layouts
+
+
+EAGER: list[int] = []
+"""One entry for each forward of a block in training whose Python code ran on real tensors."""
+
+
+def _note_eager(x: Tensor) -> None:
+    if torch.is_grad_enabled() and type(x) is Tensor:
+        EAGER.append(1)
+
+
+class DroppingGPT(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.blocks = nn.ModuleList(Dropping() for _ in range(2))
+
+
+class Told(L.Callback):
+    """Losses of training and validation, and where the generator is after each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.states: list[Tensor] = []
+
+    def on_train_start(self, *args: Any) -> None:
+        EAGER.clear()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.losses.append(float(args[2]["loss"]))
+        self.states.append(torch.get_rng_state())
+
+    def on_validation_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.losses += [float(value) for value in trainer.callback_metrics.values()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a rank saw."""
+
+    state: dict[str, Tensor]
+    losses: list[float]
+    generator: list[Tensor]
+    num_eager: int
+    """Forwards of blocks that ran eagerly."""
+    warned: list[str]
+
+
+def _trained(layout: Layout, settings: dict[str, Any]) -> Run:
+    told = Told()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, _ = fitted(layout, DroppingGPT, callbacks=[told], **settings)
+    warned = [str(w.message) for w in caught if "compile.enabled" in str(w.message)]
+    state, num_eager = whole_state(trainer), len(EAGER)
+    return Run(state=state, losses=told.losses, generator=told.states, num_eager=num_eager, warned=warned)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        pytest.param(Layout(tp=2), {"accumulate_grad_batches": 2}, id="accumulated"),
+        pytest.param(Layout(tp=2, activations={"recompute": "full"}), {}, id="recomputed"),
+    ],
+)
+def test_compiled_shards_train_as_eager_ones(workers: WorkerPools, layout: Layout, settings: dict[str, Any]) -> None:
+    run = partial(workers(layout.world_size).run, _trained)
+    eager = run(layout, settings)
+    compiled = run(replace(layout, compile_backend="aot_eager"), settings)
+    assert_same_state([one.state for one in compiled], eager[0].state)
+    for wanted, found in zip(eager, compiled, strict=True):
+        assert found.losses == pytest.approx(wanted.losses, abs=1e-5)
+        assert all(torch.equal(*states) for states in zip(found.generator, wanted.generator, strict=True))
+        assert wanted.num_eager
+        assert (found.num_eager, found.warned) == (0, [])
+
+
+# -------------------------------------------------------------------------------------------------------- fallbacks
+
+
+class Sampling(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.bernoulli(x.sigmoid()))
+
+
+class Skipping(Block):
+    """Stochastic depth, decided in Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.5 else super().forward(x)
+
+
+class Playing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.random() + np.random.rand())
+
+
+class Seeding(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            return super().forward(F.dropout(x, 0.5))
+
+
+class OfItsOwn(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand((), generator=torch.Generator().manual_seed(3)))
+
+
+REASONS: dict[type[Block], str] = {
+    Sampling: "aten.bernoulli.default draws random numbers that depend on values of tensors",
+    Skipping: "reads the value of a tensor",
+    Playing: "random numbers of Python or NumPy",
+    Seeding: "or seeds generators",
+    OfItsOwn: "from a generator of its own",
+}
+
+
+def _fallbacks() -> dict[str, tuple[list[str], float, int]]:
+    """Class of block -> warnings, difference from dense in three calls, kinds of calls compiled."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = {}
+    for make in REASONS:
+        torch.manual_seed(0)
+        dense, inputs = make(32, 4), torch.randn(SHAPE)
+        compiler, block = BlockCompiler(mesh, CompileConfig(backend="aot_eager")), copy.deepcopy(dense)
+        plan = plan_block(Block(32, 4), (inputs,), {}, size=2)  # it would not be found for all of them
+        apply_block(block, plan, mesh, compiler=compiler)
+        outputs = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for each in (dense, block):
+                torch.manual_seed(1)
+                random.seed(1)
+                np.random.seed(1)
+                outputs.append(torch.stack([each(inputs) for _ in range(3)]))
+        told = [str(warning.message) for warning in caught if "compile.enabled" in str(warning.message)]
+        found[make.__name__] = told, float((outputs[0] - outputs[1]).abs().max()), compiler.num_compiled
+    return found
+
+
+def test_what_can_not_be_drawn_ahead_runs_eagerly_and_says_why(workers: WorkerPools) -> None:
+    first, second = workers(2).run(_fallbacks)
+    for make, reason in REASONS.items():
+        (told,), difference, num_compiled = first[make.__name__]
+        assert f"compile.enabled: {make.__name__} runs eagerly" in told
+        assert reason in told
+        assert difference < 1e-5, make
+        assert num_compiled == 0
+    assert not any(told for told, _, _ in second.values())
