@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -98,6 +99,18 @@ def test_gradients_that_accumulate_are_counted(workers: WorkerPools) -> None:
     ((row,),) = workers(1).run(_memory, layout, {"accumulate_grad_batches": 2, "batches": 6})
     assert row.measured is not None
     assert row.peak == pytest.approx(row.measured, rel=0.1)
+
+
+def _scheduled_memory(layout: Layout, scheduling: dict[int, int]) -> int:
+    return _plan(layout, callbacks=[GradientAccumulationScheduler(scheduling)]).memory[0].peak
+
+
+def test_gradients_that_accumulate_in_later_epochs_are_counted(workers: WorkerPools) -> None:
+    layout = Layout(activations=LARGE)
+    never, later, always = (
+        workers(1).run(_scheduled_memory, layout, scheduling)[0] for scheduling in ({0: 1}, {0: 1, 3: 2}, {0: 2})
+    )
+    assert never < later == always
 
 
 def _warnings_of_batches(layout: Layout, sizes: list[int]) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,9 +26,17 @@ from lightning_3d.planning.budget.step_memory import StepMemory
 from lightning_3d.planning.memory.table import RankMemory
 from lightning_3d.planning.memory.timeline import HeldMemory
 from lightning_3d.planning.plan import Plan
+from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.trainer.held_memory import bytes_of, held_memory
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the gradients of several batches add up, in some epoch at least."""
+    scheduled = (each for each in callbacks_of(trainer) if isinstance(each, GradientAccumulationScheduler))
+    most = max((max(each.scheduling.values()) for each in scheduled), default=1)
+    return max(most, trainer.accumulate_grad_batches) > 1
 
 
 class FirstIsLargest:

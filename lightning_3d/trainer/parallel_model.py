@@ -49,7 +49,7 @@ from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
-from lightning_3d.trainer.budget import Budget
+from lightning_3d.trainer.budget import Budget, accumulates
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.heads import fused_heads, tables_in, traced_products
 from lightning_3d.trainer.held_parts import holds_parts
@@ -240,7 +240,7 @@ def make_parallel(
             blocks,
             observed.trace,
             device,
-            accumulates=trainer.accumulate_grad_batches > 1,
+            accumulates=accumulates(trainer),
             fuses_loss=config.activations.fused_loss == "auto",
             products=frozenset(products.tables),
             is_unsplit=config.compile.enabled,
