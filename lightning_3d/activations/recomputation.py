@@ -10,7 +10,7 @@ author's choice of what to compute again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal, cast
@@ -36,7 +36,7 @@ from lightning_3d.torch_internals.autograd import (
     next_node_number,
 )
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.torch_internals.tensors import version_of
+from lightning_3d.torch_internals.tensors import untransformed, version_of
 
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
@@ -72,7 +72,7 @@ class Recomputation:
         self.fqn, self.mode, self.generators = fqn, mode, generators
         self.modules = list(block.modules())
         self.state = BlockState(fqn, self.modules, generators)
-        self.changed_inputs: frozenset[int] | None = None
+        self.changed_inputs: Set[int] | None = None
         """The leaves of its arguments that a forward changes in place; None before the first one."""
         self.checkpoints_itself = False
 
@@ -90,7 +90,7 @@ class Recomputation:
         if is_first:
             outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self.checkpoints_itself = len(made) > 1 or has_reentrant_checkpoints(outputs, first_node)
-        self.changed_inputs = run.changed_inputs | (self.changed_inputs or frozenset())
+        self.changed_inputs = run.changed_inputs
         return output
 
 
@@ -102,7 +102,7 @@ class _Run:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until the forward has run
         leaves, self._with_leaves = flatten_call(args, kwargs)
         self._leaves = [owner.whole(leaf) for leaf in leaves]
-        self.changed_inputs: frozenset[int] = frozenset()
+        self.changed_inputs: Set[int] = frozenset()
         self._state: StateBefore
         self._observers: Observers = []
         self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
@@ -131,17 +131,18 @@ class _Run:
         ):
             output = self._call(*args, **kwargs)
         pairs = enumerate(zip(leaves, versions, strict=True))
-        self.changed_inputs = frozenset(
-            i for i, (leaf, version) in pairs if version is not None and version_of(leaf) != version
-        )
-        self._check_copied()
+        changed = {i for i, (leaf, version) in pairs if version is not None and version_of(leaf) != version}
+        self._check_copied(changed)
+        if self._owner.changed_inputs is None:  # also what torch does not count: collectives, `tensor.data`
+            changed.update(i for i, copy in enumerate(kept) if _is_other(copy, leaves[i]))
+        self.changed_inputs = changed | (self._owner.changed_inputs or frozenset())
         if self._results is not None:
             self._results.leave(output)
         return output
 
-    def _check_copied(self) -> None:
+    def _check_copied(self, changed: set[int]) -> None:
         known = self._owner.changed_inputs
-        if known is not None and not self.changed_inputs <= known:
+        if known is not None and not changed <= known:
             raise StepError(
                 f"{self._owner.fqn} changed an argument in place, which its first training step left alone, so that its"
                 " forward can't be computed again. Leave the block out of activations.blocks."
@@ -185,3 +186,10 @@ def _copied(leaf: Any) -> Any:
     if type(leaf) is not Tensor:
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _is_other(copy: Any, leaf: Any) -> bool:
+    """Whether a tensor has other values than the copy that was kept of it, as far as torch can tell."""
+    if type(leaf) is not Tensor or copy is leaf or leaf.layout is not torch.strided or leaf.is_nested:
+        return False
+    return untransformed(leaf) is leaf and not torch.equal(copy, leaf)
