@@ -37,11 +37,11 @@ class Dropping(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
         self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
         self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.dropout = nn.Dropout(0.2)
+        self.dropout, self.default = nn.Dropout(0.2), nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         _note_eager(x)
-        x = x + self.dropout(self.attend(self.norm1(x)))
+        x = x + self.default(self.attend(self.norm1(x)))
         return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
 
     def attend(self, x: Tensor) -> Tensor:

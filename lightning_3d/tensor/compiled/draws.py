@@ -27,6 +27,7 @@ from lightning_3d.torch_internals.dispatch import (
     TorchDispatchMode,
     draws_random_numbers,
     no_dispatch_modes,
+    schema_of,
 )
 from lightning_3d.torch_internals.pytree import tree_leaves
 
@@ -95,6 +96,8 @@ def _read(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _
     """A call of an operator, to be made again ahead of what needs its numbers."""
     packet = op.overloadpacket
     has_first = packet in _FILLS or packet in _LIKE
+    more = [argument for argument in schema_of(op).arguments[len(args) :] if not argument.kwarg_only]
+    args = (*args, *[argument.default_value for argument in more])  # arguments are left out that are the defaults
     first, rest = (_layout(args[0]), args[1:]) if has_first else (None, args)
     reads_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((rest, kwargs)))
     if reads_tensors or not (has_first or packet in _NEW):
