@@ -260,11 +260,11 @@ SLOW = {
     ],
 )
 def test_a_fit_makes_as_many_collectives_as_without_recomputation(workers: WorkerPools, layout: Layout) -> None:
-    without = replace(layout, activations={})
-    for plain in workers(layout.world_size).run(_made, without, ["none"]):
-        (expected, made), *_ = plain
+    pools = workers(layout.world_size)
+    plain = pools.run(_made, replace(layout, activations={}), ["none"])
+    recomputed = pools.run(_made, layout, ["full", "selective"])
+    for [(expected, made)], [full, selective] in zip(plain, recomputed, strict=True):
         assert made["all_reduce"] > 0
-    for full, selective in workers(layout.world_size).run(_made, layout, ["full", "selective"]):
         for state, _ in (full, selective):
             for fqn, value in expected.items():
                 torch.testing.assert_close(state[fqn], value, rtol=0, atol=1e-6, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
