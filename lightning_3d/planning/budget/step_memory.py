@@ -203,7 +203,7 @@ def _reduced(gradients: int, plan: Plan) -> int:
     """Bytes of reduced gradients beside those that are waiting in buckets, until the backward has ended."""
     if plan.shape.dp == 1 or plan.zero_stage not in (1, 2):
         return 0
-    return plan.zero_stage * gradients // plan.shape.dp
+    return 2 * gradients // plan.shape.dp  # what a collective gives, and the gradients that come of it
 
 
 def _estimated(own: CallStorages, storages: StepStorages) -> BlockMemory:
