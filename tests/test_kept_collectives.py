@@ -6,7 +6,7 @@ import copy
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -170,6 +170,16 @@ def _outcome(block: Summing, call: Callable[[Tensor], Any], num_backwards: int) 
     return found, block.axis.made
 
 
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """So that whoever reads memory without values is found."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty_strided((2, 2), (1, 2)).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("nan_in_new_memory")
 @pytest.mark.parametrize("num_backwards", [1, 2])
 @pytest.mark.parametrize("offloads", [False, True], ids=["kept", "offloaded"])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__.strip("_"))
