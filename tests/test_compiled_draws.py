@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.tensor import BlockCompiler, apply_block, plan_block
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from tests.models import Block, TinyGPT
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
@@ -168,7 +169,8 @@ EAGER: list[int] = []
 
 
 def _note_eager(x: Tensor) -> None:
-    if torch.is_grad_enabled() and type(x) is Tensor:
+    local = x.local if isinstance(x, ShardedTensor) else x
+    if torch.is_grad_enabled() and type(local) is Tensor:
         EAGER.append(1)
 
 
@@ -223,6 +225,12 @@ def _trained(layout: Layout, settings: dict[str, Any]) -> Run:
     [
         pytest.param(Layout(tp=2), {"accumulate_grad_batches": 2}, id="accumulated"),
         pytest.param(Layout(tp=2, activations={"recompute": "full"}), {}, id="recomputed"),
+        pytest.param(Layout(tp=2, sequence_parallel=True), {"accumulate_grad_batches": 2}, id="sliced"),
+        pytest.param(
+            Layout(tp=2, sequence_parallel=True, activations={"recompute": "full"}),
+            {},
+            id="sliced-recomputed",
+        ),
     ],
 )
 def test_compiled_shards_train_as_eager_ones(workers: WorkerPools, layout: Layout, settings: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_3d.config.compile import CompileConfig
 from lightning_3d.planning.memory.live_bytes import LiveBytes
-from lightning_3d.tensor import apply_block, plan_block, verify_block
+from lightning_3d.tensor import BlockCompiler, apply_block, plan_block, verify_block
 from tests.collectives import Collectives, by_kind, planned
 from tests.models import Block, TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
@@ -207,3 +209,49 @@ def test_layout_equals_one_process(workers: WorkerPools, layout: Layout) -> None
     blocks = [block.tensor for block in result.plan.blocks if block.kind == Block.__name__]
     assert len(blocks) == len(TinyGPT().blocks)
     assert all(plan is not None and plan.is_sequence_parallel for plan in blocks)
+
+
+def _run_compiled(backend: str) -> dict[str, Any]:
+    """Eager and compiled: output and gradients, collectives of forward and backward, bytes kept, warnings."""
+    torch.manual_seed(0)
+    mesh, dense, inputs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), DropoutBlock(), torch.randn(4, 64, 32)
+    plan = plan_block(dense.eval(), (inputs,), {}, size=2, sequence_parallel=True)
+    assert plan.is_sequence_parallel
+    dense.train()
+    found: dict[str, Any] = {}
+    for name, compiler in (("eager", None), ("compiled", BlockCompiler(mesh, CompileConfig(backend=backend)))):
+        block = copy.deepcopy(dense)
+        apply_block(block, plan, mesh, compiler=compiler)
+        block(inputs.clone().requires_grad_())  # is compiled now
+        torch.manual_seed(2)
+        leaf = inputs.clone().requires_grad_()
+        with Collectives() as forward:
+            output = block(leaf)
+        with Collectives() as backward:
+            output.sin().mean().backward()
+        values = [output.detach(), leaf.grad, *(_local(parameter.grad) for parameter in block.parameters())]
+        found[name] = values, by_kind(forward.sent), by_kind(backward.sent), _saved_bytes(block, leaf)
+        found["num_compiled"] = compiler.num_compiled if compiler else 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "more"),
+    [
+        ("aot_eager", 4 * 64 * 32 * 4),  # it keeps the block's input for the slice of it
+        pytest.param(
+            "inductor", 0, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+        ),
+    ],
+)
+def test_compiled_block_gathers_again_and_keeps_no_gathered_activation(
+    workers: WorkerPools, backend: str, more: int
+) -> None:
+    for found in workers(2).run(_run_compiled, backend):
+        values, forward, backward, kept = found["compiled"]
+        assert found["num_compiled"] == 1
+        for value, expected in zip(values, found["eager"][0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+        assert (forward, backward) == found["eager"][1:3]
+        assert backward["all-gather"] == 5
+        assert kept <= found["eager"][3] + more

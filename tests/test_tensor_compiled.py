@@ -465,6 +465,7 @@ JOBS = [
     (Layout(pp=2, tp=2, num_microbatches=2, compile_backend="aot_eager"), Job(model=RecomputedGPT)),
     (Layout(dp=2, tp=2, zero=3, compile_backend="aot_eager"), Job(model=WatchedGPT)),
     (Layout(tp=2, compile_backend="aot_eager"), Job(model=Telling)),
+    (Layout(tp=2, sequence_parallel=True, compile_backend="aot_eager"), Job(model=WatchedGPT)),
 ]
 
 
@@ -481,7 +482,6 @@ def test_layout_equals_one_process(workers: WorkerPools, layout: Layout, job: Jo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tensor_parallel_size": 2, "tensor": {"sequence_parallel": True}}, "sequence_parallel=True would keep"),
         ({"activations": {"recompute": "selective"}}, "the compiler decides what a compiled block keeps"),
         ({"compile": {"backend": "inductr"}}, "nearest: 'inductor'"),
         ({"compile": {"mode": "reduce-overhead"}}, "compile.mode='reduce-overhead' is not allowed"),

@@ -13,6 +13,7 @@ import gc
 import importlib
 import inspect
 import logging
+import math
 import os
 import pickle
 import random
@@ -1296,6 +1297,36 @@ def test_a_function_is_captured() -> None:
     with pytest.raises(capture.NotCompilable, match="neither its arguments"):
         capture.capture(lambda tensor: [tensor + other], [tensor], "aot_eager")
     assert capture.recompile_limit() > 1
+
+
+@canary(capture, "is_captured", "recomputed_when_compiled")
+def test_what_a_compiled_backward_computes_again() -> None:
+    """Of a product and its sine, which the backward needs, only what is marked is not kept."""
+
+    def kept(is_marked: bool) -> int:
+        def computation(tensor: Tensor, factor: Tensor) -> list[Tensor]:
+            assert capture.is_captured(tensor)
+            with capture.recomputed_when_compiled() if is_marked else contextlib.nullcontext():
+                product = tensor @ factor
+            return [product.sin()]
+
+        tensor, factor = torch.ones(2, 2, requires_grad=True), torch.ones(2, 64, requires_grad=True)
+        compiled = capture.capture(computation, [tensor, factor], "aot_eager")
+        sizes: list[int] = []
+
+        def pack(saved: Tensor) -> Tensor:
+            sizes.append(saved.numel())
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            (output,) = compiled(tensor, factor)
+        output.sum().backward()
+        torch.testing.assert_close(tensor.grad, torch.full((2, 2), 64 * math.cos(2.0)))
+        return sum(sizes)
+
+    assert kept(True) == 2 * 2 + 2 * 64
+    assert kept(False) == 2 * 2 + 2 * 64 + 2 * 64
+    assert not capture.is_captured(torch.ones(2))
 
 
 @canary(dynamo, "compiled", "compiler_errors", "is_limit", "modules_watched")

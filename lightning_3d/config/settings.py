@@ -252,11 +252,6 @@ def _check_compile(config: ThreeDConfig) -> None:
     """Refuse what compiled blocks can't do."""
     if not config.compile.enabled:
         return
-    if config.tensor_parallel_size > 1 and config.tensor.sequence_parallel:
-        raise ConfigError(
-            "compile.enabled=True with tensor.sequence_parallel=True would keep the gathered sequences that the latter"
-            " is there to drop: use one of them"
-        )
     if config.activations.recompute == "selective":
         raise ConfigError(
             "activations.recompute='selective' with compile.enabled=True: the compiler decides what a compiled block"

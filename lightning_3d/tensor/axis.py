@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.torch_internals import dtensor
-from lightning_3d.torch_internals.fake_tensors import FunctionalTensor
+from lightning_3d.torch_internals.capture import is_captured
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter"]
 
@@ -65,7 +65,7 @@ class MeshAxis:
         return self  # the ranks stay the same for a copy of the block that they share
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        if _is_captured(tensor):
+        if is_captured(tensor):
             summed: Tensor = dtensor.all_reduce(tensor, "sum", self._group)
             return summed
         dist.all_reduce(tensor, group=self._group)
@@ -73,7 +73,7 @@ class MeshAxis:
 
     def all_gather(self, local: Tensor, dim: int) -> Tensor:
         local = local.contiguous()
-        if _is_captured(local):
+        if is_captured(local):
             every: Tensor = dtensor.all_gather_single(local, 0, self._group)
         else:
             every = local.new_empty(self.size * local.shape[0], *local.shape[1:])
@@ -82,7 +82,7 @@ class MeshAxis:
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
-        if _is_captured(full):
+        if is_captured(full):
             summed: Tensor = dtensor.reduce_scatter_single(full, "sum", 0, self._group)
             return summed
         own = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
@@ -91,8 +91,3 @@ class MeshAxis:
 
     def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
         """Nothing: what the backward communicates is seen when it runs."""
-
-
-def _is_captured(tensor: Tensor) -> bool:
-    """Whether a tensor is a stand-in; AOTAutograd traces on these (torch 2.13)."""
-    return isinstance(tensor, FunctionalTensor)

@@ -21,6 +21,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Shard
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.autograd import is_checkpointing
+from lightning_3d.torch_internals.capture import is_captured, recomputed_when_compiled
 from lightning_3d.torch_internals.tensors import storage_id
 
 SEQUENCE_DIM = 1
@@ -50,7 +51,7 @@ def is_along(tensor: Tensor, sequence: torch.Size | None) -> bool:
 
 
 class GatheredSequence:
-    """An activation gathered for column weights, which the backward gathers again rather than keep it.
+    """An activation gathered for column weights, which the backward gathers again rather than keep it, compiled or not.
 
     Args:
         local: This rank's slice, (B, T / size, D).
@@ -61,13 +62,15 @@ class GatheredSequence:
         kind = local.device.type
         if torch.is_autocast_enabled(kind):  # as linear would with the whole; so less is sent, and linear keeps no copy
             local = local.to(torch.get_autocast_dtype(kind))
-        self.whole = collectives.gather_sequence(local, axis, SEQUENCE_DIM)
+        self._is_captured = is_captured(local)
+        with recomputed_when_compiled() if self._is_captured else nullcontext():
+            self.whole = collectives.gather_sequence(local, axis, SEQUENCE_DIM)
         """(B, T, D)."""
         self._slice = _Slice(local.detach(), self.whole, axis)
 
     def not_saved(self) -> AbstractContextManager[Any]:
         """Calls made inside keep the slice for their backward in place of the whole; under a checkpoint neither."""
-        if is_checkpointing():
+        if self._is_captured or is_checkpointing():
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._slice.pack, self._slice.unpack)
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_3d.torch_internals.backends import compile_graph
 from lightning_3d.torch_internals.dispatch import OpOverload, TorchDispatchMode
-from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode
+from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode, FunctionalTensor
 
 Computation = Callable[..., Sequence[Tensor]]
 """A function of tensors alone."""
@@ -52,6 +54,19 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str, m
         compiled: Computation = compile_graph(module, list(tensors), backend, mode)
     del module.computation  # what is compiled refers to the module
     return compiled
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether a tensor is a stand-in in a capture."""
+    return isinstance(tensor, FunctionalTensor)
+
+
+@contextmanager
+def recomputed_when_compiled() -> Iterator[None]:
+    """In a capture, let the compiled backward compute again what is computed inside, rather than keep it."""
+    with traceback.preserve_node_meta():
+        traceback.current_meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        yield
 
 
 def recompile_limit() -> int:
