@@ -85,6 +85,21 @@ class Channels(nn.Module):
         return output
 
 
+class InPlace(nn.Module):
+    """Drops elements of a shard in place, and reads it by its old name; (B, T, 32) -> (B, T, 32)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.dropout = nn.Dropout(0.5, inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        self.dropout(hidden)
+        output: Tensor = self.down(hidden)
+        return output
+
+
 WAYS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "plain": lambda block, x: block(x),
     "again": lambda block, x: block(x),
@@ -147,6 +162,7 @@ def _against_eager(make: type[nn.Module], backend: str) -> tuple[float, int, lis
         (Checkpointing, "aot_eager"),
         (Noisy, "aot_eager"),
         (Channels, "aot_eager"),
+        (InPlace, "aot_eager"),
         pytest.param(
             Dropping,
             "inductor",
@@ -159,6 +175,21 @@ def test_numbers_are_those_of_eager_shards(workers: WorkerPools, make: type[nn.M
         assert difference < 1e-5
         assert num_compiled == 4, "training with and without gradient and in inference mode, evaluation"
         assert not told
+
+
+def _dropped_in_place() -> bool:
+    """Whether two calls in training differ, which in evaluation do not."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    block, inputs = InPlace(), torch.randn(SHAPE)
+    apply_block(block, plan_block(block.eval(), (inputs,), {}, size=2), mesh)
+    assert torch.equal(block(inputs), block(inputs))
+    block.train()
+    return not torch.equal(block(inputs), block(inputs))
+
+
+def test_dropout_in_place_changes_the_shard(workers: WorkerPools) -> None:
+    assert workers(2).run(_dropped_in_place) == [True, True]
 
 
 # ---------------------------------------------------------------------------------------------------------- layouts

@@ -25,13 +25,13 @@ from lightning_3d.tensor.sharded_tensor import placement_of
 def drop(call: Call, axis: Axis) -> LocalCall | None:
     """Elementwise dropout: every rank drops elements of its own part."""
     read = _functional_dropout if call.function is F.dropout else _torch_dropout
-    input, p, is_training = read(*call.args, **call.kwargs)
+    input, p, is_training, inplace = read(*call.args, **call.kwargs)
     at = placement_of(input)
     if not isinstance(at, Sharded):
         return None
 
     def run(local: Tensor) -> Tensor:
-        return F.dropout(local, p, is_training)
+        return F.dropout(local, p, is_training, inplace)
 
     is_random = is_training and p > 0.0
     return LocalCall(tensors=(input,), needs=(at,), run=run, result=at, is_random=is_random)
@@ -39,12 +39,12 @@ def drop(call: Call, axis: Axis) -> LocalCall | None:
 
 def _functional_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> tuple[Tensor, float, bool]:
-    return input, p, training  # the result is used, so in place or not is the same
+) -> tuple[Tensor, float, bool, bool]:
+    return input, p, training, inplace
 
 
-def _torch_dropout(input: Tensor, p: float, train: bool) -> tuple[Tensor, float, bool]:
-    return input, p, train
+def _torch_dropout(input: Tensor, p: float, train: bool) -> tuple[Tensor, float, bool, bool]:
+    return input, p, train, False
 
 
 def draw_seed(rank: int) -> int:
