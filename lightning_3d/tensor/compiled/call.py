@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.compiled.draws import Draws, draws_given
-from lightning_3d.tensor.compiled.state import STATIC_TYPES, copied, own_part, read_state
+from lightning_3d.tensor.compiled.state import copied, own_part, read_state
+from lightning_3d.tensor.compiled.values import STATIC_TYPES
 from lightning_3d.tensor.placement import Partial, Sharded
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import Computation, NotCompilable, capture

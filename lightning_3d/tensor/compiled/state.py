@@ -7,19 +7,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.model.norm_forward import is_watched
 from lightning_3d.tensor.collectives import own_shard
+from lightning_3d.tensor.compiled.values import Values
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.modules import BUFFERS, CALL, PARAMETERS, TORCH_ATTRIBUTES, children_of, has_hooks
 from lightning_3d.torch_internals.tensors import count_as_parameter
-
-STATIC_TYPES = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device, torch.layout)
-"""Types of values that compare by what they are."""
 
 _OF_THIS_PACKAGE = frozenset({"forward", CALL})
 """Attributes that ``BlockRunner`` sets on a block."""
@@ -91,13 +88,15 @@ def read_state(block: nn.Module) -> BlockState:
     """Walk the modules of a block.
 
     Raises:
-        NotCompilable: a module inside of it has hooks, or is a norm whose calls somebody sees: Python must call these.
+        NotCompilable: a module inside of it has hooks, or is a norm whose calls somebody sees: Python must call these;
+            or it refers to what may change and can't be compared.
     """
     tensors: list[Tensor] = []
     places: list[_Place] = []
     values: list[Any] = []
     indices: dict[int, int] = {}
-    seen: set[int] = set()
+    modules = list(_modules(block))
+    compared = Values(modules)
 
     def note(holder: dict[str, Any], name: str, tensor: Tensor) -> None:
         if id(tensor) not in indices:
@@ -105,13 +104,13 @@ def read_state(block: nn.Module) -> BlockState:
             tensors.append(tensor)
         places.append(_Place(holder, name, indices[id(tensor)]))
 
-    for module in _modules(block):
+    for module in modules:
         if module is not block and has_hooks(module):
             raise NotCompilable(f"{type(module).__name__} inside of it has hooks")
         if is_watched(module) and module.training:
             raise NotCompilable(f"{type(module).__name__} inside of it gets its running statistics from microbatches")
         attributes = vars(module)
-        values += [type(module), module.training, len(attributes)]
+        values += [compared.of_class(type(module)), module.training, len(attributes)]
         for group in (PARAMETERS, BUFFERS):
             for name, tensor in attributes[group].items():
                 if tensor is not None:
@@ -122,7 +121,7 @@ def read_state(block: nn.Module) -> BlockState:
             if isinstance(value, Tensor):
                 note(attributes, name, value)
             else:
-                values.append(_comparable(value, seen))
+                values.append(compared.of(value))
     return BlockState(tensors=tensors, places=places, values=tuple(values))
 
 
@@ -131,33 +130,3 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
     for child in children_of(module).values():
         if child is not None:
             yield from _modules(child)
-
-
-class _Same:
-    """Compares an object by identity."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-
-def _comparable(value: object, seen: set[int]) -> Hashable:
-    """The value of an attribute: by what it is, with the content of containers and of objects such as a config."""
-    if type(value) in STATIC_TYPES:
-        return type(value), value
-    if isinstance(value, nn.Module | type) or id(value) in seen:
-        return _Same(value)
-    seen.add(id(value))
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value), tuple([_comparable(item, seen) for item in value])
-    if isinstance(value, dict):
-        return type(value), tuple([(_Same(key), _comparable(item, seen)) for key, item in value.items()])
-    content = getattr(value, "__dict__", {})
-    return _Same(value), tuple([(name, type(v), v) for name, v in content.items() if type(v) in STATIC_TYPES])

@@ -1,0 +1,183 @@
+"""Values that a compiled block reads from elsewhere than its attributes: with others it computes something else."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_3d.config.compile import CompileConfig
+from lightning_3d.tensor import BlockCompiler, apply_block, plan_block
+from tests.models import Block
+from tests.workers import WorkerPools
+
+SHAPE = (2, 8, 32)
+FACTOR = [1.0]
+SETTINGS = SimpleNamespace(inner=SimpleNamespace(factor=1.0))
+scale = 1.0
+
+
+def _helper() -> float:
+    return scale
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class Config:
+    shared = 1.0
+
+    def __init__(self) -> None:
+        self.inner, self.factors, self.slotted = SimpleNamespace(factor=1.0), deque([1.0]), Slotted()
+
+
+class Scaled(Block):
+    """Scales its input by a value that it reads somewhere."""
+
+    by = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.config, self.array = Config(), np.array([1.0])
+
+    def factor(self) -> float:
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.factor())
+
+
+class OfClass(Scaled):
+    def factor(self) -> float:
+        return self.by
+
+
+class OfInnerObject(Scaled):
+    def factor(self) -> float:
+        return float(self.config.inner.factor)
+
+
+class OfQueue(Scaled):
+    def factor(self) -> float:
+        return self.config.factors[0]
+
+
+class OfSlots(Scaled):
+    def factor(self) -> float:
+        return self.config.slotted.factor
+
+
+class OfClassOfObject(Scaled):
+    def factor(self) -> float:
+        return self.config.shared
+
+
+class OfArray(Scaled):
+    def factor(self) -> float:
+        return float(self.array[0])
+
+
+class OfGlobalList(Scaled):
+    def factor(self) -> float:
+        return FACTOR[0]
+
+
+class OfGlobalObject(Scaled):
+    def factor(self) -> float:
+        return float(SETTINGS.inner.factor)
+
+
+class OfHelper(Scaled):
+    def factor(self) -> float:
+        return _helper()
+
+
+def _enclosed() -> tuple[type[Scaled], Callable[[float], None]]:
+    value = 1.0
+
+    class OfEnclosing(Scaled):
+        def factor(self) -> float:
+            return value
+
+    def change(to: float) -> None:
+        nonlocal value
+        value = to
+
+    return OfEnclosing, change
+
+
+class OfOwner(Scaled):
+    """Reads a module that it is no part of."""
+
+    def factor(self) -> float:
+        return float(self.owner[0].factor)
+
+
+def _change(block: Scaled, to: float) -> None:
+    global scale
+    scale = OfClass.by = Config.shared = to
+    FACTOR[0] = block.array[0] = SETTINGS.inner.factor = to
+    block.config.inner.factor = block.config.factors[0] = block.config.slotted.factor = to
+
+
+def _outputs(
+    make: type[Scaled], change: Callable[[Scaled, float], None], compiler: BlockCompiler | None
+) -> tuple[list[Tensor], list[str]]:
+    """What a block gives with one value, with another and with the first again; warnings."""
+    torch.manual_seed(0)
+    block, inputs = make(), torch.randn(SHAPE)
+    owner = nn.Module()
+    block.__dict__["owner"] = (owner,) if make is OfOwner else ()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    apply_block(block, plan_block(Block(32, 4), (inputs,), {}, size=2), mesh, compiler=compiler)
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for value in (1.0, 2.0, 1.0):
+            change(block, value)
+            owner.factor = value
+            found.append(block(inputs).detach())
+    return found, [str(warning.message) for warning in caught if "compile.enabled" in str(warning.message)]
+
+
+MAKES = (
+    *(OfClass, OfInnerObject, OfQueue, OfSlots, OfClassOfObject, OfArray, OfGlobalList, OfGlobalObject, OfHelper),
+    OfOwner,
+)
+
+
+def _compared() -> dict[str, tuple[float, float, int, list[str]]]:
+    """Class -> difference from eager shards, of the two values, kinds of calls compiled, warnings."""
+    mesh, (enclosing, change) = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), _enclosed()
+    changes = {make: _change for make in MAKES} | {enclosing: lambda block, to: change(to)}
+    found = {}
+    for make, changing in changes.items():
+        compiler = BlockCompiler(mesh, CompileConfig(backend="aot_eager"))
+        (eager, _), (compiled, told) = (_outputs(make, changing, by) for by in (None, compiler))
+        difference = max(float((a - b).abs().max()) for a, b in zip(eager, compiled, strict=True))
+        effect = float((eager[0] - eager[1]).abs().max())
+        found[make.__name__] = difference, effect, compiler.num_compiled, told
+    return found
+
+
+def test_a_value_that_changes_is_compiled_anew(workers: WorkerPools) -> None:
+    for rank, found in enumerate(workers(2).run(_compared)):
+        assert len(found) == len(MAKES) + 1
+        for name, (difference, effect, num_compiled, told) in found.items():
+            assert difference < 1e-5, name
+            assert effect > 0.1, name
+            if name != "OfOwner":
+                assert (num_compiled, told) == (2, []), name
+        assert found["OfOwner"][2] == 0
+        if rank == 0:
+            assert "it refers to a Module, whose attributes could change" in found["OfOwner"][3][0]
