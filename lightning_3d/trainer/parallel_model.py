@@ -146,13 +146,15 @@ def make_parallel(
     compiling = CountedWait(wait)
     step = example_step(trainer, module, config, mesh.shape, precision)
     observer = Observer(module, step, device, StepEffects)
-    with wait(f"Tracing {step.name}"):
+    generators = Generators(device)  # user code that runs before training draws no numbers of it
+    with wait(f"Tracing {step.name}"), generators.preserved():
         observed = observer.observe(config, mesh.shape)
-    with wait("Planning"):
+    with wait("Planning"), generators.preserved():  # on one rank alone
         plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device, wait), device)
     blocks = plan.blocks_in(module)
     if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
-        observed = observer.of_blocks(blocks)
+        with generators.preserved():
+            observed = observer.of_blocks(blocks)
     offloads = config.zero.offload_params != "none"
     first = torch.device("cpu") if offloads and mesh.shape.tp == 1 else device  # FSDP2 takes them unit by unit
     with wait("Placing weights"):
@@ -160,7 +162,8 @@ def make_parallel(
     set_device(module, device=device)
     if mesh.shape.tp > 1:
         compiler = BlockCompiler(mesh.axis("tp"), config.compile, compiling) if config.compile.enabled else None
-        plan = prove_blocks(plan, observed, mesh, config.tensor, compiler, wait) if config.tensor.verify else plan
+        with generators.preserved():
+            plan = prove_blocks(plan, observed, mesh, config.tensor, compiler, wait) if config.tensor.verify else plan
         apply_blocks(plan, module, blocks, mesh, compiler)
     own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     router = Router(blocks, absent=blocks.keys() - own.keys(), compiled=_compiled_by(config.compile, mesh, compiling))
