@@ -80,7 +80,8 @@ class Model(L.LightningModule):
         self.grad_norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        # Not Adam, whose steps for gradients of some 0 depend on how these were rounded.
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -285,7 +286,7 @@ def test_flag(case: str, outcomes: dict[str, dict[str, dict[str, Any] | str]]) -
     assert isinstance(plain, dict), plain
     assert isinstance(ours, dict), ours
     assert ours["exact"] == plain["exact"]
-    tolerance = 1e-5 if case in SUMMED_OTHERWISE else 0
+    tolerance = 1e-6 if case in SUMMED_OTHERWISE else 0
     for name, expected in plain["numbers"].items():
         torch.testing.assert_close(ours["numbers"][name], expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
