@@ -22,6 +22,7 @@ from torch import nn
 from benchmarks.models import random_tokens
 from benchmarks.turns import ratio_quartiles, take_turns
 from examples.gpt import GPT
+from lightning_3d.activations.selective import is_costly
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import running
 from lightning_3d.model.dense_compiler import DenseCompiler
@@ -39,7 +40,7 @@ class _Training:
         torch.manual_seed(0)
         model = GPT(VOCABULARY, LENGTH)
         self.compiling = CountedWait(not_told)
-        compiler = DenseCompiler(CompileConfig(enabled=True), self.compiling)
+        compiler = DenseCompiler(CompileConfig(enabled=True), is_costly, self.compiling)
         for block in model.blocks:
             if dropout:
                 block.attention = nn.Sequential(block.attention, nn.Dropout(dropout))

@@ -61,10 +61,16 @@ LAYOUTS = {
     "tp2": Layout(tp=2),
     "tp2-sequence": Layout(tp=2, sequence_parallel=True),
 }
+MODES = ("none", "full")
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "mode"),
+    [
+        *[pytest.param(layout, mode, id=f"{name}-{mode}") for name, layout in LAYOUTS.items() for mode in MODES],
+        pytest.param(Layout(compile_backend="aot_eager"), "selective", id="compiled-selective"),
+    ],
+)
 def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, layout: Layout, mode: str) -> None:
     layout = replace(layout, activations={**LARGE, "recompute": mode})
     for memory in workers(layout.world_size).run(_memory, layout):
@@ -200,8 +206,9 @@ def _error(layout: Layout) -> str:
         Layout(dp=2, zero=3),
         Layout(tp=2),
         Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2),
+        Layout(compile_backend="aot_eager"),
     ],
-    ids=str,
+    ids=lambda layout: str(layout) + "-compiled" * (layout.compile_backend is not None),
 )
 def test_what_is_recomputed_by_a_budget_changes_no_number(workers: WorkerPools, layout: Layout) -> None:
     job = Job(model=GPT, data=long_tokens)

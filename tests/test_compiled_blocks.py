@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.activations.selective import is_costly
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.torch_internals.dynamo import modules_watched
@@ -78,12 +79,23 @@ LAYOUTS = [
     Layout(pp=2, num_microbatches=4, schedule="zbv", compile_backend="aot_eager"),
     Layout(compile_backend="aot_eager", activations={"recompute": "full"}),
     Layout(dp=2, zero=3, compile_backend="aot_eager", activations={"recompute": "full"}),
+    Layout(compile_backend="aot_eager", activations={"recompute": "selective"}),
+    pytest.param(
+        Layout(compile_backend="inductor", activations={"recompute": "selective"}),
+        marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    ),
+    Layout(dp=2, zero=3, compile_backend="aot_eager", activations={"recompute": "selective"}),
+    Layout(
+        pp=2, num_microbatches=4, schedule="zbv", compile_backend="aot_eager", activations={"recompute": "selective"}
+    ),
 ]
 
 
-@pytest.mark.parametrize(
-    "layout", LAYOUTS, ids=lambda la: f"{la}-{la.compile_backend}{'-recomputed' if la.activations else ''}"
-)
+def _name(layout: Layout) -> str:
+    return "-".join([str(layout), str(layout.compile_backend), *map(str, layout.activations.values())])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=_name)
 def test_compiled_blocks_train_as_eager_ones(workers: WorkerPools, layout: Layout) -> None:
     run = partial(workers(layout.world_size).run, _trained)
     eager = run(replace(layout, compile_backend=None), DroppingGPT, {"accumulate_grad_batches": 2})
@@ -177,7 +189,7 @@ def _shapes() -> tuple[list[Any], list[str], int]:
     """Differences from eager calls over many lengths; warnings; forms compiled."""
     torch.manual_seed(0)
     block, waits = Dropping(), CountedWait(not_told)
-    compiler = DenseCompiler(CompileConfig(enabled=True, backend="aot_eager"), waits)
+    compiler = DenseCompiler(CompileConfig(enabled=True, backend="aot_eager"), is_costly, waits)
     differences = []
     with (
         Router({"block": block}, compiled=compiler.of).installed(),
@@ -204,7 +216,7 @@ def test_lengths_that_change_become_one_form() -> None:
 def test_copies_run_eagerly() -> None:
     block = Dropping()
     EAGER.clear()
-    compiler = DenseCompiler(CompileConfig(enabled=True, backend="aot_eager"))
+    compiler = DenseCompiler(CompileConfig(enabled=True, backend="aot_eager"), is_costly)
     with Router({"block": block}, compiled=compiler.of).installed(), modules_watched():
         block(torch.randn(2, 4, 32))
         assert not EAGER

@@ -482,7 +482,10 @@ def test_layout_equals_one_process(workers: WorkerPools, layout: Layout, job: Jo
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"activations": {"recompute": "selective"}}, "the compiler decides what a compiled block keeps"),
+        (
+            {"tensor_parallel_size": 2, "activations": {"recompute": "selective", "partition": True}},
+            "blocks keep what their backward needs by themselves",
+        ),
         ({"compile": {"backend": "inductr"}}, "nearest: 'inductor'"),
         ({"compile": {"mode": "reduce-overhead"}}, "compile.mode='reduce-overhead' is not allowed"),
         ({"compile": {"backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"}}, "is one of inductor's"),

@@ -73,6 +73,7 @@ from lightning_3d.torch_internals import (
     fake_tensors,
     fsdp,
     fsdp_units,
+    joint_graph,
     lightning_helpers,
     modules,
     optimizers,
@@ -1297,6 +1298,40 @@ def test_a_function_is_captured() -> None:
     with pytest.raises(capture.NotCompilable, match="neither its arguments"):
         capture.capture(lambda tensor: [tensor + other], [tensor], "aot_eager")
     assert capture.recompile_limit() > 1
+
+
+@canary(joint_graph, "JointGraphPass")
+def test_marks_in_a_joint_graph() -> None:
+    """A buffer that is changed is read as it was; of a product and its sine, the backward has what is marked."""
+
+    def computation(tensor: Tensor, factor: Tensor, buffer: Tensor) -> list[Tensor]:
+        product = (tensor @ factor) * buffer.clone()
+        buffer.add_(1)
+        return [product.sin().cos()]
+
+    def kept(is_kept: Callable[[dispatch.OpOverload], bool] | None) -> int:
+        tensor, factor = torch.ones(2, 2, requires_grad=True), torch.full((2, 64), 0.1, requires_grad=True)
+        buffer, sizes = torch.ones(()), list[int]()
+        compiled = capture.capture(computation, [tensor, factor, buffer], "aot_eager", is_kept=is_kept)
+
+        def pack(saved: Tensor) -> Tensor:
+            sizes.append(saved.numel())
+            return saved
+
+        for num in (1, 2):
+            tensor.grad = None
+            sizes.clear()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+                (output,) = compiled(tensor, factor, buffer)
+            output.sum().backward()
+            slope = -math.sin(math.sin(0.2 * num)) * math.cos(0.2 * num) * num
+            torch.testing.assert_close(tensor.grad, torch.full((2, 2), 64 * 0.1 * slope))
+        return sum(sizes)
+
+    inputs = 2 * 2 + 2 * 64 + 1
+    assert kept(lambda operator: False) == inputs
+    assert kept(lambda operator: operator is torch.ops.aten.mm.default) == inputs + 2 * 64
+    assert inputs < kept(None) <= inputs + 2 * 2 * 64
 
 
 @canary(capture, "is_captured", "recomputed_when_compiled")

@@ -24,7 +24,8 @@ class ActivationsConfig:
     ``"selective"``: it also keeps the results of matrix products, convolutions and attention (Korthikanti
     et al. 2022). The same numbers come out: random numbers are those of the forward; buffers, counters and hooks inside
     change or are called once. Blocks that checkpoint inside of themselves, or are called under a checkpoint, go on as
-    they are. With schedules that split the backward, it stays in one piece on stages that recompute.
+    they are. With schedules that split the backward, it stays in one piece on stages that recompute. Compiled blocks
+    keep the same.
     ``"auto"``: as many blocks as ``budget`` asks for, in the way that costs the least time.
     ``"none"``: nothing."""
 

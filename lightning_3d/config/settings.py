@@ -252,10 +252,11 @@ def _check_compile(config: ThreeDConfig) -> None:
     """Refuse what compiled blocks can't do."""
     if not config.compile.enabled:
         return
-    if config.activations.recompute == "selective":
+    if config.activations.recompute == "selective" and config.activations.partition:
         raise ConfigError(
-            "activations.recompute='selective' with compile.enabled=True: the compiler decides what a compiled block"
-            " keeps, and computes cheap operators again by itself. Use activations.recompute='full' or 'none'"
+            "activations.partition=True with activations.recompute='selective' and compile.enabled=True: compiled"
+            " blocks keep what their backward needs by themselves, and inputs in full. Use"
+            " activations.recompute='full', or activations.partition=False"
         )
 
 

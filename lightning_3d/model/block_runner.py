@@ -14,6 +14,9 @@
                          compile    the code of a block that is here in full
                          forward    the author's own
 
+Where the compiler chooses what its code keeps, as selective recomputation asks for, recomputation is for the calls that
+are not compiled, below the compilers.
+
 The patch is two attributes of the instance, so the class stays the author's, FSDP2 may swap it before or after, and
 taking the patch off leaves nothing behind. A block of a model that is here in full loses it with its route. Where
 weights are sharded or on another stage, which no end of a run changes, blocks keep what they need.
@@ -44,6 +47,8 @@ SUMMON = "inside of `with trainer.strategy.summon_full_params(module):`"
 Call = Callable[..., Any]
 Around = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """Runs the author's forward with its arguments."""
+Dense = Callable[[Call, Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs the first callable, the author's forward, compiled, or the second where that can't be."""
 Compiled = Callable[[tuple[Any, ...], dict[str, Any]], Call | None]
 """Arguments of a call -> what computes it, called without arguments; None if the block has to run eagerly."""
 
@@ -97,9 +102,11 @@ class BlockRunner:
         self.compiled: Compiled | None = None
         self.recomputed: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Makes calls of it so that the backward computes again what they computed."""
+        self.recomputed_eagerly: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        """The same for calls that are not compiled; those that are keep no more than these by themselves."""
         self.offloaded: Callable[[], AbstractContextManager[None]] | None = None
         """Makes the context of a call that moves what its backward needs to the host."""
-        self.dense: Around | None = None
+        self.dense: Dense | None = None
         """Runs the author's forward compiled."""
         self.joined: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
@@ -256,6 +263,13 @@ class BlockRunner:
             return self._compute(*args, **kwargs)
         return self.recomputed(self._compute, args, kwargs)
 
+    def _eagerly(self, call: Call) -> Call:
+        """A call that is not compiled."""
+        recomputed = self.recomputed_eagerly
+        if recomputed is None or self.route is None:
+            return call
+        return lambda *args, **kwargs: recomputed(call, args, kwargs)
+
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
         if self.sharded is None:
             return self.innermost(*args, **kwargs)
@@ -263,7 +277,7 @@ class BlockRunner:
         compute = self.compiled(args, kwargs) if self.compiled is not None else None
         if compute is None:
             self._around = around
-            output = self.sharded(*args, **kwargs)
+            output = self._eagerly(self.sharded)(*args, **kwargs)
         elif around is None:
             output = compute()
         else:
@@ -277,7 +291,9 @@ class BlockRunner:
 
     def _run_own(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.own_forward if self.lazy is None else self.lazy
-        return forward(*args, **kwargs) if self.dense is None else self.dense(forward, args, kwargs)
+        if self.dense is None:
+            return forward(*args, **kwargs) if self.sharded is not None else self._eagerly(forward)(*args, **kwargs)
+        return self.dense(forward, self._eagerly(forward), args, kwargs)
 
     def _take_around(self) -> Around | None:
         around, self._around = self._around, None
@@ -286,7 +302,8 @@ class BlockRunner:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
-        own = dict.fromkeys(("route", "recomputed", "offloaded", "compiled", "dense", "lazy", "deferred", "_around"))
+        steps = ("route", "recomputed", "recomputed_eagerly", "offloaded", "lazy", "deferred", "_around")
+        own = dict.fromkeys((*steps, "compiled", "dense"))
         return {**vars(self), **own, "_hidden": hidden}
 
 

@@ -6,7 +6,7 @@ is known before any of its code has run, so the block runs eagerly instead.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from lightning_3d.config.compile import CompileConfig
-from lightning_3d.model.block_runner import Around, Call, running
+from lightning_3d.model.block_runner import Call, Dense, running
 from lightning_3d.model.eager_blocks import EagerWarnings
 from lightning_3d.model.norm_forward import is_watched
 from lightning_3d.torch_internals.capture import recompile_limit
+from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.torch_internals.dynamo import compiled, compiler_errors, is_limit
 from lightning_3d.torch_internals.modules import RunningNorm, children_of
 from lightning_3d.waits import Wait, not_told
@@ -29,29 +30,40 @@ class DenseCompiler:
     """Compiles the blocks of one model.
 
     Args:
+        is_kept: Tells operators whose results are kept in blocks that are recomputed selectively.
         wait: Told of each kind of call that is compiled.
         is_telling: Whether this rank warns.
     """
 
-    def __init__(self, config: CompileConfig, wait: Wait = not_told, *, is_telling: bool = True) -> None:
-        self._config, self._wait = config, wait
+    def __init__(
+        self,
+        config: CompileConfig,
+        is_kept: Callable[[OpOverload], bool],
+        wait: Wait = not_told,
+        *,
+        is_telling: bool = True,
+    ) -> None:
+        self._config, self._is_kept, self._wait = config, is_kept, wait
         self._functions: dict[Hashable, Call] = {}
         self.warnings = EagerWarnings(is_telling=is_telling)
 
-    def of(self, block: nn.Module) -> Around | None:
+    def of(self, block: nn.Module) -> Dense | None:
         """Runs the forward of a block compiled; None if there is nothing to gain, or if its author compiles it."""
         is_layer = type(block).__module__.startswith("torch.nn.") and not any(children_of(block).values())
         if is_layer or running(block).is_compiled_by_author:
             return None
         return _CompiledForward(block, self)
 
-    def function(self, block: nn.Module, function: Call) -> Call:
+    def function(self, block: nn.Module, function: Call, *, is_selective: bool) -> Call:
         """Runs a forward of blocks like this one compiled."""
-        key = function, repr(block)
+        key = function, repr(block), is_selective
         if key not in self._functions:
             name, config = type(block).__name__, self._config
             told = partial(self._wait, f"Compiling {name}")
-            self._functions[key] = compiled(function, backend=config.backend, mode=config.mode, compiling=told)
+            is_kept = self._is_kept if is_selective else None
+            self._functions[key] = compiled(
+                function, backend=config.backend, mode=config.mode, compiling=told, is_kept=is_kept
+            )
         return self._functions[key]
 
 
@@ -62,18 +74,19 @@ class _CompiledForward:
         self._block, self._compiler = block, compiler
         self._parameters = tuple(block.parameters())
         self._norms = [norm for norm in block.modules() if isinstance(norm, RunningNorm)]
-        self._functions: dict[Call, Call] = {}  # of the author -> compiled
+        self._functions: dict[tuple[Call, bool], Call] = {}  # of the author, and whether it is selective -> compiled
         self._is_compilable = True
         self._stance = "default"
 
-    def __call__(self, forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, forward: Call, eagerly: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_compilable or _is_observed() or any(norm.training and is_watched(norm) for norm in self._norms):
-            return forward(*args, **kwargs)
+            return eagerly(*args, **kwargs)
         wait_for(self._parameters)  # compiled code reads them beneath torch's functions
         function, owner = (forward.__func__, (forward.__self__,)) if isinstance(forward, MethodType) else (forward, ())
-        if function not in self._functions:  # to describe a block takes long
-            self._functions[function] = self._compiler.function(self._block, function)
-        run = self._functions[function]
+        key = function, running(self._block).recomputed_eagerly is not None
+        if key not in self._functions:  # to describe a block takes long
+            self._functions[key] = self._compiler.function(self._block, function, is_selective=key[1])
+        run = self._functions[key]
         try:
             with torch.compiler.set_stance(self._stance):  # also where code outside of blocks is not compiled
                 return run(*owner, *args, **kwargs)
@@ -83,7 +96,7 @@ class _CompiledForward:
                 self._stance = "eager_on_recompile"
             else:
                 self._is_compilable = False
-        return forward(*args, **kwargs)
+        return eagerly(*args, **kwargs)
 
 
 def _is_observed() -> bool:

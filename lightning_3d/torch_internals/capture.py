@@ -29,7 +29,13 @@ class NotCompilable(Exception):
     """Why a block runs eagerly."""
 
 
-def capture(computation: Computation, tensors: Sequence[Tensor], backend: str, mode: str = "default") -> Computation:
+def capture(
+    computation: Computation,
+    tensors: Sequence[Tensor],
+    backend: str,
+    mode: str = "default",
+    is_kept: Callable[[OpOverload], bool] | None = None,
+) -> Computation:
     """Trace a function and compile its forward and backward, without running it.
 
     Args:
@@ -38,6 +44,7 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str, m
             devices, ``requires_grad`` and identities, under the same modes of autograd and autocast.
         backend: As for ``torch.compile``.
         mode: One of inductor's.
+        is_kept: As for `compile_graph`.
 
     Raises:
         NotCompilable: the function reads values or other tensors, or communicates in place.
@@ -51,7 +58,7 @@ def capture(computation: Computation, tensors: Sequence[Tensor], backend: str, m
     # A mode that refuses tensors which are no arguments: they would become constants, and get no gradients.
     stand_ins = TracingContext(FakeTensorMode())
     with _without_autocast_cache(), settings, tracing(stand_ins), _known_failures():
-        compiled: Computation = compile_graph(module, list(tensors), backend, mode)
+        compiled: Computation = compile_graph(module, list(tensors), backend, mode, is_kept)
     del module.computation  # what is compiled refers to the module
     return compiled
 

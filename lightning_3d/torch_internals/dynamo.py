@@ -13,13 +13,21 @@ import torch
 from torch import nn
 
 from lightning_3d.torch_internals.backends import compile_graph
+from lightning_3d.torch_internals.dispatch import OpOverload
 
 Function = Callable[..., Any]
 
 _Stage = Callable[[], AbstractContextManager[None]]
 
 
-def compiled(function: Function, *, backend: str, mode: str, compiling: _Stage) -> Function:
+def compiled(
+    function: Function,
+    *,
+    backend: str,
+    mode: str,
+    compiling: _Stage,
+    is_kept: Callable[[OpOverload], bool] | None = None,
+) -> Function:
     """Compile a function as one piece when calls of a new kind come; what it raises then is a `compiler_errors`.
 
     Random numbers of what is compiled are those of eager code. The backward is compiled with the forward, so that it
@@ -30,12 +38,13 @@ def compiled(function: Function, *, backend: str, mode: str, compiling: _Stage) 
         backend: "inductor" or another for which a mode is not set.
         mode: One of inductor's.
         compiling: Entered while the backend compiles.
+        is_kept: As for `compile_graph`.
     """
 
     def compiler(graph: nn.Module, inputs: list[Any]) -> Function:
         settings = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
         with compiling(), settings:
-            made: Function = compile_graph(graph, inputs, backend, mode)
+            made: Function = compile_graph(graph, inputs, backend, mode, is_kept)
         return made
 
     # Their overloads do not tell of ``isolate_recompiles``, though the function takes it.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.model.block_runner import Around, BlockRunner, Call, Watch, running
+from lightning_3d.model.block_runner import BlockRunner, Call, Dense, Watch, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, custom_functions_seen, is_reentrant
 from lightning_3d.torch_internals.dispatch import function_modes, pop_function_mode, push_function_mode
 from lightning_3d.torch_internals.distributions import arguments_unchecked
@@ -215,7 +215,7 @@ class Router:
         self,
         blocks: Mapping[str, nn.Module],
         absent: AbstractSet[str] = frozenset(),
-        compiled: Callable[[nn.Module], Around | None] = lambda block: None,
+        compiled: Callable[[nn.Module], Dense | None] = lambda block: None,
     ) -> None:
         self.step: StepMode | None = None
         self.watch: Watch | None = None

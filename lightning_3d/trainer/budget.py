@@ -104,7 +104,9 @@ class Budget:
     ) -> Plan:
         if config.activations.recompute == "auto":
             candidates = chosen_blocks(blocks, config.activations)
-            modes: tuple[Mode, ...] = ("full",) if config.compile.enabled else ("selective", "full")
+            # Compiled blocks on shards keep the random numbers that they are given, too, and inputs in full.
+            is_counted = not config.compile.enabled or config.tensor_parallel_size == 1
+            modes: tuple[Mode, ...] = ("selective", "full") if is_counted else ("full",)
             chosen = choose_recomputation(self.step, candidates, modes, held, budgets)
             plan = plan.with_recomputation(chosen)
         peaks = check_fits(self.step, {block.fqn: block.recompute for block in plan.blocks}, held, budgets)

@@ -24,6 +24,7 @@ from lightning_3d.activations.kept_tensor import KeptTensor
 from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.partitioned_inputs import PartitionedInputs
 from lightning_3d.activations.recomputation import Recomputation
+from lightning_3d.activations.selective import is_costly
 from lightning_3d.activations.transfers import SideStreams
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.settings import ThreeDConfig
@@ -31,7 +32,7 @@ from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
-from lightning_3d.model.block_runner import Around, running
+from lightning_3d.model.block_runner import Dense, running
 from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.model.initial_weights import check_same_model, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
@@ -269,10 +270,10 @@ def make_parallel(
     )
 
 
-def _compiled_by(config: CompileConfig, mesh: Mesh, wait: Wait) -> Callable[[nn.Module], Around | None]:
+def _compiled_by(config: CompileConfig, mesh: Mesh, wait: Wait) -> Callable[[nn.Module], Dense | None]:
     if not config.enabled:
         return lambda block: None
-    return DenseCompiler(config, wait, is_telling=mesh.dp_rank == 0 and mesh.coordinate.tp == 0).of
+    return DenseCompiler(config, is_costly, wait, is_telling=mesh.dp_rank == 0 and mesh.coordinate.tp == 0).of
 
 
 def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -> None:
@@ -306,7 +307,9 @@ def _keep_little(
         if block.recompute != "none":
             recomputed = Recomputation(block.fqn, own[block.fqn], block.recompute, generators, whole, inputs, keep)
         runner = running(own[block.fqn])
-        runner.recomputed, runner.offloaded = recomputed, None
+        is_left = config.compile.enabled and block.recompute == "selective"  # to the compiler
+        runner.recomputed, runner.recomputed_eagerly = (None, recomputed) if is_left else (recomputed, None)
+        runner.offloaded = None
         if offload is not None and block.is_offloaded:
             runner.offloaded = partial(offload.call, block.fqn, own[block.fqn])
 

@@ -22,6 +22,7 @@ from lightning_3d.tensor.compiled.values import STATIC_TYPES
 from lightning_3d.tensor.placement import Partial, Sharded
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import Computation, NotCompilable, capture
+from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_unflatten
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -140,7 +141,12 @@ class CompiledCall:
 
 
 def compile_call(
-    block: nn.Module, run: Callable[..., Any], call: Call, observed: Observed, config: CompileConfig
+    block: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    observed: Observed,
+    config: CompileConfig,
+    is_kept: Callable[[OpOverload], bool] | None = None,
 ) -> CompiledCall:
     """Compile a call, without running it.
 
@@ -150,6 +156,7 @@ def compile_call(
         call: The call of it to compile.
         observed: The same, run eagerly.
         config: By what.
+        is_kept: As for `capture`.
 
     Raises:
         NotCompilable: it returns something else than tensors and static values, or draws other random numbers.
@@ -171,7 +178,7 @@ def compile_call(
         return [own_part(leaf) for leaf in output if isinstance(leaf, Tensor)]
 
     examples = [*map(_example, call.tensors), *observed.drawn]
-    made = capture(computation, examples, config.backend, config.mode)
+    made = capture(computation, examples, config.backend, config.mode, is_kept)
     return CompiledCall(computation=made, draws=observed.draws, leaves=answer["leaves"], spec=answer["spec"])
 
 

@@ -18,14 +18,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.activations.selective import is_costly
 from lightning_3d.config.compile import CompileConfig
-from lightning_3d.model.block_runner import Compiled
+from lightning_3d.model.block_runner import Compiled, running
 from lightning_3d.model.eager_blocks import EagerWarnings
 from lightning_3d.tensor.compiled.call import Call, CompiledCall, compile_call, read_call
 from lightning_3d.tensor.compiled.observation import observe
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.capture import NotCompilable, recompile_limit
+from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.waits import Wait, not_told
+
+_Key = tuple[Hashable, Hashable, bool]
+"""A block, a kind of call of it, and whether it is recomputed selectively."""
 
 
 class BlockCompiler:
@@ -54,7 +59,8 @@ class BlockCompiler:
         def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
             try:
                 call = read_call(block, args, kwargs)
-                return functools.partial(self._find(block, run, call, (block_key, call.key), call_keys), call.tensors)
+                key = block_key, call.key, running(block).recomputed_eagerly is not None
+                return functools.partial(self._find(block, run, call, key, call_keys), call.tensors)
             except NotCompilable as reason:
                 self._warnings.warn(block, str(reason))
                 return None
@@ -62,7 +68,7 @@ class BlockCompiler:
         return find
 
     def _find(
-        self, block: nn.Module, run: Callable[..., Any], call: Call, key: Hashable, call_keys: set[Hashable]
+        self, block: nn.Module, run: Callable[..., Any], call: Call, key: _Key, call_keys: set[Hashable]
     ) -> CompiledCall:
         if key not in call_keys:
             if len(call_keys) >= recompile_limit():
@@ -70,18 +76,25 @@ class BlockCompiler:
             call_keys.add(key)
         if key not in self._known:
             with self._wait(f"Compiling {type(block).__name__}"):
-                self._known[key] = self._compile(block, run, call)
+                self._known[key] = self._compile(block, run, call, is_kept=is_costly if key[-1] else None)
         known = self._known[key]
         if isinstance(known, str):
             raise NotCompilable(known)
         return known
 
-    def _compile(self, block: nn.Module, run: Callable[..., Any], call: Call) -> CompiledCall | str:
+    def _compile(
+        self,
+        block: nn.Module,
+        run: Callable[..., Any],
+        call: Call,
+        *,
+        is_kept: Callable[[OpOverload], bool] | None,
+    ) -> CompiledCall | str:
         """Compile this kind of call, or say why that can't be; the same on all ranks."""
         made, reason = None, "another rank can't compile it"
         try:
             observed = observe(block, run, call, _device(self._mesh))
-            made = compile_call(block, run, call, observed, self._config)
+            made = compile_call(block, run, call, observed, self._config, is_kept)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of tracing, of the compiler, or of the block itself, which eagerly says so

@@ -1,0 +1,105 @@
+"""Which values of a compiled forward its backward computes again: marks in the graph of both. torch 2.13.
+
+AOTAutograd traces a forward and its backward into one graph. torch's partitioner cuts it, and chooses what the forward
+keeps for the backward by what memory and time that takes, unless nodes are marked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_3d.torch_internals.dispatch import OpOverload, schema_of
+
+IsKept = Callable[[OpOverload], bool]
+"""Whether the results of an operator are kept."""
+
+_MARK = "recompute"
+_AUTHORS_CHECKPOINT = "ac_graph_id"
+_TANGENTS = "tangents"
+
+
+class JointGraphPass(CustomGraphPass):
+    """Marks nodes, the last thing before the graph is cut.
+
+    Args:
+        is_kept: Of operators whose results are kept, where those of all other operators of torch are computed again,
+            unless the code checkpoints parts of itself; None leaves the choice to the partitioner.
+    """
+
+    def __init__(self, is_kept: IsKept | None) -> None:
+        self._is_kept = is_kept
+
+    def __call__(self, graph: Graph) -> None:
+        """Mark the nodes of a graph; one without a backward is left as it is."""
+        if not any(map(_is_tangent, graph.nodes)):
+            return
+        _copy_changed_inputs(graph)
+        if self._is_kept is not None:
+            _mark(graph, self._is_kept)
+
+    def uuid(self) -> Any:
+        """Part of the key by which compiled code is found again."""
+        rule = "" if self._is_kept is None else f"{self._is_kept.__module__}.{self._is_kept.__qualname__}"
+        return get_hash_for_files((__file__,), extra=rule)
+
+    def partition(self, module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        """Mark a graph and cut it, as a ``partition_fn`` of AOTAutograd."""
+        self(module.graph)
+        cut: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(module, inputs, **kwargs)
+        return cut
+
+
+def _is_tangent(node: Node) -> bool:
+    return node.op == "placeholder" and str(node.target).startswith(_TANGENTS)
+
+
+def _copy_changed_inputs(graph: Graph) -> None:
+    """Let a backward read buffers as the forward found them.
+
+    The partitioner may let it compute a value again from a buffer that the forward has changed in place since: other
+    gradients, silently (pytorch pull request 197039).
+    """
+    changes = [node for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    for change in changes:
+        source = change.args[0]
+        if not isinstance(source, Node) or source.op != "placeholder":
+            continue
+        with graph.inserting_after(last):
+            copy = graph.call_function(torch.ops.aten.clone.default, (source,))
+        copy.meta.update(val=source.meta["val"].clone(), **{_MARK: CheckpointPolicy.MUST_SAVE})
+        source.replace_all_uses_with(copy, delete_user_cb=partial(_is_other, (copy, change)))
+
+
+def _is_other(own: tuple[Node, ...], user: Node) -> bool:
+    return user not in own
+
+
+def _mark(graph: Graph, is_kept: IsKept) -> None:
+    if any(_AUTHORS_CHECKPOINT in node.meta for node in graph.nodes):
+        return
+    of_backward: set[Node] = set()
+    for node in graph.nodes:
+        if _is_tangent(node) or not of_backward.isdisjoint(node.all_input_nodes):
+            of_backward.add(node)
+        elif _is_computation(node) and node.meta.get(_MARK) is None:
+            kept = is_kept(node.target)
+            node.meta[_MARK] = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_computation(node: Node) -> bool:
+    """Whether it makes tensors by an operator of torch."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    if node.target.namespace not in ("aten", "prims", "_c10d_functional") or schema_of(node.target).is_mutable:
+        return False
+    return isinstance(node.meta.get("val"), Tensor | tuple | list)
