@@ -29,7 +29,7 @@ from lightning_3d.precision.plugin import ThreeDPrecision
 from tests.architectures import text as text_data
 from tests.hugging_face import CLM, MLM, hf_job, small_job, text_settings
 from tests.hugging_face import recomputed as hugging_face_recomputed
-from tests.models import Regression, TinyGPT, features
+from tests.models import Block, Regression, TinyGPT, features
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference, whole_state
 from tests.tables import some_in_matrix
 from tests.workers import WorkerPools
@@ -411,6 +411,70 @@ def test_changed_inputs_and_checkpoints_inside(workers: WorkerPools, layout: Lay
 
 
 # ---- settings
+
+
+class Forces(Block):
+    """Takes gradients in its forward, with a graph and without."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.energy = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x if x.requires_grad else x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(at).sin().sum(), at)
+        return super().forward(x) - force.detach()
+
+
+class ForcesGPT(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.blocks = nn.ModuleList(Forces() for _ in range(2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=["one", "tp2"])
+def test_blocks_that_take_gradients_in_their_forward(workers: WorkerPools, layout: Layout, mode: str) -> None:
+    job = Job(model=ForcesGPT)
+    assert_parity(run_reference(job), run_layout(workers, job, replace(layout, activations={"recompute": mode})))
+
+
+class CheckpointingParts(Block):
+    """Checkpoints its attention and its MLP, with what tensor parallel may have sharded as arguments."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(32, 4)
+        self.checkpoint = partial(checkpoint, use_reentrant=use_reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.checkpoint(lambda x: self.attention(self.norm1(x)), x)
+        output: Tensor = x + self.checkpoint(lambda x: self.mlp(self.norm2(x)), x)
+        return output
+
+
+class CheckpointingGPT(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.blocks = nn.ModuleList(CheckpointingParts(is_reentrant) for is_reentrant in (False, True))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in the validation
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=2, activations={"recompute": "full"}),
+        Layout(tp=2, sequence_parallel=True, activations={"recompute": "full"}),
+        Layout(tp=2, sequence_parallel=True, activations={"recompute": "selective"}),
+        pytest.param(
+            Layout(pp=2, tp=2, sequence_parallel=True, activations={"recompute": "full"}), marks=pytest.mark.matrix
+        ),
+    ],
+    ids=lambda layout: f"{layout}{'-slices' * layout.sequence_parallel}-{layout.activations['recompute']}",
+)
+def test_blocks_that_checkpoint_their_parts_on_shards(workers: WorkerPools, layout: Layout) -> None:
+    job = Job(model=CheckpointingGPT)
+    assert_parity(run_reference(job), run_layout(workers, job, layout))
 
 
 def test_settings_that_say_nothing_are_refused() -> None:

@@ -86,19 +86,20 @@ class ShardedForward:
                 args = (again(args[0]), *args[1:])
             return interpreter.on_custom_function(cls, function, args, kwargs)
 
+        # It is running already where its forward takes gradients, which compute it again.
         with (
             interpreter.statistics,
-            _own_parameters(self._slots, self._axis),
+            nullcontext() if self._is_running else _own_parameters(self._slots, self._axis),
             interpreter,
             vocabulary,
             custom_functions_seen(on_custom_function),
             recomputed_by(again),
         ):
-            self._is_running = True
+            is_inside, self._is_running = self._is_running, True
             try:
                 yield interpreter
             finally:
-                self._is_running = False
+                self._is_running = is_inside
 
     def _recompute(self, sequence: torch.Size | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the function of a checkpoint inside of the block: in the forward, if reentrant, and in the backward."""
@@ -114,7 +115,7 @@ def _own_parameters(slots: Sequence[Slot], axis: MeshAxis) -> Iterator[None]:
     try:
         for owner, name, placement in slots:
             parameters: dict[str, Any] = parameters_of(owner)
-            if name not in parameters:
+            if not isinstance(parameters.get(name), DTensor):
                 raise StepError(
                     f"The parameter {name} of a {type(owner).__name__}, which tensor parallel shards, is gone: pruning,"
                     " weight_norm and the like put another in its place. Apply them before fit, or use"

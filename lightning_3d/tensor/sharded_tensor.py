@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_3d.errors import PlanError
@@ -84,6 +85,10 @@ class ShardedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch declares an instance method
         cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.detach.default:  # of saved tensors, as a checkpoint inside of a block makes them
+            (sharded,) = args
+            local = sharded.local.detach().requires_grad_(sharded.local.requires_grad)
+            return ShardedTensor(local, sharded.axis, sharded.placement, is_weight=sharded.is_weight)
         raise PlanError(f"{_UNSEEN} ({func})")
 
     def own(self) -> Tensor:
