@@ -413,6 +413,46 @@ def test_changed_inputs_and_checkpoints_inside(workers: WorkerPools, layout: Lay
 # ---- settings
 
 
+class Quantizing(nn.Module):
+    """Moves its codes to what they were nearest to, as `vector_quantize_pytorch` does, past autograd's counting."""
+
+    codes: Tensor
+
+    def __init__(self, num_codes: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.randn(num_codes, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.training:
+            nearest = torch.cdist(x, self.codes).argmin(1)
+            with torch.no_grad():
+                self.codes.data.mul_(0.5).index_add_(0, nearest, x.detach(), alpha=0.5)
+        x = x + torch.softmax(-torch.cdist(x, self.codes), 1) @ self.codes
+        output: Tensor = self.second(x)
+        return output
+
+
+class QuantizingRegression(Unusual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Quantizing(64), Quantizing(2048)])  # of 4 KiB and of 128 KiB
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_that_change_uncounted_are_those_of_the_forward(workers: WorkerPools, mode: str) -> None:
+    run = workers(1).run
+    (plain,), (found,) = (run(_state_of_quantizing, Layout(activations={"recompute": m})) for m in ("none", mode))
+    for fqn, value in plain.items():
+        torch.testing.assert_close(found[fqn], value, rtol=0, atol=1e-6, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+
+
+def _state_of_quantizing(layout: Layout) -> dict[str, Tensor]:
+    trainer, _ = fitted(layout, QuantizingRegression, data=features)
+    return whole_state(trainer)
+
+
 class Forces(Block):
     """Takes gradients in its forward, with a graph and without."""
 

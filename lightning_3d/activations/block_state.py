@@ -1,14 +1,16 @@
 """State of a block before a forward, for the recomputation of that forward: attributes, buffers, generators.
 
 Most forwards change no attribute, and then nothing of it is kept. The data of small tensors always are, as torch does
-not count every change of them (of running statistics, through ``tensor.data``); of a large one that they change.
+not count every change of them (of running statistics, through ``tensor.data``); of a large one that they change; and
+always of one that the first forward changed without torch counting it (codebooks of vector quantisation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -26,13 +28,24 @@ _IGNORED = TORCH_ATTRIBUTES - {BUFFERS, "training"}
 
 
 class StateBefore:
-    """The state of a block before one forward."""
+    """The state of a block before one forward.
 
-    def __init__(self, modules: Sequence[nn.Module], generators: Generators) -> None:
-        self._modules, self._generators = modules, generators
-        self._small = _data_of_small(modules)
+    Args:
+        is_kept: Whether the data of a tensor are kept always.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], generators: Generators, is_kept: Callable[[Tensor], bool]) -> None:
+        self._modules, self._generators, self._is_kept = modules, generators, is_kept
+        self._data = self._data_now()
         self._snapshot: Snapshot | None = None
         self._drawn_from: RandomStates | None = None
+
+    def _data_now(self) -> list[tuple[Tensor, Tensor]]:
+        return [(tensor, tensor.detach().clone()) for tensor in _tensors(self._modules) if self._is_kept(tensor)]
+
+    def keep_data(self, tensor: Tensor, data: Tensor) -> None:
+        """Keep data that a tensor had."""
+        self._data.append((tensor, data))
 
     def keep(self, snapshot: Snapshot, states: RandomStates) -> None:
         """Keep what the forward that ends now changed."""
@@ -45,9 +58,9 @@ class StateBefore:
     @contextmanager
     def back(self) -> Iterator[None]:
         """Have this state inside, and that of now afterwards."""
-        now = _data_of_small(self._modules)
+        now = self._data_now()
         with self._attributes_back(), self._numbers_back():
-            _put_data(self._small)
+            _put_data(self._data)
             try:
                 yield
             finally:
@@ -83,14 +96,16 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
                 yield tensor
 
 
-def _data_of_small(modules: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
-    return [(t, t.detach().clone()) for t in _tensors(modules) if t.nbytes <= _SMALL]
-
-
 def _put_data(data: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Put data back, by ``tensor.data``: for autograd, which may have saved the tensor, nothing changes in the end."""
     for tensor, values in data:
         tensor.data.copy_(values)
+
+
+def _differs(tensor: Tensor, snapshot: Snapshot) -> bool:
+    if not snapshot.has_data_of(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return not torch.equal(snapshot.data_of(tensor), tensor)
 
 
 class BlockState:
@@ -104,6 +119,7 @@ class BlockState:
     def __init__(self, fqn: str, modules: Sequence[nn.Module], generators: Generators) -> None:
         self._fqn, self._modules, self._generators = fqn, modules, generators
         self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # large tensor -> by the first forward
+        self._uncounted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # as well, where torch did not count it
 
     @contextmanager
     def before(self) -> Iterator[StateBefore]:
@@ -115,7 +131,7 @@ class BlockState:
         Raises:
             StepError: the forward changed a large tensor that its first call left alone.
         """
-        state = StateBefore(self._modules, self._generators)
+        state = StateBefore(self._modules, self._generators, self._is_kept)
         snapshot = Snapshot(self._modules, ignored=_IGNORED, with_data=self._is_copied)
         states = self._generators.states()
         large = [(tensor, version_of(tensor)) for tensor in _tensors(self._modules) if tensor.nbytes > _SMALL]
@@ -128,8 +144,14 @@ class BlockState:
                     " step left alone, so that its forward can't be computed again. Leave the block out of"
                     " activations.blocks."
                 )
+            if not is_changed and tensor not in self._changed and _differs(tensor, snapshot):
+                self._uncounted[tensor] = True
+                state.keep_data(tensor, snapshot.data_of(tensor))
             self._changed[tensor] = is_changed or self._changed.get(tensor, False)
         state.keep(snapshot, states)
+
+    def _is_kept(self, tensor: Tensor) -> bool:
+        return tensor.nbytes <= _SMALL or tensor in self._uncounted
 
     def _is_copied(self, tensor: Tensor) -> bool:
         return tensor.nbytes > _SMALL and bool(self._changed.get(tensor, True))

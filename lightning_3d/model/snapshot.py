@@ -97,9 +97,16 @@ class Snapshot:
 
     def is_changed(self, tensor: Tensor) -> bool:
         """Whether a tensor, whose data was kept, was changed in place."""
+        return self._data_of(tensor).is_changed()
+
+    def data_of(self, tensor: Tensor) -> Tensor:
+        """The data that were kept of a tensor."""
+        return self._data_of(tensor).data
+
+    def _data_of(self, tensor: Tensor) -> _Data:
         saved = self._saved[id(tensor)]
         assert isinstance(saved, _Data)
-        return saved.is_changed()
+        return saved
 
     def is_refilled(self, container: Any) -> bool:
         """Whether there is something else in a container now, apart from what is deeper inside."""
@@ -178,14 +185,14 @@ class _Data:
     """A tensor and its data."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._data, self._version = tensor, tensor.detach().clone(), version_of(tensor)
+        self._tensor, self.data, self._version = tensor, tensor.detach().clone(), version_of(tensor)
 
     def is_changed(self) -> bool:
         return version_of(self._tensor) != self._version
 
     def restore(self, *, unseen: bool) -> None:
         if unseen or self.is_changed():
-            self._tensor.detach().copy_(self._data)
+            self._tensor.detach().copy_(self.data)
             self._version = version_of(self._tensor)
 
 
