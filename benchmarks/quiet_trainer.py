@@ -1,4 +1,4 @@
-"""A Trainer on CPU processes that only trains."""
+"""A Trainer that only trains, on CPU processes unless told otherwise."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 import lightning as L
 
 
-def quiet_trainer(strategy: Any, num_ranks: int, num_steps: int, *callbacks: L.Callback, **settings: Any) -> L.Trainer:
+def quiet_trainer(
+    strategy: Any, num_ranks: int, num_steps: int, *callbacks: L.Callback, accelerator: str = "cpu", **settings: Any
+) -> L.Trainer:
     """Train for some steps, without logs, checkpoints, progress bar and summary."""
     return L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=num_ranks,
         strategy=strategy,
         max_steps=num_steps,

@@ -36,7 +36,7 @@ class StepMemory:
         gradients: Block FQN -> bytes of its weights' gradients on a rank.
         accumulates: Whether gradients wait for further steps.
         fuses_loss: Whether heads run with their losses.
-        is_compiled: Whether the backward of all stages stays in one piece.
+        is_unsplit: Whether the backward of all stages stays in one piece.
     """
 
     plan: Plan
