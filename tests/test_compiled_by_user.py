@@ -132,7 +132,7 @@ MODELS = [
 ]
 LAYOUTS = [
     pytest.param(Layout(dp=2), marks=pytest.mark.matrix),
-    pytest.param(Layout(dp=2, zero=3), marks=pytest.mark.matrix),
+    Layout(dp=2, zero=3),
     Layout(pp=2),
     Layout(tp=2),
 ]
