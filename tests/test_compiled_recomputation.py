@@ -171,3 +171,27 @@ def test_a_backward_reads_buffers_as_its_forward_found_them(
     found = run(replace(layout, compile_backend=backend, activations=activations), Counting)
     assert_same_state([state for state, _, _ in found], plain[0][0])
     assert not any(told for _, _, told in found)
+
+
+class Shifting(Block):
+    """Changes its argument in place, before and after it computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.sin(x.clone())
+        x.add_(1).mul_(0.5)
+        return super().forward(y + torch.tanh(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("activations", [{}, SELECTIVE], ids=["none", "selective"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+def test_a_backward_reads_arguments_as_its_forward_found_them(
+    workers: WorkerPools, layout: Layout, activations: dict[str, Any], backend: str
+) -> None:
+    run = partial(workers(layout.world_size).run, _trained)
+    plain = run(layout, Shifting)
+    found = run(replace(layout, compile_backend=backend, activations=activations), Shifting)
+    assert_same_state([state for state, _, _ in found], plain[0][0])

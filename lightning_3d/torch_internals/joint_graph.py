@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
@@ -25,6 +26,10 @@ IsKept = Callable[[OpOverload], bool]
 _MARK = "recompute"
 _AUTHORS_CHECKPOINT = "ac_graph_id"
 _TANGENTS = "tangents"
+_CHANGE = torch.ops.aten.copy_.default
+"""Writes what became of an input into it; an input that has a gradient is written behind the graph, from a result."""
+_ORIGINS = "desc"
+"""Which input or result of the function a placeholder is, or each result of the graph."""
 
 
 class JointGraphPass(CustomGraphPass):
@@ -63,21 +68,22 @@ def _is_tangent(node: Node) -> bool:
 
 
 def _copy_changed_inputs(graph: Graph) -> None:
-    """Let a backward read buffers as the forward found them.
+    """Let a backward read what a forward changes in place as the forward found it.
 
     The partitioner may let it compute a value again from a buffer that the forward has changed in place since: other
-    gradients, silently (pytorch pull request 197039).
+    gradients, silently (pytorch pull request 197039); or from an argument that has a gradient, which raises.
     """
-    changes = [node for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    for change in changes:
-        source = change.args[0]
-        if not isinstance(source, Node) or source.op != "placeholder":
+    inputs = graph.find_nodes(op="placeholder")
+    results = graph.output_node().meta.get(_ORIGINS, ())
+    changed_behind = {result.mutated_input for result in results if isinstance(result, InputMutationAOTOutput)}
+    for source in inputs:
+        changes = [user for user in source.users if user.target is _CHANGE and user.args[0] is source]
+        if not changes and source.meta.get(_ORIGINS) not in changed_behind:
             continue
-        with graph.inserting_after(last):
+        with graph.inserting_after(inputs[-1]):
             copy = graph.call_function(torch.ops.aten.clone.default, (source,))
         copy.meta.update(val=source.meta["val"].clone(), **{_MARK: CheckpointPolicy.MUST_SAVE})
-        source.replace_all_uses_with(copy, delete_user_cb=partial(_is_other, (copy, change)))
+        source.replace_all_uses_with(copy, delete_user_cb=partial(_is_other, (copy, *changes)))
 
 
 def _is_other(own: tuple[Node, ...], user: Node) -> bool:
