@@ -119,12 +119,14 @@ class GPT(TinyGPT):
         self.blocks = nn.ModuleList(block() for _ in range(2))
 
 
-def _trained(layout: Layout, block: Callable[[], nn.Module]) -> tuple[dict[str, Tensor], int, list[str]]:
+def _trained(
+    layout: Layout, block: Callable[[], nn.Module], **trainer_settings: Any
+) -> tuple[dict[str, Tensor], int, list[str]]:
     """The state, how often the forwards of blocks ran eagerly, and warnings of the compiler."""
     FORWARDS.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer, _ = fitted(layout, partial(GPT, block))
+        trainer, _ = fitted(layout, partial(GPT, block), **trainer_settings)
     told = [str(w.message) for w in caught if "compile.enabled" in str(w.message)]
     return whole_state(trainer), len(FORWARDS), told
 
@@ -195,3 +197,22 @@ def test_a_backward_reads_arguments_as_its_forward_found_them(
     plain = run(layout, Shifting)
     found = run(replace(layout, compile_backend=backend, activations=activations), Shifting)
     assert_same_state([state for state, _, _ in found], plain[0][0])
+
+
+class Noisy(Block):
+    """Draws random numbers in the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + 0.1 * torch.randn(WIDTH)))
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_a_recomputation_has_the_default_dtype_of_its_forward(backend: Any, recompute: str) -> None:
+    plain, _, _ = _trained(Layout(), Noisy, precision="64-true")
+    layout = Layout(compile_backend=backend, activations={"recompute": recompute})
+    found, _, _ = _trained(layout, Noisy, precision="64-true")
+    assert_same_state([found], plain)

@@ -104,6 +104,7 @@ class _Run:
         self._leaves = [owner.whole(leaf) for leaf in leaves]
         self.changed_inputs: Set[int] = frozenset()
         self._state: StateBefore
+        self._dtype = torch.get_default_dtype()  # a precision may set it for forwards alone
         self._observers: Observers = []
         self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
 
@@ -151,11 +152,13 @@ class _Run:
     def _again(self, kept: Sequence[Any]) -> Any:
         leaves = [leaf.clone() if i in self.changed_inputs else leaf for i, leaf in enumerate(kept)]
         args, kwargs = self._with_leaves(as_called(leaves))
-        token = _RECOMPUTING.set(True)
+        token, dtype = _RECOMPUTING.set(True), torch.get_default_dtype()
+        torch.set_default_dtype(self._dtype)
         try:
             with self._state.back(), without_observers(self._observers):
                 return self._call(*args, **kwargs)
         finally:
+            torch.set_default_dtype(dtype)
             _RECOMPUTING.reset(token)
 
 

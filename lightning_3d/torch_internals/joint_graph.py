@@ -48,6 +48,7 @@ class JointGraphPass(CustomGraphPass):
         if not any(map(_is_tangent, graph.nodes)):
             return
         _copy_changed_inputs(graph)
+        _tell_dtypes(graph)
         if self._is_kept is not None:
             _mark(graph, self._is_kept)
 
@@ -88,6 +89,14 @@ def _copy_changed_inputs(graph: Graph) -> None:
 
 def _is_other(own: tuple[Node, ...], user: Node) -> bool:
     return user not in own
+
+
+def _tell_dtypes(graph: Graph) -> None:
+    """Let what is made in the default dtype be made in the same in a backward, which may have another default."""
+    for node in filter(_is_computation, graph.nodes):
+        value, takes = node.meta["val"], {argument.name for argument in schema_of(node.target).arguments}
+        if "dtype" in takes and not node.all_input_nodes and isinstance(value, Tensor):
+            node.kwargs = {"dtype": value.dtype, **{name: to for name, to in node.kwargs.items() if to is not None}}
 
 
 def _mark(graph: Graph, is_kept: IsKept) -> None:
