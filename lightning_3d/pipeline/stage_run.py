@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +26,7 @@ from lightning_3d.tensor.vocabulary.lazy_logits import made
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.autograd import reachable_nodes
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
-from lightning_3d.torch_internals.tensors import base_of
+from lightning_3d.torch_internals.tensors import base_of, storage_id
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.gradients import DIFFERENTIATING
 from lightning_3d.trace.interception import Router, StepMode
@@ -98,6 +99,7 @@ class StageRun(StepMode):
         self._at_hand = set(flow.received(stage))  # ids of values received or made here
         self._to_send = dict.fromkeys(flow.sent(stage))
         self._made: dict[int, Tensor] = {i: self._values[i] for i in self._to_send if i in self._values}
+        self._changing: dict[int, Tensor] = {}  # by storage: buffers and others that further microbatches change
 
     def run(self, step: Callable[[], Any]) -> Any:
         """Run the step.
@@ -117,8 +119,14 @@ class StageRun(StepMode):
                 self._leave_if_done()
                 step()
         except StageExit:
-            return tuple(whole(self._made[i]).contiguous() for i in self._to_send)
+            return tuple(self._sendable(self._made[i]) for i in self._to_send)
         raise self._changed("the step ended")
+
+    def _sendable(self, tensor: Tensor) -> Tensor:
+        """A tensor that stays as it is while it is sent."""
+        tensor = whole(tensor)
+        is_changing = storage_id(tensor.untyped_storage()) in self._changing
+        return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, with_leaves = flatten_call(args, kwargs)
@@ -213,6 +221,9 @@ class StageRun(StepMode):
     def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
         values = [self._value(leaf) for leaf in leaves]
         self._check_at_hand(values, call)
+        changing = [leaves[position] for position in call.mutated if leaves[position] not in self._ids]
+        changing += self._router.blocks[call.name].buffers() if call.is_block else ()
+        self._changing.update((storage_id(tensor.untyped_storage()), tensor) for tensor in changing)
         replaced = [self._ids[leaves[position]] for position in call.mutated if leaves[position] in self._ids]
         for old in (*replaced, *call.aliased):  # a later stage may read the value from before this in-place call
             if old in self._made:
