@@ -175,6 +175,49 @@ def test_a_backward_reads_buffers_as_its_forward_found_them(
     assert not any(told for _, _, told in found)
 
 
+class Scaling(Block):
+    """Is called with a buffer that its model changes after each call."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HEADS)
+        self.register_buffer("scale", torch.full((WIDTH,), 1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tanh(x * (1 + self.scale)))
+
+
+class ScalingGPT(GPT):
+    def __init__(self) -> None:
+        super().__init__(Scaling)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            for _ in range(2):
+                x = block(x)
+                block.scale.mul_(0.5)  # type: ignore[union-attr,operator]
+            block.scale.fill_(1.0)  # type: ignore[union-attr,operator]
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _state_of_scaling(layout: Layout) -> dict[str, Tensor]:
+    trainer, _ = fitted(layout, ScalingGPT)
+    return whole_state(trainer)
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_buffers_that_other_code_changes_before_the_backward(
+    workers: WorkerPools, recompute: str, backend: str | None
+) -> None:
+    (plain,) = workers(1).run(_state_of_scaling, Layout())
+    layout = Layout(compile_backend=backend, activations={"recompute": recompute})
+    assert_same_state(workers(1).run(_state_of_scaling, layout), plain)
+
+
 class Shifting(Block):
     """Changes its argument in place, before and after it computes with it."""
 

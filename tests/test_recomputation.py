@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import ActivationsConfig
-from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.errors import ConfigError, PlanError, StepError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -451,6 +451,69 @@ def test_buffers_that_change_uncounted_are_those_of_the_forward(workers: WorkerP
 def _state_of_quantizing(layout: Layout) -> dict[str, Tensor]:
     trainer, _ = fitted(layout, QuantizingRegression, data=features)
     return whole_state(trainer)
+
+
+class Decaying(nn.Linear):
+    """Changes its weight in each forward: shrinks or clamps it."""
+
+    def __init__(self, is_clamping: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.is_clamping = is_clamping
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1) if self.is_clamping else self.weight.mul_(0.9)
+        return super().forward(x)
+
+
+class Smoothing(nn.Module):
+    """Its model changes the large table that it reads."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.randn(2048, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.first(x) * self.table.mean(0)
+        return output
+
+
+class SmoothingRegression(Unusual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Smoothing()])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.blocks[0].table.mul_(0.9)  # type: ignore[union-attr,operator]
+        return loss
+
+
+class DecayingRegression(Unusual):
+    def __init__(self, is_clamping: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Tanh(), Decaying(is_clamping))])
+
+
+def _trains(model: Any, mode: str, **config: Any) -> dict[str, Tensor]:
+    trainer, _ = fitted(Layout(activations={"recompute": mode, **config}), model, data=features)
+    return whole_state(trainer)
+
+
+@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
+@pytest.mark.parametrize("mode", MODES)
+def test_what_can_not_be_put_back_is_refused(mode: str) -> None:
+    clamping = partial(DecayingRegression, True)
+    plain, found = _trains(clamping, "none"), _trains(clamping, mode, blocks=["blocks.*"])
+    for fqn, value in plain.items():
+        torch.testing.assert_close(found[fqn], value, rtol=0, atol=1e-6)
+    with pytest.raises(StepError, match=r"blocks\.0 changed a weight of its own of shape \(16, 16\) in place"):
+        _trains(partial(DecayingRegression, False), mode, blocks=["blocks.*"])
+    with pytest.raises(StepError, match=r"buffer of shape \(2048, 16\), which its forward left alone, was changed"):
+        _trains(SmoothingRegression, mode, blocks=["blocks.*"])
 
 
 class Forces(Block):

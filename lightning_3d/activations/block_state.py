@@ -2,7 +2,9 @@
 
 Most forwards change no attribute, and then nothing of it is kept. The data of small tensors always are, as torch does
 not count every change of them (of running statistics, through ``tensor.data``); of a large one that they change; and
-always of one that the first forward changed without torch counting it (codebooks of vector quantisation).
+always of one that the first forward changed without torch counting it (codebooks of vector quantisation). What can't be
+put back is refused: weights that a forward changes, unless it does so once and for all, as clamping does, and large
+buffers that other code changes before the backward.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
-from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, buffers_of
+from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, buffers_of, parameters_of
 from lightning_3d.torch_internals.tensors import version_of
 
 _SMALL = 2**16
@@ -31,14 +33,21 @@ class StateBefore:
     """The state of a block before one forward.
 
     Args:
+        fqn: Name of the block.
         is_kept: Whether the data of a tensor are kept always.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], generators: Generators, is_kept: Callable[[Tensor], bool]) -> None:
-        self._modules, self._generators, self._is_kept = modules, generators, is_kept
+    def __init__(
+        self, fqn: str, modules: Sequence[nn.Module], generators: Generators, is_kept: Callable[[Tensor], bool]
+    ) -> None:
+        self._fqn, self._modules, self._generators, self._is_kept = fqn, modules, generators, is_kept
         self._data = self._data_now()
         self._snapshot: Snapshot | None = None
         self._drawn_from: RandomStates | None = None
+        self.changed_weights: Sequence[Tensor] = ()
+        """Those that the forward changed."""
+        self.left_alone: Sequence[tuple[Tensor, int]] = ()
+        """Large buffers that the forward did not change, whose data are not kept; with their versions."""
 
     def _data_now(self) -> list[tuple[Tensor, Tensor]]:
         return [(tensor, tensor.detach().clone()) for tensor in _tensors(self._modules) if self._is_kept(tensor)]
@@ -57,9 +66,20 @@ class StateBefore:
 
     @contextmanager
     def back(self) -> Iterator[None]:
-        """Have this state inside, and that of now afterwards."""
+        """Have this state inside, and that of now afterwards.
+
+        Raises:
+            StepError: something changed that can't be put back.
+        """
+        for tensor, version in self.left_alone:
+            if version_of(tensor) != version:
+                raise StepError(
+                    f"{self._fqn} is computed again in its backward, but a buffer of shape {tuple(tensor.shape)}, which"
+                    " its forward left alone, was changed in place since. Change it after the backward, or leave the"
+                    " block out of activations.blocks."
+                )
         now = self._data_now()
-        with self._attributes_back(), self._numbers_back():
+        with self._attributes_back(), self._numbers_back(), self._same_weights():
             _put_data(self._data)
             try:
                 yield
@@ -79,6 +99,21 @@ class StateBefore:
             now.restore()
 
     @contextmanager
+    def _same_weights(self) -> Iterator[None]:
+        before = [(weight, weight.detach().clone()) for weight in self.changed_weights]
+        try:
+            yield
+        finally:  # also where torch ends it early
+            changed = [weight for weight, values in before if not torch.equal(weight, values)]
+            _put_data(before)
+            if changed:
+                raise StepError(
+                    f"{self._fqn} changed a weight of its own of shape {tuple(changed[0].shape)} in place in its"
+                    " forward, so that it can't be computed again. Change it in on_train_batch_end, or leave the block"
+                    " out of activations.blocks."
+                )
+
+    @contextmanager
     def _numbers_back(self) -> Iterator[None]:
         if self._drawn_from is None:
             yield
@@ -94,6 +129,11 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
         for tensor in (*buffers_of(module).values(), *vars(module).values()):
             if type(tensor) is Tensor and not tensor.is_inference():
                 yield tensor
+
+
+def _weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for module in modules:
+        yield from (weight for weight in parameters_of(module).values() if type(weight) is nn.Parameter)
 
 
 def _put_data(data: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -131,11 +171,13 @@ class BlockState:
         Raises:
             StepError: the forward changed a large tensor that its first call left alone.
         """
-        state = StateBefore(self._modules, self._generators, self._is_kept)
+        state = StateBefore(self._fqn, self._modules, self._generators, self._is_kept)
         snapshot = Snapshot(self._modules, ignored=_IGNORED, with_data=self._is_copied)
         states = self._generators.states()
         large = [(tensor, version_of(tensor)) for tensor in _tensors(self._modules) if tensor.nbytes > _SMALL]
+        weights = [(weight, version_of(weight)) for weight in _weights(self._modules)]
         yield state
+        state.changed_weights = [weight for weight, version in weights if version_of(weight) != version]
         for tensor, version in large:
             is_changed = version_of(tensor) != version
             if is_changed and not self._is_copied(tensor):
@@ -148,6 +190,9 @@ class BlockState:
                 self._uncounted[tensor] = True
                 state.keep_data(tensor, snapshot.data_of(tensor))
             self._changed[tensor] = is_changed or self._changed.get(tensor, False)
+        state.left_alone = [
+            (tensor, version) for tensor, version in large if not self._changed[tensor] and not self._is_kept(tensor)
+        ]
         state.keep(snapshot, states)
 
     def _is_kept(self, tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
@@ -28,6 +28,8 @@ _AUTHORS_CHECKPOINT = "ac_graph_id"
 _TANGENTS = "tangents"
 _CHANGE = torch.ops.aten.copy_.default
 """Writes what became of an input into it; an input that has a gradient is written behind the graph, from a result."""
+_SMALL = 2**16
+"""Bytes of an input up to which it is copied where it may change."""
 _ORIGINS = "desc"
 """Which input or result of the function a placeholder is, or each result of the graph."""
 
@@ -47,7 +49,7 @@ class JointGraphPass(CustomGraphPass):
         """Mark the nodes of a graph; one without a backward is left as it is."""
         if not any(map(_is_tangent, graph.nodes)):
             return
-        _copy_changed_inputs(graph)
+        _copy_changing_inputs(graph)
         _tell_dtypes(graph)
         if self._is_kept is not None:
             _mark(graph, self._is_kept)
@@ -68,23 +70,33 @@ def _is_tangent(node: Node) -> bool:
     return node.op == "placeholder" and str(node.target).startswith(_TANGENTS)
 
 
-def _copy_changed_inputs(graph: Graph) -> None:
-    """Let a backward read what a forward changes in place as the forward found it.
+def _copy_changing_inputs(graph: Graph) -> None:
+    """Let a backward read what changes in place as the forward found it.
 
     The partitioner may let it compute a value again from a buffer that the forward has changed in place since: other
-    gradients, silently (pytorch pull request 197039); or from an argument that has a gradient, which raises.
+    gradients, silently (pytorch pull request 197039); or from an argument that has a gradient, which raises. Small
+    inputs without gradients may be buffers that other code changes before the backward, which eager code allows where
+    autograd saves what was computed from them.
     """
     inputs = graph.find_nodes(op="placeholder")
     results = graph.output_node().meta.get(_ORIGINS, ())
     changed_behind = {result.mutated_input for result in results if isinstance(result, InputMutationAOTOutput)}
+    differentiated = {result.grad_of for result in results if isinstance(result, GradAOTOutput)}
     for source in inputs:
+        origin = source.meta.get(_ORIGINS)
         changes = [user for user in source.users if user.target is _CHANGE and user.args[0] is source]
-        if not changes and source.meta.get(_ORIGINS) not in changed_behind:
+        may_change = isinstance(origin, PlainAOTInput) and origin not in differentiated and _is_small(source)
+        if not changes and origin not in changed_behind and not may_change:
             continue
         with graph.inserting_after(inputs[-1]):
             copy = graph.call_function(torch.ops.aten.clone.default, (source,))
         copy.meta.update(val=source.meta["val"].clone(), **{_MARK: CheckpointPolicy.MUST_SAVE})
         source.replace_all_uses_with(copy, delete_user_cb=partial(_is_other, (copy, *changes)))
+
+
+def _is_small(node: Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and isinstance(value.nbytes, int) and value.nbytes <= _SMALL
 
 
 def _is_other(own: tuple[Node, ...], user: Node) -> bool:
