@@ -120,15 +120,15 @@ class GPT(TinyGPT):
 
 
 def _trained(
-    layout: Layout, block: Callable[[], nn.Module], **trainer_settings: Any
+    layout: Layout, block: Callable[[], nn.Module], **trainer: Any
 ) -> tuple[dict[str, Tensor], int, list[str]]:
     """The state, how often the forwards of blocks ran eagerly, and warnings of the compiler."""
     FORWARDS.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer, _ = fitted(layout, partial(GPT, block), **trainer_settings)
+        runs, _ = fitted(layout, partial(GPT, block), **trainer)
     told = [str(w.message) for w in caught if "compile.enabled" in str(w.message)]
-    return whole_state(trainer), len(FORWARDS), told
+    return whole_state(runs), len(FORWARDS), told
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
@@ -252,10 +252,16 @@ class Noisy(Block):
         return super().forward(x * (1 + 0.1 * torch.randn(WIDTH)))
 
 
+def _trained_in_64(layout: Layout) -> tuple[dict[str, Tensor], int, list[str]]:
+    return _trained(layout, Noisy, precision="64-true")
+
+
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_recomputation_has_the_default_dtype_of_its_forward(backend: Any, recompute: str) -> None:
-    plain, _, _ = _trained(Layout(), Noisy, precision="64-true")
+def test_a_recomputation_has_the_default_dtype_of_its_forward(
+    workers: WorkerPools, backend: Any, recompute: str
+) -> None:
     layout = Layout(compile_backend=backend, activations={"recompute": recompute})
-    found, _, _ = _trained(layout, Noisy, precision="64-true")
+    ((plain, _, _),) = workers(1).run(_trained_in_64, Layout())
+    ((found, _, _),) = workers(1).run(_trained_in_64, layout)
     assert_same_state([found], plain)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import ActivationsConfig
-from lightning_3d.errors import ConfigError, PlanError, StepError
+from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -32,7 +32,7 @@ from tests.hugging_face import recomputed as hugging_face_recomputed
 from tests.models import Block, Regression, TinyGPT, features
 from tests.parity import Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference, whole_state
 from tests.tables import some_in_matrix
-from tests.workers import WorkerPools
+from tests.workers import WorkerError, WorkerPools
 
 WIDTH = 16
 MODES = ("full", "selective")
@@ -498,22 +498,22 @@ class DecayingRegression(Unusual):
         self.blocks = nn.ModuleList([nn.Sequential(nn.Tanh(), Decaying(is_clamping))])
 
 
-def _trains(model: Any, mode: str, **config: Any) -> dict[str, Tensor]:
-    trainer, _ = fitted(Layout(activations={"recompute": mode, **config}), model, data=features)
+def _trains(model: Any, mode: str, blocks: tuple[str, ...]) -> dict[str, Tensor]:
+    trainer, _ = fitted(Layout(activations={"recompute": mode, "blocks": blocks}), model, data=features)
     return whole_state(trainer)
 
 
-@pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`")
 @pytest.mark.parametrize("mode", MODES)
-def test_what_can_not_be_put_back_is_refused(mode: str) -> None:
+def test_what_can_not_be_put_back_is_refused(workers: WorkerPools, mode: str) -> None:
+    run, blocks = partial(workers(1).run, _trains), ("blocks.*",)
     clamping = partial(DecayingRegression, True)
-    plain, found = _trains(clamping, "none"), _trains(clamping, mode, blocks=["blocks.*"])
+    (plain,), (found,) = run(clamping, "none", ()), run(clamping, mode, blocks)
     for fqn, value in plain.items():
         torch.testing.assert_close(found[fqn], value, rtol=0, atol=1e-6)
-    with pytest.raises(StepError, match=r"blocks\.0 changed a weight of its own of shape \(16, 16\) in place"):
-        _trains(partial(DecayingRegression, False), mode, blocks=["blocks.*"])
-    with pytest.raises(StepError, match=r"buffer of shape \(2048, 16\), which its forward left alone, was changed"):
-        _trains(SmoothingRegression, mode, blocks=["blocks.*"])
+    with pytest.raises(WorkerError, match=r"blocks\.0 changed a weight of its own of shape \(16, 16\) in place"):
+        run(partial(DecayingRegression, False), mode, blocks)
+    with pytest.raises(WorkerError, match=r"buffer of shape \(2048, 16\), which its forward left alone, was changed"):
+        run(SmoothingRegression, mode, blocks)
 
 
 class Forces(Block):

@@ -45,7 +45,7 @@ class StateBefore:
         self._snapshot: Snapshot | None = None
         self._drawn_from: RandomStates | None = None
         self.changed_weights: Sequence[Tensor] = ()
-        """Those that the forward changed."""
+        """The weights that the forward changed."""
         self.left_alone: Sequence[tuple[Tensor, int]] = ()
         """Large buffers that the forward did not change, whose data are not kept; with their versions."""
 

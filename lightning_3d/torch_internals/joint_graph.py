@@ -96,7 +96,10 @@ def _copy_changing_inputs(graph: Graph) -> None:
 
 def _is_small(node: Node) -> bool:
     value = node.meta["val"]
-    return isinstance(value, Tensor) and isinstance(value.nbytes, int) and value.nbytes <= _SMALL
+    if not isinstance(value, Tensor):
+        return False
+    num_bytes = value.numel() * value.itemsize
+    return isinstance(num_bytes, int) and num_bytes <= _SMALL  # else its shape is a variable
 
 
 def _is_other(own: tuple[Node, ...], user: Node) -> bool:
