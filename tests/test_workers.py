@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader
 
 from tests.workers import RUNS_PER_POOL, WorkerError, WorkerPools
@@ -44,6 +45,12 @@ def _exit_on(bad_rank: int) -> None:
     if dist.get_rank() == bad_rank:
         os._exit(3)
     dist.barrier()
+
+
+def _crash_after_training() -> None:
+    trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, logger=False, enable_progress_bar=False)
+    trainer.fit(BoringModel())
+    os.abort()
 
 
 def _leave_traces() -> tuple[str, str | None, list[str], int]:
@@ -106,6 +113,11 @@ def test_dead_rank_is_reported(workers: WorkerPools) -> None:
         workers(2).run(_exit_on, 0)
     assert "exited with code 3" in caught.value.failures[0]
     assert [rank for rank, _ in workers(2).run(_rank_and, torch.ones(1))] == [0, 1]
+
+
+def test_a_rank_that_crashes_shows_its_stacks(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"SIGABRT[\s\S]*Fatal Python error: Aborted[\s\S]*in _crash_after_training"):
+        workers(1).run(_crash_after_training)
 
 
 def test_runs_share_processes_but_no_directory_and_no_environment(workers: WorkerPools) -> None:

@@ -40,6 +40,7 @@ from typing import Self, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 Result = TypeVar("Result")
 
@@ -58,6 +59,9 @@ a new pool takes half a second."""
 
 TAIL = 3000
 """Characters of a failed rank's output that the error shows."""
+
+CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
+"""Signals at which a rank writes its stacks."""
 
 PRELOAD = (
     "lightning",
@@ -149,6 +153,8 @@ def _work(seat: _Seat, connection: Connection) -> None:
     rank_zero_only.rank = seat.rank  # type: ignore[attr-defined]  # Lightning hangs it on the function
     store = dist.FileStore(str(seat.store), seat.world_size)  # type: ignore[attr-defined]  # public, not in __all__
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world_size)
+    # A Trainer puts Python's handlers back at its end, in the place of faulthandler's.
+    _SignalConnector._valid_signals = staticmethod(lambda: signal.valid_signals() - CRASHES)  # type: ignore[method-assign]
     gc.freeze()  # what was imported so far need not be searched after every run
     while True:
         try:
