@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,12 @@ def test_name_alone_is_data_parallel_with_zero_1(reference: list[float], tmp_pat
     num_parameters = sum(parameter.numel() for parameter in TinyGPT().parameters())
     assert sum(seen["optimizer_state"]) == 2 * num_parameters  # AdamW's two moments, once in all
     assert all(0 < held < 2 * num_parameters for held in seen["optimizer_state"])
+
+
+def test_a_program_that_takes_too_long_is_killed_with_those_that_it_started() -> None:
+    """Torchrun gives each of its processes a session of its own; one that is left would keep the pipe open."""
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+    begin = time.monotonic()
+    with pytest.raises(AssertionError, match="still running after 1 s"):
+        start(["-c", child, "import time; time.sleep(200)"], timeout=1)
+    assert time.monotonic() - begin < 100

@@ -33,7 +33,7 @@ def start(command: Sequence[str], *, timeout: float, environment: Mapping[str, s
 
     Args:
         command: What follows `python`: a script or `-m module`, and arguments.
-        timeout: Seconds; then the whole process group is killed.
+        timeout: Seconds; then it is killed with every process that it started.
         environment: Variables to set besides the usual ones.
 
     Raises:
@@ -54,10 +54,28 @@ def start(command: Sequence[str], *, timeout: float, environment: Mapping[str, s
     try:
         output, _ = process.communicate(timeout=timeout)  # the pipe ends with the last process that inherited it
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _kill_tree(process.pid)
         output, _ = process.communicate()
         raise AssertionError(f"still running after {timeout:g} s: {command}\n{output[-TAIL:]}") from None
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return Ended(returncode=process.returncode, output=output, seconds=time.monotonic() - begin)
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and all below it, also those that torchrun has given sessions of their own."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)  # it starts no others meanwhile
+    children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _words(task)]
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        _kill_tree(child)
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended
+        return []
