@@ -61,6 +61,7 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import torch_internals
 from lightning_3d.torch_internals import (
+    attention,
     autograd,
     backends,
     capture,
@@ -727,6 +728,24 @@ def test_a_counter_counts_the_changes_of_a_tensor_without_its_memory() -> None:
     assert counter.untyped_storage().nbytes() == 0
     del tensor
     assert memory.expired()
+
+
+@canary(attention, "attention_weights", "drops_by_itself")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_attention_with_dropout_is_a_softmax_and_products_on_a_cpu(dtype: torch.dtype, has_mask: bool) -> None:
+    assert not attention.drops_by_itself(torch.device("cpu"))
+    query, key, value = (torch.randn(2, heads, 8, 16).to(dtype) for heads in (4, 2, 2))
+    mask = torch.ones(8, 8).tril(-1).bool() if has_mask else None  # the first query sees no key
+    options = {"is_causal": not has_mask, "scale": 0.3, "enable_gqa": True}
+    torch.manual_seed(1)
+    expected = F.scaled_dot_product_attention(query, key, value, mask, dropout_p=0.4, **options)  # type: ignore[arg-type]
+    state = torch.get_rng_state()
+    weights, values = attention.attention_weights(query, key, value, mask, options)
+    torch.manual_seed(1)
+    found = F.dropout(weights, 0.4) @ values
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(found.to(dtype), expected)
 
 
 @canary(dispatch, "draws_random_numbers", "may_write_any")

@@ -35,7 +35,6 @@ from lightning_3d.tensor.rules.function import (
 )
 from lightning_3d.tensor.rules.generic import generic
 from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
-from lightning_3d.tensor.rules.randomness import seeded_for_rank
 from lightning_3d.tensor.rules.rewritten import rewritten
 from lightning_3d.tensor.rules.table import RULES
 from lightning_3d.tensor.running_statistics import RunningStatistics
@@ -150,8 +149,6 @@ class Interpreter(TorchFunctionMode):
             if isinstance(tensor, ShardedTensor) and operand is tensor.local:
                 own[id(operand)] = tensor
             operands.append(operand)
-        if local.is_random:
-            contexts.append(seeded_for_rank(operands[0].device, self.axis.rank))
         output = _run(local, operands, contexts) if contexts else local.run(*operands)
         for sharded in own.values():
             sharded.follow_local()

@@ -11,15 +11,14 @@ what computes a call again draws the same, if it restores the generators.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.rules.randomness import draw_seed, seeded, seeded_for_rank, seeds_taken_by
+from lightning_3d.tensor.rules.randomness import OwnDrops, apply_drops, drawn_by
 from lightning_3d.torch_internals.autograd import recomputed_by
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.dispatch import (
@@ -107,46 +106,22 @@ def _read(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _
     return _Draw(op=op, first=first, args=rest, kwargs=kwargs)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Region:
-    """Draws from the same generators."""
-
-    seeded: Callable[[], AbstractContextManager[None]]
-    draws: list[_Draw] = field(default_factory=list)
-
-
 class Draws:
     """All that a block draws in one kind of call."""
 
     def __init__(self) -> None:
-        self._regions = [_Region(seeded=nullcontext)]
-
-    def note(self, draw: _Draw) -> None:
-        """Add a draw to the present region."""
-        self._regions[-1].draws.append(draw)
-
-    @contextmanager
-    def for_rank(self, device: torch.device, rank: int) -> Iterator[None]:
-        """Seed for this rank, and note that what is drawn inside is drawn so."""
-        with no_dispatch_modes():
-            seed = draw_seed(rank)
-        self._regions.append(_Region(seeded=partial(seeded_for_rank, device, rank)))
-        with seeded(device, seed):
-            yield
-        self._regions.append(_Region(seeded=nullcontext))
-
-    @property
-    def expected(self) -> Sequence[_Draw]:
-        """All draws in order."""
-        return [draw for region in self._regions for draw in region.draws]
+        self.expected: list[_Draw | OwnDrops] = []
+        """In order."""
 
     def draw(self) -> list[Tensor]:
         """Draw the numbers of a call."""
-        drawn: list[Tensor] = []
-        for region in self._regions:
-            with region.seeded():  # which takes a number itself
-                drawn += [draw() for draw in region.draws]
-        return drawn
+        return [draw() for draw in self.expected]
+
+    def note_own(self, drops: OwnDrops) -> Tensor:
+        """Add what is drawn for this rank's part of a tensor, and draw it."""
+        self.expected.append(drops)
+        with no_dispatch_modes():
+            return drops()
 
 
 class _Drawing(TorchDispatchMode):
@@ -178,7 +153,7 @@ class _Noting(_Drawing):
         self._draws = draws
 
     def on_draw(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._draws.note(_read(func, args, kwargs))
+        self._draws.expected.append(_read(func, args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -190,28 +165,35 @@ def draws_noted() -> Iterator[Draws]:
         NotCompilable: it draws what can't be drawn ahead.
     """
     draws = Draws()
-    with seeds_taken_by(draws.for_rank), _Noting(draws):
+    with drawn_by(draws.note_own), _Noting(draws):
         yield draws
 
 
 class _Giving(_Drawing):
     """Gives tensors in place of what would be drawn, from position `num_given` on."""
 
-    def __init__(self, expected: Sequence[_Draw], drawn: Sequence[Tensor], num_given: int) -> None:
+    def __init__(self, expected: Sequence[_Draw | OwnDrops], drawn: Sequence[Tensor], num_given: int) -> None:
         super().__init__()
         self._expected, self._drawn, self.num_given = expected, drawn, num_given
 
     def on_draw(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = _read(func, args, kwargs)
-        expected = self._expected[self.num_given] if self.num_given < len(self._expected) else None
-        is_split = found.op is _DROPOUT and expected is not None and expected.op is _BERNOULLI
-        if (_split_dropout(*args, **kwargs) if is_split else found) != expected:
-            raise NotCompilable("it draws other random numbers from run to run, or where gradients are taken")
-        drawn = self._drawn[self.num_given]
-        self.num_given += 1
+        found, expected = _read(func, args, kwargs), self._next
+        is_split = found.op is _DROPOUT and isinstance(expected, _Draw) and expected.op is _BERNOULLI
+        drawn = self.give(_split_dropout(*args, **kwargs) if is_split else found)
         if func is _DROPOUT:
             return _dropped(*args, **kwargs, kept=drawn), drawn.to(torch.bool, copy=True)
         return args[0].copy_(drawn) if func.overloadpacket in _FILLS else drawn.clone()
+
+    @property
+    def _next(self) -> _Draw | OwnDrops | None:
+        return self._expected[self.num_given] if self.num_given < len(self._expected) else None
+
+    def give(self, found: _Draw | OwnDrops) -> Tensor:
+        """The numbers of a draw, if it is the one that comes next."""
+        if found != self._next:
+            raise NotCompilable("it draws other random numbers from run to run, or where gradients are taken")
+        self.num_given += 1
+        return self._drawn[self.num_given - 1]
 
 
 def _split_dropout(input: Tensor, p: float, train: bool | None) -> _Draw:
@@ -223,8 +205,8 @@ def _dropped(input: Tensor, p: float, train: bool | None, *, kept: Tensor) -> Te
     if train is False:
         return input.clone()
     if kept.dtype == torch.bool:
-        return input * kept * (0.0 if p == 1.0 else 1.0 / (1.0 - p))
-    return input * kept.div(1.0 - p)  # as that eager dropout rounds
+        return apply_drops(input, kept, p) if p < 1.0 else input * kept * 0.0
+    return apply_drops(input, kept.div(1.0 - p), p)  # as that eager dropout rounds
 
 
 @contextmanager
@@ -246,7 +228,7 @@ def draws_given(draws: Draws, drawn: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _giving(expected: Sequence[_Draw], drawn: Sequence[Tensor], num_given: int) -> Iterator[_Giving]:
+def _giving(expected: Sequence[_Draw | OwnDrops], drawn: Sequence[Tensor], num_given: int) -> Iterator[_Giving]:
     mode = _Giving(expected, drawn, num_given)
 
     def again(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,5 +240,5 @@ def _giving(expected: Sequence[_Draw], drawn: Sequence[Tensor], num_given: int) 
 
         return recompute
 
-    with seeds_taken_by(lambda device, rank: nullcontext()), recomputed_by(again), mode:
+    with drawn_by(mode.give), recomputed_by(again), mode:
         yield mode

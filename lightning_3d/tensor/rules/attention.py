@@ -1,8 +1,16 @@
-"""``F.scaled_dot_product_attention``, and along which dim ranks can share it."""
+"""``F.scaled_dot_product_attention``, and along which dim ranks can share it.
+
+With dropout torch computes on a CPU by products and a softmax, and drops probabilities as any other tensor; here every
+rank drops those of its own heads alike (`randomness`). Fused kernels of other devices draw while they compute, from
+positions among the heads that they see: there the ranks draw other numbers than one process, and a warning says so.
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +19,9 @@ from torch import Tensor
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import EACH, Placement, Shard
 from lightning_3d.tensor.rules.call import Call, LocalCall, on_whole
+from lightning_3d.tensor.rules.randomness import apply_drops, draws, own_drops, seeded_for_rank
 from lightning_3d.tensor.sharded_tensor import placement_of, shard_dim
+from lightning_3d.torch_internals.attention import attention_weights, drops_by_itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +87,39 @@ def attend(call: Call, axis: Axis) -> LocalCall:
             _needed_heads(tensor, dim, num_heads, axis) if need == EACH else tensor
             for tensor, need in zip((key, value), needs[1:3], strict=True)
         )
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        if not draws(attention.dropout_p):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
+        if not drops_by_itself(query.device):
+            return _with_drops(query, key, value, mask, Shard(dim), axis, options)
+        if axis.rank == 0:
+            warnings.warn(_OTHER_NUMBERS, stacklevel=2)
+        with seeded_for_rank(query.device, axis.rank):
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
 
-    is_random = attention.dropout_p > 0
-    return LocalCall(tensors=operands, needs=tuple(needs), run=run, result=Shard(dim), is_random=is_random)
+    return LocalCall(tensors=operands, needs=tuple(needs), run=run, result=Shard(dim))
+
+
+_OTHER_NUMBERS = (
+    "scaled_dot_product_attention drops probabilities on tensor-parallel ranks: kernels of this device draw other"
+    " numbers for each rank's heads than one process draws. Attention that calls F.dropout itself (in transformers:"
+    " attn_implementation='eager') drops what one process drops."
+)
+
+
+def _with_drops(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    at: Shard,
+    axis: Axis,
+    options: Mapping[str, Any],
+) -> Tensor:
+    """Attention on this rank's part, as torch computes it without a fused kernel; it holds all probabilities."""
+    weights, value = attention_weights(query, key, value, mask, options)
+    drops = own_drops(weights, at, axis, options["dropout_p"], is_fused=False)
+    attended = apply_drops(weights, drops, options["dropout_p"]) @ value
+    return attended.to(query.dtype)
 
 
 def _needed_heads(tensor: Tensor, dim: int, num_heads: int, axis: Axis) -> Tensor:

@@ -108,9 +108,6 @@ class LocalCall:
     starts: tuple[int, ...] = ()
     """Where the results begin along the sharded dim of the only tensor, if they are pieces of it."""
 
-    is_random: bool = False
-    """Whether every rank draws random numbers of its own from the default generator."""
-
     then: Callable[[Tensor], Any] | None = None
     """A further call on the result, such as adding a bias to the sum."""
 

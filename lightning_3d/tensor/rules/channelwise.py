@@ -41,7 +41,6 @@ def on_channels(call: Call, axis: Axis) -> LocalCall | None:
         needs=tuple(need(tensor) for tensor in own.tensors),
         run=own.run,
         result=along,
-        is_random=channels.is_random,
     )
 
 
@@ -63,9 +62,6 @@ class ChannelCall:
 
     changes_statistics: bool = False
 
-    is_random: bool = False
-    """Every rank draws numbers of its own."""
-
 
 def as_channel_call(call: Call, size: int) -> ChannelCall | None:
     """Read a call, one of whose tensors is sharded over `size` ranks; None for one that is not on own channels."""
@@ -80,10 +76,6 @@ def as_channel_call(call: Call, size: int) -> ChannelCall | None:
         slopes = call.args[1] if len(call.args) > 1 else call.kwargs["weight"]
         has_own = dim == 1 and slopes.numel() == input.shape[1]
         return ChannelCall(call=call, dim=dim, vectors=(slopes,)) if has_own else None
-    if call.function in _DROPOUTS:  # whole channels of a sample
-        given = _arguments(call)
-        is_random = bool(given["training"] and given["p"])
-        return ChannelCall(call=call, dim=dim, is_random=is_random) if dim <= 1 and input.dim() >= 3 else None
     return ChannelCall(call=call, dim=dim) if _is_independent(call, input, dim, size) else None
 
 
@@ -102,15 +94,13 @@ _ALONG: Mapping[Function, int] = {getattr(F, name.format(dims)): dims for name i
 
 _NORMS: frozenset[Function] = frozenset({F.batch_norm, F.instance_norm, F.group_norm})
 
-_DROPOUTS: frozenset[Function] = frozenset({F.dropout1d, F.dropout2d, F.dropout3d})
-
 _OTHERS: frozenset[Function] = frozenset({F.prelu, F.interpolate, F.pad, F.pixel_shuffle, F.pixel_unshuffle})
 
-_CALLS = _NORMS | _DROPOUTS | _OTHERS | _ALONG.keys()
+_CALLS = _NORMS | _OTHERS | _ALONG.keys()
 
 NAMES = tuple({function_name(function) for function in _CALLS})
 
-_WITH_OPTIONS: Sequence[Function] = (*_NORMS, *_DROPOUTS, F.pad)
+_WITH_OPTIONS: Sequence[Function] = (*_NORMS, F.pad)
 
 _SIGNATURES = {function: inspect.signature(function) for function in _WITH_OPTIONS}
 

@@ -1,16 +1,20 @@
-"""Dropout on shards: other numbers on every rank, and yet the own generators of all ranks stay in step.
+"""Dropout on shards: every rank drops what one process drops.
 
-Replicated regions draw from the default generators, which are alike on the ranks of a group. DTensor has a random
-number tracker on GPUs only, so on a CPU mesh every shard would get the same mask. Here each random call on shards takes
-one number from the CPU's default generator, the same on all ranks, and derives a seed per rank from it. Recomputation
-restores that generator, and with it the masks.
+The ranks of a group have default generators that are alike, for what is replicated. A call on shards draws all numbers
+that one process draws for the whole tensor, in the order in which that lies in memory, and a rank takes those of its
+own part. So all generators go on as those of one process, and recomputation, which restores them, draws the same again.
+A rank holds the numbers of the whole for a moment.
+
+What can't be drawn ahead, as dropout inside of a fused kernel of attention, draws other numbers on every rank
+(`seeded_for_rank`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +25,11 @@ from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.rules.call import Call, LocalCall
 from lightning_3d.tensor.sharded_tensor import placement_of
 
+# ------------------------------------------------------------------------------------------------------------- rules
+
 
 def drop(call: Call, axis: Axis) -> LocalCall | None:
-    """Elementwise dropout: every rank drops elements of its own part."""
+    """Elementwise dropout of this rank's part."""
     read = _functional_dropout if call.function is F.dropout else _torch_dropout
     input, p, is_training, inplace = read(*call.args, **call.kwargs)
     at = placement_of(input)
@@ -31,13 +37,42 @@ def drop(call: Call, axis: Axis) -> LocalCall | None:
         return None
 
     def run(local: Tensor) -> Tensor:
-        return F.dropout(local, p, is_training, inplace)
+        if not is_training or not draws(p):
+            return F.dropout(local, p, is_training, inplace)
+        return apply_drops(local, own_drops(local, at, axis, p, is_fused=_is_fused(local, inplace)), p, inplace)
 
-    is_random = is_training and p > 0.0
-    return LocalCall(tensors=(input,), needs=(at,), run=run, result=at, is_random=is_random)
+    return LocalCall(tensors=(input,), needs=(at,), run=run, result=at)
+
+
+CHANNELS = ("dropout1d", "dropout2d", "dropout3d")
+
+
+def drop_channels(call: Call, axis: Axis) -> LocalCall | None:
+    """Dropout of whole channels of this rank's samples or channels."""
+    input, p, is_training, inplace = _channels_dropout(*call.args, **call.kwargs)
+    at, is_batched = placement_of(input), call.function is not F.dropout3d or input.dim() > 4
+    if not isinstance(at, Sharded) or at.dim > 1 or input.dim() < 3 or not is_batched:
+        return None
+
+    def run(local: Tensor) -> Tensor:
+        if not is_training or not draws(p):
+            return call.function(local, p, is_training, inplace)  # type: ignore[no-any-return]
+        of_channels = local.detach()
+        for dim in range(2, local.dim()):
+            of_channels = of_channels.narrow(dim, 0, 1)
+        of_channels = of_channels.contiguous()
+        return apply_drops(local, own_drops(of_channels, at, axis, p, is_fused=False), p, inplace)
+
+    return LocalCall(tensors=(input,), needs=(at,), run=run, result=at)
 
 
 def _functional_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> tuple[Tensor, float, bool, bool]:
+    return input, p, training, inplace
+
+
+def _channels_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> tuple[Tensor, float, bool, bool]:
     return input, p, training, inplace
@@ -47,44 +82,109 @@ def _torch_dropout(input: Tensor, p: float, train: bool) -> tuple[Tensor, float,
     return input, p, train, False
 
 
-def draw_seed(rank: int) -> int:
-    """A seed of its own for each rank; advances the CPU's default generator alike on all."""
-    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")) + rank
+def draws(p: float) -> bool:
+    """Whether dropout of this probability draws anything; others leave all or nothing."""
+    return 0.0 < p < 1.0
 
 
-_Seeded = Callable[[torch.device, int], AbstractContextManager[None]]
+def _is_fused(tensor: Tensor, inplace: bool) -> bool:
+    """Whether torch drops by one kernel that draws, too."""
+    return tensor.device.type != "cpu" and not inplace
 
 
-def seeded_for_rank(device: torch.device, rank: int) -> AbstractContextManager[None]:
-    """Run a call, which draws from `device`'s default generator, with numbers of this rank's own."""
-    return _SEEDED.get()(device, rank)
+# ------------------------------------------------------------------------------------------------------ own numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnDrops:
+    """This rank's part of what dropout draws for a whole tensor: its elements' factors, or which of them are kept."""
+
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    p: float
+    is_fused: bool
+    """Whether torch's kernel that draws while it computes gives the numbers."""
+
+    placement: Sharded
+    size: int
+    rank: int
+
+    def __call__(self) -> Tensor:
+        """Draw, as one process does."""
+        blank = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        if self.is_fused:
+            drawn = torch.native_dropout(blank, self.p, True)[1]
+        else:
+            drawn = blank.bernoulli_(1.0 - self.p).div_(1.0 - self.p)
+        return self.placement.own(drawn, self.size, self.rank).clone()  # so that the whole is freed
+
+
+def own_drops(local: Tensor, placement: Sharded, axis: Axis, p: float, *, is_fused: bool) -> Tensor:
+    """This rank's part of what dropout of a whole tensor draws."""
+    shape, stride = _whole_layout(local, placement.dim, axis.size)
+    drops = OwnDrops(
+        shape=shape,
+        stride=stride,
+        dtype=local.dtype,
+        device=local.device,
+        p=p,
+        is_fused=is_fused,
+        placement=placement,
+        size=axis.size,
+        rank=axis.rank,
+    )
+    return _DRAWN.get()(drops)
+
+
+def apply_drops(input: Tensor, drops: Tensor, p: float, inplace: bool = False) -> Tensor:
+    """The tensor after dropout."""
+    if drops.dtype == torch.bool:
+        return input * drops * (1.0 / (1.0 - p))
+    return input.mul_(drops) if inplace else input * drops
+
+
+def _whole_layout(local: Tensor, dim: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a new tensor like the whole one; its dims lie in memory in the order of those of a part."""
+    own_shape, stride = local.shape, list(local.stride())
+    for i in reversed(range(local.dim())):  # an expanded dim stays where it stands
+        if stride[i] == 0 and own_shape[i] > 1:
+            stride[i] = stride[i + 1] * own_shape[i + 1] if i + 1 < local.dim() else 1
+    # Of equal strides that of a dim of one element is the inner one.
+    inner_first = sorted(range(local.dim()), key=lambda i: (-stride[i], own_shape[i] == 1, i), reverse=True)
+    shape = [n * size if i == dim else n for i, n in enumerate(own_shape)]
+    num_inner = 1
+    for i in inner_first:
+        stride[i] = num_inner
+        num_inner *= shape[i]
+    return tuple(shape), tuple(stride)
+
+
+_Drawn = Callable[[OwnDrops], Tensor]
+
+_DRAWN: ContextVar[_Drawn] = ContextVar("drawn", default=OwnDrops.__call__)
 
 
 @contextmanager
-def seeds_taken_by(seeded: _Seeded) -> Iterator[None]:
-    """Let `seeded` take the place of `seeded_for_rank` inside."""
-    token = _SEEDED.set(seeded)
+def drawn_by(drawn: _Drawn) -> Iterator[None]:
+    """Let `drawn` answer inside where numbers are drawn for this rank's part of a tensor."""
+    token = _DRAWN.set(drawn)
     try:
         yield
     finally:
-        _SEEDED.reset(token)
+        _DRAWN.reset(token)
 
 
-def _seeded_anew(device: torch.device, rank: int) -> AbstractContextManager[None]:
-    return seeded(device, draw_seed(rank))
-
-
-_SEEDED: ContextVar[_Seeded] = ContextVar("seeded", default=_seeded_anew)
+# ---------------------------------------------------------------------------------------------------- other numbers
 
 
 @contextmanager
-def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the default generators of the CPU or of `device` inside, and restore them afterwards."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type):
-            torch.get_device_module(device).manual_seed(seed)
-            yield
+def seeded_for_rank(device: torch.device, rank: int) -> Iterator[None]:
+    """Let `device`'s default generator draw numbers of this rank's own inside; the CPU's goes on alike on all ranks."""
+    seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")) + rank
+    with torch.random.fork_rng(devices=[device], device_type=device.type):
+        torch.get_device_module(device).manual_seed(seed)
+        yield
