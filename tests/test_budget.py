@@ -16,6 +16,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_3d import ThreeDStrategy
@@ -25,6 +26,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError, PlanError, StepError
 from lightning_3d.planning.memory.table import RankMemory
 from lightning_3d.planning.plan import Plan
+from tests.losses import LossNet, labelled
 from tests.models import TinyGPT
 from tests.parity import QUIET, Job, Layout, assert_parity, fitted, run_layout, run_reference
 from tests.workers import WorkerPools
@@ -69,6 +71,7 @@ MODES = ("none", "full")
     [
         *[pytest.param(layout, mode, id=f"{name}-{mode}") for name, layout in LAYOUTS.items() for mode in MODES],
         pytest.param(Layout(compile_backend="aot_eager"), "selective", id="compiled-selective"),
+        pytest.param(Layout(dp=2, zero=3), "full", id="zero3-full"),
     ],
 )
 def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, layout: Layout, mode: str) -> None:
@@ -227,6 +230,42 @@ def _half(workers: WorkerPools, layout: Layout) -> float:
     return sum(peaks) / 2 / GIB
 
 
+class WithLBFGS(TinyGPT):
+    """An optimizer that remembers more and more."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=8, history_size=4)
+
+
+def _predicted_and_found_states(layout: Layout) -> tuple[int, int]:
+    trainer, _ = fitted(layout, partial(WithLBFGS, context=LENGTH), data=long_tokens, batches=2, epochs=1)
+    states = tree_leaves([*trainer.optimizers[0].state.values()])
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    (row,) = trainer.strategy.plan.memory
+    return row.held.optimizer_states, sum(leaf.nbytes for leaf in states if isinstance(leaf, torch.Tensor))
+
+
+@pytest.mark.parametrize("layout", [Layout(activations=LARGE), Layout(dp=2, zero=2, activations=LARGE)], ids=str)
+def test_what_lbfgs_will_remember_is_counted(workers: WorkerPools, layout: Layout) -> None:
+    for predicted, found in workers(layout.world_size).run(_predicted_and_found_states, layout):
+        assert predicted == pytest.approx(found, rel=1e-3)
+
+
+def _told_of_the_loss(loss: str) -> list[str]:
+    layout = Layout(pp=2, loss=loss, activations=LARGE)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted(layout, partial(LossNet, "contrastive"), data=labelled, batches=2, epochs=1)
+    return [str(warning.message) for warning in caught if "pipeline.loss='whole'" in str(warning.message)]
+
+
+def test_a_loss_of_the_whole_batch_that_is_found_late_is_told_of(workers: WorkerPools) -> None:
+    found = workers(2).run(_told_of_the_loss, "auto")
+    assert [len(told) for told in found] == [1, 0]
+    assert "training_step holds the activations of all microbatches at once" in found[0][0]
+    assert workers(2).run(_told_of_the_loss, "whole") == [[], []]
+
+
 def _few_steps() -> Any:
     return _plan(Layout(activations=LARGE), max_steps=1).memory[0].measured
 
@@ -264,7 +303,7 @@ def test_a_budget_in_bytes(budget: Any, expected: int) -> None:
 
 @pytest.mark.parametrize("settings", [{"recompute": "auto"}, {"budget": 2}])
 def test_a_budget_does_not_count_what_is_offloaded(settings: Any) -> None:
-    with pytest.raises(ConfigError, match=r"activations\.offload=True .* is not predicted yet"):
+    with pytest.raises(ConfigError, match=r"activations\.offload=True .* was not measured on an accelerator yet"):
         ActivationsConfig(offload=True, **settings)
 
 

@@ -19,7 +19,7 @@ from lightning_3d.pipeline.traces import Traces
 from lightning_3d.trace.interception import routed
 from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.zero.engine import RankModule
-from tests.losses import CLASSES, LENGTH, LOSSES, LossNet, labelled
+from tests.losses import CLASSES, LENGTH, LOSSES, WIDTH, LossNet, labelled
 
 KINDS = {
     "mean": (LossKind.MEAN, False),
@@ -174,3 +174,51 @@ def test_inputs_that_couple_samples_are_found() -> None:
     assert _found(Normalised("mean"), _batch(8)).coupled_inputs == ("first",)
     assert not _found(LossNet("mean"), _batch(8)).coupled_inputs
     assert not _found(Denoising(), _batch(8)).coupled_inputs
+
+
+class Centred(LossNet):
+    """Keeps a running mean, of what a block gives or of the batch, and takes it off what a block gives."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("mean")
+        self.where = where
+        self.register_buffer("center", torch.zeros(WIDTH))
+        self.center: Tensor
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        features, x, routing = x, self.first(x), []
+        for i, block in enumerate(self.blocks):
+            if i == 1:
+                x = self._centred(x, features)
+            x, route = block(x)
+            routing.append(route)
+        logits = self.head(self.norm(x))
+        logits = logits - self._moved(x).sum() if self.where == "after" else logits
+        return {"logits": logits, "pooled": x.mean(1), "routing": torch.stack(routing)}
+
+    def _moved(self, x: Tensor) -> Tensor:
+        return self.center.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+
+    def _centred(self, x: Tensor, features: Tensor) -> Tensor:
+        if self.where == "kept":  # for other steps
+            before = self.center.clone()
+            self._moved(x)
+            return x - before
+        if self.where == "counted":
+            self.center.add_(1.0)
+            return x - self.center
+        if self.where == "of the batch":
+            self.center.copy_(features.mean().expand(WIDTH))
+            return x - self.center
+        return x - self._moved(x) if self.where == "between" else x
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [("between", ("center",)), ("of the batch", ("center",)), ("kept", ()), ("counted", ()), ("after", ())],
+)
+def test_buffers_that_couple_samples_between_blocks_are_told_of(where: str, expected: tuple[str, ...]) -> None:
+    found = _found(Centred(where), _batch(8))
+    assert found.failure is None
+    assert found.coupled_buffers == expected
+    assert not found.coupled_inputs

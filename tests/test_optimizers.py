@@ -32,7 +32,7 @@ from torch.optim import (
 )
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
+from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states, optimizer_kind
 from tests.models import TinyMLP, features, loader, reference_loader
 from tests.optimizers import ClippingAdam, Derived, Lamb, Lars, Lion, PickyLamb, Prodigy, Sam, ScheduleFree, Shampoo
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
@@ -215,3 +215,16 @@ def test_closures_that_run_several_times(workers: WorkerPools, name: str, stage:
 def _class(name: str) -> str:
     make = _make(name)
     return (make.func if isinstance(make, partial) else make).__name__  # type: ignore[attr-defined]
+
+
+def _lbfgs(**settings: Any) -> Optimizer:
+    return LBFGS([nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(3))], **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"history_size": 7}, {"max_iter": 1, "history_size": 20}, {"line_search_fn": "strong_wolfe"}], ids=str
+)
+def test_all_that_lbfgs_will_remember_is_counted(settings: dict[str, Any]) -> None:
+    optimizer, state = _lbfgs(**settings), torch.get_rng_state()
+    assert num_states(optimizer) == 2 * settings.get("history_size", 100) + 2
+    assert torch.equal(torch.get_rng_state(), state)

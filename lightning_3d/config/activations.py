@@ -93,8 +93,10 @@ def _check_budget(config: ActivationsConfig) -> None:
     if config.offload and (budget is not None or config.recompute == "auto"):
         raise ConfigError(
             f"activations.offload=True with activations.recompute={config.recompute!r} and"
-            f" activations.budget={budget!r}: what is offloaded is not predicted yet. Leave out the budget and name the"
-            " blocks to recompute, or leave out activations.offload"
+            f" activations.budget={budget!r}: what stays on a device depends on when its copies to the host"
+            " are done, which was not measured on an accelerator yet, so that no prediction could be trusted. Leave out"
+            " the budget and name the blocks to recompute (recompute='full' or 'selective'), or leave out"
+            " activations.offload"
         )
     if budget is None and config.recompute == "auto":
         object.__setattr__(config, "budget", "auto")

@@ -51,12 +51,21 @@ class BatchLoss:
         setting: ``pipeline.loss``.
         group: The pp axis.
         source: Global rank of the last stage.
+        has_budget: Whether ``activations.budget`` is kept by a prediction for losses that are not of the whole batch.
     """
 
     def __init__(
-        self, setting: str, study: LossStudy, *, group: dist.ProcessGroup, source: int, device: torch.device, wait: Wait
+        self,
+        setting: str,
+        study: LossStudy,
+        *,
+        group: dist.ProcessGroup,
+        source: int,
+        device: torch.device,
+        wait: Wait,
+        has_budget: bool = False,
     ) -> None:
-        self._wait = wait
+        self._wait, self._warns_of_memory = wait, has_budget
         self._setting, self._study, self._group, self._source, self._device = setting, study, group, source, device
         self._is_last = dist.get_rank() == source
         self._found: dict[str, LossFound] = {}  # by name of the step
@@ -95,6 +104,8 @@ class BatchLoss:
         if self._setting == "mean":
             return mean
         if self._setting == "whole" or (len(parts) > 1 and self._study.is_joint(parts[0])):
+            if trains and self._setting != "whole":
+                self._warn_of_memory(whole.name)
             return replace(mean, kind=LossKind.WHOLE, joins_values=False)
         found = self._know(whole, parts, trains=trains)
         if found is None or len(parts) == 1:
@@ -132,6 +143,8 @@ class BatchLoss:
         joined = reduce(_stricter, of_all)
         if known is None:
             _tell(name, joined, trains=trains)
+            if trains and joined.kind == LossKind.WHOLE:
+                self._warn_of_memory(name)
         elif joined.kind > known.kind:
             raise StepError(
                 f"{name}: the loss of this kind of batch {_SAYS[joined.kind]}; that of batches before"
@@ -139,6 +152,16 @@ class BatchLoss:
             )
         self._found[name] = joined
         return joined
+
+    def _warn_of_memory(self, name: str) -> None:
+        """Once, that a step takes more memory than was predicted."""
+        if self._warns_of_memory:
+            self._warns_of_memory = False
+            rank_zero_warn(
+                f"{name} holds the activations of all microbatches at once, as its loss is one of the whole batch, for"
+                " which activations.budget was not planned: a rank may take more memory than predicted. Set"
+                " pipeline.loss='whole', which plans for it."
+            )
 
 
 def _stricter(first: LossFound, second: LossFound) -> LossFound:
@@ -152,6 +175,7 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
         unjoined=tuple(sorted(unjoined)),
         denominator=first.denominator if first.denominator == second.denominator else None,
         coupled_inputs=first.coupled_inputs or second.coupled_inputs,
+        coupled_buffers=first.coupled_buffers or second.coupled_buffers,
         failure=first.failure or second.failure,
     )
 
@@ -168,6 +192,13 @@ def _tell(name: str, found: LossFound, *, trains: bool) -> None:
             f"{name} gives {found.coupled_inputs[0]} a tensor in which samples of the batch are coupled, as by"
             " normalising inputs by their mean. Each microbatch computes its own, so that results differ from those of"
             " one process, as they do between the replicas of DDP. Compute it in the dataset, or of each sample alone."
+        )
+    if found.coupled_buffers:
+        rank_zero_warn(
+            f"{name} changes the buffer {found.coupled_buffers[0]} by its batch, and gives a block what comes of it."
+            " Each microbatch changes it by its own samples, so that results differ from those of one process, as they"
+            " do between the replicas of DDP; at the end of the step the changes are joined. Use"
+            " pipeline.num_microbatches=1, or let blocks get the buffer of before the step."
         )
     if trains and found.kind != LossKind.MEAN:
         rank_zero_info(f"The loss of {name} {_SAYS[found.kind]}.")

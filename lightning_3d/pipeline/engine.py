@@ -92,6 +92,7 @@ class PipelineEngine:
         wait: Told when a step is traced or studied.
         unsplit: Stages whose backward stays in one piece where the schedule splits it.
         before_forward: Told which stage runs a microbatch, before it does.
+        has_budget: Whether a step's memory is predicted for the loss that the plan names.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class PipelineEngine:
         wait: Wait,
         unsplit: Collection[int] = (),
         before_forward: Callable[[int], None] = lambda stage: None,
+        has_budget: bool = False,
     ) -> None:
         self._unsplit = unsplit
         self._module, self._rank_module, self._plan, self._device = module, rank_module, plan, device
@@ -130,6 +132,7 @@ class PipelineEngine:
             source=self._source,
             device=device,
             wait=wait,
+            has_budget=has_budget,
         )
         self._stages = Stages(
             own=plan.stages_on(mesh.pp_rank),

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.reals import as_reals
+from lightning_3d.pipeline.coupled_buffers import coupled_buffers
 from lightning_3d.pipeline.coupled_inputs import coupled_inputs
 from lightning_3d.pipeline.denominators import TAIL
 from lightning_3d.pipeline.draws import Draws
@@ -57,6 +58,8 @@ class LossFound:
     """Which of the numbers that the step divides by shows the weights of a weighted loss."""
     coupled_inputs: tuple[str, ...] = ()
     """FQNs of blocks that get numbers in which samples are coupled already."""
+    coupled_buffers: tuple[str, ...] = ()
+    """FQNs of buffers that it changes by its batch, and from which blocks get something (``coupled_buffers.py``)."""
     failure: str | None = None
     """Why the step could not be studied."""
 
@@ -252,6 +255,7 @@ class LossStudy:
             unjoined=tuple(value for value, hows in self._trials.fits.items() if not hows),
             denominator=min(denominators & known, default=None),
             coupled_inputs=coupled_before,
+            coupled_buffers=coupled_buffers(self._runs.flow(compared[-1].call).trace),
         )
 
     def _compare(

@@ -117,6 +117,7 @@ class _Tracer(StepMode):
         self._num_calls: dict[str, int] = {}
         self._gradients: list[TracedGradient] = []
         self._names: dict[Tensor, frozenset[str]] = {}
+        self._changed_by_batch: set[Tensor] = set()  # of the module
         for name, tensor, _ in named_state(module):
             self._names[tensor] = self._names.get(tensor, frozenset()) | {name}
             self._fakes.of_state(tensor)
@@ -176,10 +177,20 @@ class _Tracer(StepMode):
         self._check_followed(tensors, name)
         is_recorded = any(tensor in self._ids for tensor in tensors)
         if not is_recorded and not any(tensor in self._sources for tensor in tensors):
-            return func(*args, **kwargs)
+            return self._run_on_batch(func, args, kwargs, tensors)
         if is_recorded and func in DIFFERENTIATING:
             self._note_gradient(name, args, is_grad=func is torch.autograd.grad)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
+
+    def _run_on_batch(self, func: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
+        """Make a call without tensors of blocks; note buffers that it changes by data of the batch."""
+        buffers = {tensor for tensor in tensors if tensor in self._names and not tensor.is_inference()}
+        if not buffers or all(tensor in self._names for tensor in tensors):
+            return func(*args, **kwargs)
+        versions = {buffer: version_of(buffer) for buffer in buffers}
+        output = func(*args, **kwargs)
+        self._changed_by_batch |= {buffer for buffer, version in versions.items() if version_of(buffer) != version}
+        return output
 
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fqn, block = runner.fqn, runner.block
@@ -287,6 +298,8 @@ class _Tracer(StepMode):
         changed = {
             i: fakes[i] for i in _positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]
         }
+        written = {leaves[i] for i in changed if not (leaves[i] in self._ids or isinstance(leaves[i], nn.Parameter))}
+        written |= {leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._changed_by_batch}
         aliased = self._retag_aliases([(leaves[i], fake) for i, fake in changed.items()], where) if changed else {}
         mutated = {i: self._new_id(leaves[i], fake) for i, fake in changed.items()}
         results, answer = self._answers(outputs, fakes, leaves, None if is_recorded else sources)
@@ -306,6 +319,7 @@ class _Tracer(StepMode):
                     mutated=mutated,
                     is_random=randomness.seen,
                     aliased=aliased,
+                    changed_buffers=frozenset[str]().union(*(self._names.get(leaf, frozenset()) for leaf in written)),
                     side=side[0] if side else SideOutputs(),
                 )
             )

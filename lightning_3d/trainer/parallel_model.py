@@ -226,6 +226,7 @@ def make_parallel(
             wait=wait,
             unsplit=unsplit,
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
+            has_budget=config.activations.plans_memory,
         )
         runner = PipelineRunner(
             module,
@@ -249,6 +250,7 @@ def make_parallel(
             products=frozenset(products.tables),
             is_unsplit=config.compile.enabled,
             partitions=config.activations.partition,
+            num_sharing=zero.num_sharing,
         )
         budget = Budget(step=memory, batch=step.microbatch)
     precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)

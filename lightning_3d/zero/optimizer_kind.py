@@ -35,6 +35,8 @@ elsewhere than in its groups, or was not understood."""
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, RMSprop, Adadelta, Adamax, ASGD, Rprop)
 _STEPS = 30  # some begin to do other things after a while
 _SHORT = 20  # of those that do not work element by element, which cost more
+_MOST_GROWTH = 500  # steps
+_NO_GROWTH = 10  # steps after which states are taken to grow no more
 _LRS = (1e-2, 1.0)  # a schedule may begin with 0; some learn their own rate, from 1 alone
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to how far parameters move
 
@@ -86,14 +88,36 @@ def _steps_apart(make: _Make, dim: int) -> bool:
 
 
 def num_states(optimizer: Optimizer) -> int:
-    """Tensors like a parameter that an optimizer makes for it, after the first step; 0 if it can't be tried."""
-    with random_states_kept():
-        try:
-            trial = Trial(maker(optimizer, optimizer.param_groups[0], _LRS[0]), [[Problem.random(2, 2, torch.float32)]])
-            trial.step(0)
-        except Exception:  # as in `_kind`
-            return 0
-    return trial.num_states()
+    """Tensors like a parameter that an optimizer keeps for it once they grow no more; 0 if it can't be tried.
+
+    That of LBFGS grows for as many iterations as it remembers.
+    """
+    with random_states_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for by_closure in (False, True):
+            torch.manual_seed(0)
+            try:
+                return _most_states(optimizer, by_closure=by_closure)
+            except Exception:  # as in `_kind`
+                continue
+    return 0
+
+
+def _most_states(optimizer: Optimizer, *, by_closure: bool) -> int:
+    problem = Problem.random(2, 1, torch.float32)
+    if by_closure:  # which takes many iterations
+        problem = Problem(torch.randn(8, 12), torch.empty(0))
+    trial = Trial(maker(optimizer, optimizer.param_groups[0], _LRS[0]), [[problem]])
+    goal, most, num_alike = torch.zeros_like(problem.values), 0, 0
+    for _ in range(_MOST_GROWTH):
+        goal = goal + 0.1 * torch.randn_like(goal)  # else one that has arrived remembers nothing more
+        trial.descend([goal], by_closure=by_closure)
+        num = trial.num_states()
+        num_alike = num_alike + 1 if num <= most else 0
+        most = max(most, num)
+        if num_alike == _NO_GROWTH:
+            break
+    return most
 
 
 _Make = Callable[[Any], Optimizer]

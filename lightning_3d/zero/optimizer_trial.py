@@ -105,11 +105,28 @@ class Trial:
             self.optimizer.step()
         group["params"] = settings["params"]
 
+    def descend(self, goals: Sequence[Tensor], *, by_closure: bool) -> None:
+        """Step once down a bowl around each goal, which is steeper along some elements than along others."""
+
+        def closure() -> Tensor:
+            height = torch.zeros(())
+            for parameter, goal in zip(self._parameters, goals, strict=True):
+                steepness = torch.linspace(0.1, 1.0, goal.numel()).view_as(goal)
+                parameter.grad = (parameter.detach() - goal) * steepness
+                height += (parameter.grad * (parameter.detach() - goal)).sum() / 2
+            return height
+
+        if by_closure:
+            self.optimizer.step(closure)  # type: ignore[arg-type]  # torch declares one that returns a float
+        else:
+            closure()
+            self.optimizer.step()
+
     def num_states(self) -> int:
-        """Tensors like the first parameter among its states."""
+        """Tensors with as many elements as the first parameter among its states."""
         first = self._parameters[0]
         states = [leaf for leaf in tree_leaves(self.optimizer.state[first]) if isinstance(leaf, Tensor)]
-        return sum(leaf.shape == first.shape for leaf in states)
+        return sum(leaf.numel() == first.numel() for leaf in states)
 
     def moved(self, index: int = 0) -> Tensor:
         """How far one problem's tensor is from where it began."""

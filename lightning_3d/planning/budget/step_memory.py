@@ -123,6 +123,7 @@ def step_memory(
     products: Collection[int],
     is_unsplit: bool,
     partitions: bool,
+    num_sharing: int,
 ) -> StepMemory:
     """Measure what the calls of a trace take.
 
@@ -131,6 +132,7 @@ def step_memory(
         trace: Of one microbatch, with its storages.
         device: Where it would run.
         products: Positions of calls of glue that make logits as heads do.
+        num_sharing: Ranks that share the training state of a replica's weights.
         partitions: Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks.
     """
     assert trace.storages is not None, "the trace notes its memory"
@@ -163,7 +165,7 @@ def step_memory(
                 i for i, meta in metas.items() if is_cut(meta.shape, plan.shape.tp, requires_grad=meta.requires_grad)
             ]
         whole = _bytes_of_gradients(block, tensor)
-        gradients[call.name] = whole + _reduced(whole, plan)
+        gradients[call.name] = _waiting(whole, plan, num_sharing)
         if fuses_loss and type(block) is nn.Linear:
             heads[position] = block.out_features // (1 if tensor is None else tensor.size)
     storages = storages.divided(divided, plan.shape.tp).with_slices(sliced, plan.shape.tp)
@@ -199,11 +201,14 @@ def _bytes_of_gradients(block: nn.Module, tensor: BlockTensorPlan | None) -> int
     return sum(p.nbytes // (size if fqn in sharded else 1) for fqn, p in trained.items())
 
 
-def _reduced(gradients: int, plan: Plan) -> int:
-    """Bytes of reduced gradients beside those that are waiting in buckets, until the backward has ended."""
-    if plan.shape.dp == 1 or plan.zero_stage not in (1, 2):
-        return 0
-    return 2 * gradients // plan.shape.dp  # what a collective gives, and the gradients that come of it
+def _waiting(gradients: int, plan: Plan, num_sharing: int) -> int:
+    """Bytes of a block's gradients between its backward and the end of that of all."""
+    if plan.shape.dp == 1 or plan.zero_stage == 0:
+        return gradients
+    if plan.zero_stage < 3:  # whole in buckets, what a collective gives, and the gradients that come of it
+        return gradients + 2 * gradients // plan.shape.dp
+    # FSDP2 reduces those of a unit when its backward has run; with a pipeline after that of all microbatches.
+    return gradients // num_sharing if plan.shape.pp == 1 else gradients
 
 
 def _estimated(own: CallStorages, storages: StepStorages) -> BlockMemory:
