@@ -88,6 +88,7 @@ from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.ranks.restarts import store_of_start
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.dynamo import modules_watched
+from lightning_3d.torch_internals.process_groups import one_gloo_thread
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
@@ -363,13 +364,14 @@ class ThreeDStrategy(ParallelStrategy):
         if not dist.is_initialized():
             store = store_of_start(shape.world_size, self._timeout)
             meeting: dict[str, Any] = {} if store is None else {"store": store}
-            lightning_helpers.connect(
-                self.cluster_environment,
-                self._process_group_backend,
-                timeout=self._timeout,
-                device_id=device_id,
-                **meeting,
-            )
+            with one_gloo_thread():
+                lightning_helpers.connect(
+                    self.cluster_environment,
+                    self._process_group_backend,
+                    timeout=self._timeout,
+                    device_id=device_id,
+                    **meeting,
+                )
         end_in_order()
         if self._rendezvous is None:
             self._rendezvous = Rendezvous.open(self._timeout.total_seconds())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -28,6 +30,7 @@ from lightning_3d.distributed.mesh import (
     warn_of_slow_groups,
 )
 from lightning_3d.errors import ConfigError
+from lightning_3d.torch_internals.process_groups import num_gloo_threads, one_gloo_thread
 from tests.workers import WorkerPools
 
 CUBE = MeshShape(pp=2, dp=2, cp=1, tp=2)
@@ -188,3 +191,50 @@ def _shared_twice() -> list[bool]:
 
 def test_runs_share_process_groups_until_one_rank_has_failed(workers: WorkerPools) -> None:
     assert workers(2).run(_shared_twice) == [[True, False, False, True, False]] * 2
+
+
+def _threads_of_groups(
+    shape: MeshShape, shard_size: int | Literal["auto"], *, are_users: bool
+) -> tuple[bool, set[int]]:
+    """Whether a mesh has the default group, and how many threads its groups have.
+
+    Args:
+        are_users: Whether the default group is as users make it.
+    """
+    rank, store = dist.get_rank(), dist.FileStore(str(Path("store").resolve()), shape.world_size)  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+    with nullcontext() if are_users else one_gloo_thread():
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=shape.world_size)
+    mesh = build_mesh(shape, zero_stage=3, device_type="cpu", shard_size=shard_size)
+    groups = [mesh.device_mesh.get_group(name) for name in mesh.device_mesh.mesh_dim_names or ()]
+    groups += [mesh.dp_group, mesh.replica_group]
+    first = mesh.groups.take_once([[rank] for rank in range(shape.world_size)])
+    assert first is not None
+    for group in groups:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert int(total) == group.size()
+    return dist.group.WORLD in groups, {num_gloo_threads(group, "cpu") for group in (*groups, first)}
+
+
+@pytest.mark.parametrize("are_users", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "shard_size"),
+    [
+        (MeshShape(pp=1, dp=2, cp=1, tp=1), "auto"),
+        (MeshShape(pp=2, dp=1, cp=1, tp=1), "auto"),
+        (MeshShape(pp=1, dp=4, cp=1, tp=1), 2),
+    ],
+)
+def test_gloo_runs_the_groups_of_a_mesh_in_one_thread(
+    workers: WorkerPools, shape: MeshShape, shard_size: int | Literal["auto"], are_users: bool
+) -> None:
+    """Two threads of a gloo group write to the same memory: processes crashed in or after gathers of DTensors."""
+    pool = workers(shape.world_size)
+    try:
+        assert (
+            pool.run(partial(_threads_of_groups, are_users=are_users), shape, shard_size)
+            == [(not are_users, {1})] * shape.world_size
+        )
+    finally:
+        pool.close()  # the store of the default group goes with the folder of the run

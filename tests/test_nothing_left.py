@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_3d.distributed.groups import GroupPool, MeshGroups
 from lightning_3d.distributed.mesh import AxisName, Mesh, MeshShape, build_mesh, forget_meshes, shared_mesh
+from lightning_3d.torch_internals.process_groups import num_gloo_threads
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import Layout, fitted, whole_state
 from tests.workers import WorkerPools
@@ -140,8 +141,21 @@ def _with_another_default() -> list[int]:
 
 
 def test_groups_that_users_destroy_with_the_default_one_are_made_anew(workers: WorkerPools) -> None:
-    assert workers(2).run(_with_another_default) == [[4, 4]] * 2
+    # gloo runs that of the user in two threads, so that no mesh takes it
+    assert workers(2).run(_with_another_default) == [[4, 5]] * 2
     workers(2).close()  # the store of the last default group goes with the folder of the run
+
+
+def _made_by_the_strategy() -> int:
+    dist.destroy_process_group()
+    fitted(LAYOUTS["zero3"], _model, batches=2, epochs=1)
+    assert dist.group.WORLD is not None
+    return num_gloo_threads(dist.group.WORLD, "cpu")
+
+
+def test_the_default_group_of_the_strategy_is_one_that_meshes_take(workers: WorkerPools) -> None:
+    assert workers(2).run(_made_by_the_strategy) == [1, 1]
+    workers(2).close()
 
 
 # -------------------------------------------------------------------------------------------------------------- meshes

@@ -26,6 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,6 +49,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -1590,6 +1592,42 @@ def _two_stores(path: Path) -> str:
 @canary(process_groups, "further_store")
 def test_a_further_store_shares_the_names_of_the_first(tmp_path: Path) -> None:
     assert _two_stores(tmp_path / "store") == "text"
+
+
+def _groups_of_gloo(path: Path) -> list[dist.ProcessGroup]:
+    """Groups as torch makes them, then others, each in both ways of debugging, after a collective in each."""
+    groups: list[Any] = []
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    for way in (dist.DebugLevel.OFF, dist.DebugLevel.DETAIL):
+        dist.set_debug_level(way)
+        groups.append(dist.new_group([0]))
+        with process_groups.one_gloo_thread():
+            groups.append(dist.new_group([0], timeout=timedelta(seconds=7)))
+    for group in groups:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert float(total) == 1
+    return groups
+
+
+@canary(process_groups, "one_gloo_thread", "num_gloo_threads")
+def test_gloo_runs_collectives_in_as_many_threads_as_its_options_say(tmp_path: Path) -> None:
+    made, cpu = distributed_c10d.ProcessGroupGloo, torch.device("cpu")
+    try:
+        torchs, ours, torchs_debugged, ours_debugged = _groups_of_gloo(tmp_path / "store")
+        assert [process_groups.num_gloo_threads(group, "cpu") for group in (torchs, torchs_debugged)] == [2, 2]
+        assert [process_groups.num_gloo_threads(group, "cpu") for group in (ours, ours_debugged)] == [1, 1]
+        names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+        assert names.count("pt_gloo_runloop\n") == 2 + 2 + 1 + 2 * (2 + 1), "that of the default group, and of these"
+        assert distributed_c10d.ProcessGroupGloo is made
+        theirs, own = (group._get_backend(cpu).options for group in (torchs, ours))
+        assert theirs._timeout == dist.default_pg_timeout
+        assert own._timeout == timedelta(seconds=7)
+        assert own.group_name == ours.group_name
+        assert own.global_ranks_in_group == theirs.global_ranks_in_group == [0]
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+        dist.destroy_process_group()
 
 
 @canary(lightning_helpers, "logging_as_alone")

@@ -42,6 +42,8 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
+from lightning_3d.torch_internals.process_groups import one_gloo_thread
+
 Result = TypeVar("Result")
 
 DEFAULT_TIMEOUT = 120.0
@@ -152,7 +154,8 @@ def _work(seat: _Seat, connection: Connection) -> None:
     torch.set_num_threads(1)
     rank_zero_only.rank = seat.rank  # type: ignore[attr-defined]  # Lightning hangs it on the function
     store = dist.FileStore(str(seat.store), seat.world_size)  # type: ignore[attr-defined]  # public, not in __all__
-    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world_size)
+    with one_gloo_thread():
+        dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world_size)
     # A Trainer puts Python's handlers back at its end, in the place of faulthandler's.
     _SignalConnector._valid_signals = staticmethod(lambda: signal.valid_signals() - CRASHES)  # type: ignore[method-assign]
     gc.freeze()  # what was imported so far need not be searched after every run

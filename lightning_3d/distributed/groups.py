@@ -2,7 +2,8 @@
 
 A group takes threads and sockets of gloo, or memory of NCCL. So a mesh takes those that link the same ranks from a mesh
 before it, and makes only what is missing. Two axes of one mesh have two groups, also where they link the same ranks, as
-their messages may cross; only those of one rank alone are one.
+their messages may cross; only those of one rank alone are one. The default group is taken, too, unless gloo runs it in
+several threads, in which DTensors must not be gathered (see ``torch_internals/process_groups.py``).
 
     a mesh takes groups       the first of each kind that it has not taken, or a new one; every rank takes alike
     nobody has the mesh       no Trainer, model, copy of it, or DTensor that uses it is left on this rank
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.torch_internals.dtensor import clear_caches
+from lightning_3d.torch_internals.process_groups import num_gloo_threads, one_gloo_thread
 
 RankSets = tuple[tuple[int, ...], ...]
 """Ranks that are linked, set by set; no rank is in two of them."""
@@ -70,7 +72,8 @@ class GroupPool:
         for kept in self._kept:
             if kept.sets == sets and kept.timeout == timeout and not kept.is_spoilt and kept not in besides:
                 return kept
-        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sets], timeout=timeout)
+        with one_gloo_thread():
+            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sets], timeout=timeout)
         kept = _Kept(sets=sets, timeout=timeout, group=group)
         self._kept.append(kept)
         return kept
@@ -121,10 +124,11 @@ class MeshGroups:
 
     Args:
         timeout: Of their collectives.
+        device_type: Where the tensors of its collectives lie.
     """
 
-    def __init__(self, pool: GroupPool, timeout: timedelta | None = None) -> None:
-        self._pool, self._timeout = pool, timeout
+    def __init__(self, pool: GroupPool, timeout: timedelta | None = None, device_type: str = "cpu") -> None:
+        self._pool, self._timeout, self._device_type = pool, timeout, device_type
         self._taken: list[_Kept] = []
         self._shared: dict[RankSets, dist.ProcessGroup | None] = {}
         self._mesh: weakref.ref[DeviceMesh] | None = None
@@ -135,7 +139,9 @@ class MeshGroups:
         wanted = tuple(map(tuple, sets))
         if wanted == (tuple(range(dist.get_world_size())),) and not self._has_default:
             self._has_default = True
-            return dist.group.WORLD
+            assert dist.group.WORLD is not None
+            if num_gloo_threads(dist.group.WORLD, self._device_type) <= 1:
+                return dist.group.WORLD
         is_alone = all(len(ranks) == 1 for ranks in wanted)
         kept = self._pool.take(wanted, self._timeout, besides=() if is_alone else self._taken)
         if kept not in self._taken:

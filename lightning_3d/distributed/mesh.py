@@ -234,7 +234,7 @@ def build_mesh(
 
     """
     assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
-    groups = MeshGroups(GroupPool()) if groups is None else groups
+    groups = MeshGroups(GroupPool(), device_type=device_type) if groups is None else groups
     num_shards = shape.dp if shard_size == "auto" else shard_size
     dp_shard = 1 if zero_stage == 0 else num_shards
     sizes = (shape.pp, shape.dp // dp_shard, dp_shard, shape.cp, shape.tp)
@@ -299,7 +299,7 @@ def shared_mesh(
         )
     unused = pool.agree([states for _, states in everyone])
     if made is None or not all(is_there for is_there, _ in everyone):
-        groups = MeshGroups(pool, timeout)
+        groups = MeshGroups(pool, timeout, device_type)
         made = build_mesh(shape, zero_stage=zero_stage, device_type=device_type, shard_size=shard_size, groups=groups)
         meshes[key] = made
     pool.destroy(unused)

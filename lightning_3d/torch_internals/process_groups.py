@@ -1,9 +1,27 @@
-"""The store that made the default process group, which torch keeps private."""
+"""The default process group's store, and the threads that gloo's groups run collectives in, which torch keeps private.
+
+torch 2.13 gives a gloo group two threads. After each collective a thread writes its name into a string of the group,
+without a lock (``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``). Names of more than 15 characters lie in
+memory of their own, and ``ALLGATHER_COALESCED`` is what functional collectives and DTensors gather by. So two threads
+that end collectives at the same time may free that memory twice, or write where it was: the process crashes, now or
+later, by "malloc(): unaligned tcache chunk detected" or the like.
+
+All ranks run the collectives of a group in the same order, so one thread can run them, too.
+"""
 
 from __future__ import annotations
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, not in __all__
-from torch.distributed.distributed_c10d import _get_default_store
+import os
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _ProcessGroupWrapper
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # public
+from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
+
+from lightning_3d.torch_internals.modules import attributes_replaced
 
 
 def further_store(name: str) -> Store:
@@ -13,3 +31,29 @@ def further_store(name: str) -> Store:
         name: Goes before each name.
     """
     return PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]  # not in its stub
+
+
+class _OneThread(ProcessGroupGloo):
+    """A gloo group as torch makes it, but for the number of its threads."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stub, as its attributes
+        options._devices = devices or [ProcessGroupGloo.create_default_device()]
+        options._timeout = timeout
+        options._threads = 1
+        super().__init__(store, rank, size, options)
+
+
+def one_gloo_thread() -> AbstractContextManager[None]:
+    """Let gloo groups that are made inside run their collectives in one thread each."""
+    return attributes_replaced(distributed_c10d, {"ProcessGroupGloo": _OneThread})
+
+
+def num_gloo_threads(group: dist.ProcessGroup, device_type: str) -> int:
+    """The number of threads in which gloo runs a group's collectives of tensors on a device; 0 for other backends."""
+    backend = group._get_backend(torch.device(device_type))
+    if isinstance(backend, _ProcessGroupWrapper):  # of TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = backend.wrapped_pg
+    return backend.options._threads if isinstance(backend, ProcessGroupGloo) else 0  # type: ignore[attr-defined]
