@@ -9,7 +9,7 @@ buffers that other code changes before the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, buffers_of, parameters_of
-from lightning_3d.torch_internals.tensors import version_of
+from lightning_3d.torch_internals.tensors import storage_of, version_of
 
 _SMALL = 2**16
 """Bytes of a tensor up to which its data are always kept."""
@@ -194,6 +194,11 @@ class BlockState:
             (tensor, version) for tensor, version in large if not self._changed[tensor] and not self._is_kept(tensor)
         ]
         state.keep(snapshot, states)
+
+    def storages(self) -> Set[int]:
+        """The memory of the buffers and other tensors that are put back for a recomputation."""
+        tensors = _tensors(self._modules)
+        return {storage for tensor in tensors if (storage := storage_of(tensor)) is not None}
 
     def _is_kept(self, tensor: Tensor) -> bool:
         return tensor.nbytes <= _SMALL or tensor in self._uncounted

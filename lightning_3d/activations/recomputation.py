@@ -23,6 +23,7 @@ from lightning_3d.activations.block_state import BlockState, StateBefore
 from lightning_3d.activations.kept_tensor import Keep, KeptTensor
 from lightning_3d.activations.observing_hooks import Observers, observers_noted, without_observers
 from lightning_3d.activations.selective import KeptResults
+from lightning_3d.activations.shared_memory import Stretch, stretches
 from lightning_3d.activations.transforms import transforms_refused
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import StepError
@@ -36,7 +37,7 @@ from lightning_3d.torch_internals.autograd import (
     next_node_number,
 )
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.torch_internals.tensors import untransformed, version_of
+from lightning_3d.torch_internals.tensors import storage_of, untransformed, version_of
 
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
@@ -107,12 +108,40 @@ class _Run:
         self._dtype = torch.get_default_dtype()  # a precision may set it for forwards alone
         self._observers: Observers = []
         self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
+        self._stretches: Sequence[Stretch] = ()
+        self._of_block: dict[int, Tensor] = {}  # arguments in the memory of the block's own tensors
 
     def kept(self) -> list[Any]:
         """Leaves of the arguments for the recomputation: copies of what the forward changes."""
+        own = self._owner.state.storages()
+        self._of_block = {i: leaf for i, leaf in enumerate(self._leaves) if _is_in(leaf, own) and self._may_change(i)}
+        leaves = [None if i in self._of_block else leaf for i, leaf in enumerate(self._leaves)]
+        self._stretches = stretches(leaves, self._may_change, self._owner.fqn)
+        kept = [_copied(leaf) if self._may_change(i) else leaf for i, leaf in enumerate(leaves)]
+        for stretch in self._stretches:
+            for part in stretch.parts:
+                kept[part.at] = None
+            kept[stretch.parts[0].at] = stretch.copied(leaves)
+        return cast(list[Any], as_called(kept))
+
+    def _may_change(self, i: int) -> bool:
         changed = self._owner.changed_inputs
-        leaves = [_copied(leaf) if changed is None or i in changed else leaf for i, leaf in enumerate(self._leaves)]
-        return cast(list[Any], as_called(leaves))
+        return changed is None or i in changed
+
+    def _leaves_of(self, kept: Sequence[Any], again: Callable[[Any, Set[int]], Any]) -> list[Any]:
+        """The leaves of the arguments.
+
+        Args:
+            again: Applied to each tensor that was kept, and the indices of the leaves that are in it.
+        """
+        leaves = [again(leaf, {i}) for i, leaf in enumerate(kept)]
+        for stretch in self._stretches:
+            parts = {part.at for part in stretch.parts}
+            for i, leaf in stretch.views(again(kept[stretch.parts[0].at], parts)):
+                leaves[i] = leaf
+        for i, leaf in self._of_block.items():
+            leaves[i] = leaf.detach()
+        return leaves
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Around the forward, and around its recomputations."""
@@ -135,7 +164,8 @@ class _Run:
         changed = {i for i, (leaf, version) in pairs if version is not None and version_of(leaf) != version}
         self._check_copied(changed)
         if self._owner.changed_inputs is None:  # also what torch does not count: collectives, `tensor.data`
-            changed.update(i for i, copy in enumerate(kept) if _is_other(copy, leaves[i]))
+            before = self._leaves_of(kept, lambda leaf, _: leaf)
+            changed.update(i for i, copy in enumerate(before) if _is_other(copy, leaves[i]))
         self.changed_inputs = changed | (self._owner.changed_inputs or frozenset())
         if self._results is not None:
             self._results.leave(output)
@@ -150,7 +180,7 @@ class _Run:
             )
 
     def _again(self, kept: Sequence[Any]) -> Any:
-        leaves = [leaf.clone() if i in self.changed_inputs else leaf for i, leaf in enumerate(kept)]
+        leaves = self._leaves_of(kept, self._to_change)
         args, kwargs = self._with_leaves(as_called(leaves))
         token, dtype = _RECOMPUTING.set(True), torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
@@ -160,6 +190,10 @@ class _Run:
         finally:
             torch.set_default_dtype(dtype)
             _RECOMPUTING.reset(token)
+
+    def _to_change(self, kept: Any, within: Set[int]) -> Any:
+        """What was kept, or a copy of it where the forward changes it."""
+        return kept if kept is None or self.changed_inputs.isdisjoint(within) else kept.clone()
 
 
 class _Anew(AbstractContextManager[None]):
@@ -183,6 +217,10 @@ class _Anew(AbstractContextManager[None]):
 
 def _is_versioned(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
+
+
+def _is_in(leaf: Any, storages: Set[int]) -> bool:
+    return bool(storages) and type(leaf) is Tensor and storage_of(leaf) in storages
 
 
 def _copied(leaf: Any) -> Any:

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
-def _groups(unit: FSDPModule) -> Iterator[Any]:
+def groups_of(unit: FSDPModule) -> Iterator[Any]:
+    """The groups of parameters of a unit."""
     yield from fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
 
 
 def shards_of(unit: FSDPModule) -> list[Tensor]:
     """The memory of the shards of a unit's own parameters, padding included."""
-    return [sharded._sharded_param_data for group in _groups(unit) for sharded in group.fsdp_params]
+    return [sharded._sharded_param_data for group in groups_of(unit) for sharded in group.fsdp_params]
 
 
 def move_shards(unit: FSDPModule, memory: Callable[[torch.Size, torch.dtype], Tensor]) -> None:
@@ -25,7 +26,7 @@ def move_shards(unit: FSDPModule, memory: Callable[[torch.Size, torch.dtype], Te
     Args:
         memory: Makes a tensor on the CPU, for a unit with ``CPUOffloadPolicy(pin_memory=False)``.
     """
-    for group in _groups(unit):
+    for group in groups_of(unit):
         for sharded in group.fsdp_params:
             local = sharded.sharded_param._local_tensor
             padded = memory(sharded.padded_sharded_param_size, local.dtype)
@@ -41,7 +42,7 @@ def when_gathered(unit: FSDPModule, gathered: Callable[[list[Tensor]], None]) ->
 
     A custom all-gather would not do: a mesh of one rank has none.
     """
-    for group in _groups(unit):
+    for group in groups_of(unit):
         group._to_unsharded = _Then(group, group._to_unsharded, gathered)
 
 

@@ -43,6 +43,13 @@ storage_id: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 """Equal for storages that are the same memory, also where there is none, as with fake tensors."""
 
 
+def storage_of(tensor: Tensor) -> int | None:
+    """What `storage_id` gives of a tensor's memory; None for one that has none of its own, as sparse ones."""
+    if tensor.layout is not torch.strided or tensor.is_nested or untransformed(tensor) is not tensor:
+        return None
+    return storage_id(tensor.untyped_storage())
+
+
 def count_as_parameter(tensor: Tensor) -> None:
     """Let ``isinstance(tensor, nn.Parameter)`` hold."""
     tensor._is_param = True

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.torch_internals.fsdp_changes import ChangeableArguments
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -75,6 +76,7 @@ class FullySharded(Zero):
                 block.register_forward_pre_hook(self._reads.read_arguments, prepend=True, with_kwargs=True)
                 block.register_forward_hook(self._written[block].take_after, prepend=True)
                 block.register_forward_hook(self._watch_backward)
+                ChangeableArguments(unit, self._watch_backward_of)
         self.num_sharing = self._replicas.num_shards
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
         sharded = self.shards.keys() - self._replicated
@@ -208,7 +210,10 @@ class FullySharded(Zero):
     def _watch_backward(self, unit: nn.Module, args: object, output: object) -> None:
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._keep_for_second)
+                self._watch_backward_of(leaf)
+
+    def _watch_backward_of(self, tensor: Tensor) -> None:
+        tensor.register_hook(self._keep_for_second)
 
     def _keep_for_second(self, _: Tensor) -> None:
         """In a backward whose graph is kept for a second one, which reads the same gathered parameters."""
