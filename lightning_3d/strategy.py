@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -89,7 +89,7 @@ from lightning_3d.ranks.restarts import store_of_start
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
-from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
+from lightning_3d.trainer.compiled_code import second_gradients_refused, uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
@@ -657,7 +657,8 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        with self._parts.runner.around_backward(closure_loss):
+        refused = second_gradients_refused() if self.config.compile.enabled else nullcontext()
+        with self._parts.runner.around_backward(closure_loss), refused:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if not self._module.automatic_optimization:
             self._precision.after_manual_backward()

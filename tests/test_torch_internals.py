@@ -55,6 +55,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -75,6 +77,7 @@ from lightning_3d.torch_internals import (
     dynamo,
     fake_tensors,
     fsdp,
+    fsdp_changes,
     fsdp_units,
     joint_graph,
     lightning_helpers,
@@ -326,6 +329,17 @@ def test_transforms_refuse_hooks() -> None:
     assert not autograd.is_refusal_of_hooks(RuntimeError("another"))
 
 
+@canary(autograd, "is_refusal_of_compiled_code")
+def test_compiled_code_refuses_second_gradients() -> None:
+    x = torch.ones(2, requires_grad=True)
+    function = dynamo.compiled(torch.sin, backend="aot_eager", mode="default", compiling=contextlib.nullcontext)
+    (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        gradient.sum().backward()
+    assert autograd.is_refusal_of_compiled_code(caught.value)
+    assert not autograd.is_refusal_of_compiled_code(RuntimeError("another"))
+
+
 @canary(autograd, "is_cast")
 def test_casts_are_known() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
@@ -403,12 +417,14 @@ def test_parameters_made_of_a_subclass() -> None:
     assert seen == [True, False]
 
 
-@canary(tensors, "storage_id", "typed_storage")
+@canary(tensors, "storage_id", "storage_of", "typed_storage")
 def test_storages() -> None:
     with fake_tensors.FakeTensorMode():
         tensor, other = torch.zeros(2), torch.zeros(2)
     assert tensors.storage_id(tensor.untyped_storage()) == tensors.storage_id(tensor[:1].untyped_storage())
     assert tensors.storage_id(tensor.untyped_storage()) != tensors.storage_id(other.untyped_storage())
+    assert tensors.storage_of(tensor) == tensors.storage_id(tensor.untyped_storage())
+    assert tensors.storage_of(torch.eye(2).to_sparse()) is None
     assert isinstance(tensors.typed_storage(torch.zeros(2)), torch.TypedStorage)
 
 
@@ -1162,9 +1178,39 @@ def _shards_in_other_memory() -> None:
         assert not unit(torch.ones(1, 3)).any()
 
 
-@canary(fsdp, "shards_of", "move_shards", "when_gathered")
+@canary(fsdp, "groups_of", "shards_of", "move_shards", "when_gathered")
 def test_shards_in_other_memory(workers: WorkerPools) -> None:
     workers(2).run(_shards_in_other_memory)
+
+
+class _InPlace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
+
+
+def _changed_arguments() -> None:
+    torch.manual_seed(0)
+    plain, seen = _InPlace(3, 3), list[Tensor]()
+    unit = fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    fsdp_changes.ChangeableArguments(unit, seen.append)
+    start, found = torch.ones(2, 3, requires_grad=True), []
+    for block in (plain, unit):
+        x = start * 1.0
+        (block(x).sum() + x.square().sum()).backward()
+        weight = next(block.parameters()).grad
+        found += [start.grad, weight.full_tensor() if isinstance(weight, DTensor) else weight]
+        start.grad = None
+    assert len(seen) == 1
+    assert seen[0] is x
+    assert all(torch.equal(a, b) for a, b in zip(found[:2], found[2:], strict=True))
+    view = torch.ones(2, requires_grad=True).cos().unbind()[0]
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        view.mul_(2)  # as torch has it, whose reasons `_get_creation_meta` tells
+
+
+@canary(fsdp_changes, "ChangeableArguments")
+def test_arguments_that_a_unit_changes(workers: WorkerPools) -> None:
+    workers(2).run(_changed_arguments)
 
 
 @canary(pipelining, "finish_backward")
@@ -1353,6 +1399,27 @@ def test_marks_in_a_joint_graph() -> None:
     assert kept(lambda operator: False) == inputs
     assert kept(lambda operator: operator is torch.ops.aten.mm.default) == inputs + 2 * 64
     assert inputs < kept(None) <= inputs + 2 * 2 * 64
+
+
+@canary(joint_graph, "PlainSums", "refuse_other_draws")
+def test_graphs_that_compilers_get_wrong() -> None:
+    def total(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return torch.add(x, a @ b, alpha=0.1) + torch.add(a.int(), 2, alpha=3)
+
+    tensors = torch.rand(2, 2), torch.rand(2, 2, dtype=torch.float64).float(), torch.rand(2, 2)
+    traced = make_fx(total, tracing_mode="fake")(*tensors)
+    joint_graph.PlainSums()(traced.graph)
+    traced.recompile()
+    torch.testing.assert_close(traced(*tensors), total(*tensors))
+    assert not any("alpha" in node.kwargs for node in traced.graph.nodes)
+
+    def drawn(x: Tensor) -> Tensor:
+        return torch.empty(2, 8)[:, :: len(x)].normal_()
+
+    for length in (1, 2):
+        traced = make_fx(functionalize(drawn), tracing_mode="fake")(torch.ones(length))
+        with pytest.raises(RuntimeError, match="random numbers") if length == 2 else contextlib.nullcontext():
+            joint_graph.refuse_other_draws(traced.graph)
 
 
 @canary(capture, "is_captured", "recomputed_when_compiled")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import Call, Dense, running
 from lightning_3d.model.eager_blocks import EagerWarnings
 from lightning_3d.model.norm_forward import is_watched
+from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.torch_internals.capture import recompile_limit
 from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.torch_internals.dynamo import compiled, compiler_errors, is_limit
@@ -32,6 +34,7 @@ class DenseCompiler:
     Args:
         is_kept: Tells operators whose results are kept in blocks that are recomputed selectively.
         wait: Told of each kind of call that is compiled.
+        whole: Applied to each leaf of their arguments: makes tensors of subclasses plain that stand for values to come.
         is_telling: Whether this rank warns.
     """
 
@@ -40,10 +43,11 @@ class DenseCompiler:
         config: CompileConfig,
         is_kept: Callable[[OpOverload], bool],
         wait: Wait = not_told,
+        whole: Callable[[Any], Any] = lambda leaf: leaf,
         *,
         is_telling: bool = True,
     ) -> None:
-        self._config, self._is_kept, self._wait = config, is_kept, wait
+        self._config, self._is_kept, self._wait, self._whole = config, is_kept, wait, whole
         self._functions: dict[Hashable, Call] = {}
         self.warnings = EagerWarnings(is_telling=is_telling)
 
@@ -53,6 +57,12 @@ class DenseCompiler:
         if is_layer or running(block).is_compiled_by_author:
             return None
         return _CompiledForward(block, self)
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments whose tensors have values."""
+        leaves, with_leaves = flatten_call(args, kwargs)
+        whole = [self._whole(leaf) for leaf in leaves]
+        return (args, kwargs) if all(map(is_, whole, leaves)) else with_leaves(whole)
 
     def function(self, block: nn.Module, function: Call, *, is_selective: bool) -> Call:
         """Runs a forward of blocks like this one compiled."""
@@ -81,6 +91,7 @@ class _CompiledForward:
     def __call__(self, forward: Call, eagerly: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_compilable or _is_observed() or any(norm.training and is_watched(norm) for norm in self._norms):
             return eagerly(*args, **kwargs)
+        args, kwargs = self._compiler.whole(args, kwargs)
         wait_for(self._parameters)  # compiled code reads them beneath torch's functions
         function, owner = (forward.__func__, (forward.__self__,)) if isinstance(forward, MethodType) else (forward, ())
         key = function, running(self._block).recomputed_eagerly is not None

@@ -7,8 +7,10 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.fx import GraphModule
 
 from lightning_3d.torch_internals.dispatch import OpOverload
+from lightning_3d.torch_internals.modules import attributes_replaced
 
 
 def compile_graph(
@@ -18,7 +20,7 @@ def compile_graph(
     mode: str,
     is_kept: Callable[[OpOverload], bool] | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph whose random numbers stay those of eager code.
+    """Compile a graph whose random numbers stay those of eager code, and whose backward may run several times.
 
     Args:
         graph: Any module that takes and returns tensors, though they declare a GraphModule.
@@ -28,7 +30,12 @@ def compile_graph(
         is_kept: Tells operators whose results are kept for the backward from those that it computes again; None leaves
             the choice to torch.
     """
-    compiled: Callable[..., Any] = _backend(backend, mode, is_kept)(graph, inputs)
+    from torch._functorch._aot_autograd import graph_compile  # takes a second, as do those below
+
+    # Else a backward writes into what it got from its forward, and refuses to run twice.
+    nothing_donated: dict[str, Any] = {"collect_bw_donated_buffer_idxs": lambda *args: []}
+    with attributes_replaced(graph_compile, nothing_donated):
+        compiled: Callable[..., Any] = _backend(backend, mode, is_kept)(graph, inputs)
     return compiled
 
 
@@ -39,11 +46,23 @@ def _backend(backend: str, mode: str, is_kept: Callable[[OpOverload], bool] | No
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor import list_mode_options
 
-    from lightning_3d.torch_internals.joint_graph import JointGraphPass
+    from lightning_3d.torch_internals.joint_graph import JointGraphPass, PlainSums, refuse_other_draws
 
     marks = JointGraphPass(is_kept)
     if backend != "inductor":
-        return aot_autograd(fw_compiler=boxed_nop, partition_fn=marks.partition, keep_inference_input_mutations=True)
+
+        def without_backward(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            refuse_other_draws(graph.graph)
+            run: Callable[..., Any] = boxed_nop(graph, inputs)
+            return run
+
+        return aot_autograd(
+            fw_compiler=boxed_nop,
+            inference_compiler=without_backward,
+            partition_fn=marks.partition,
+            keep_inference_input_mutations=True,
+        )
     inductor: Callable[..., Any] = lookup_backend(backend)
-    options = {**list_mode_options(mode), "fallback_random": True, "joint_custom_post_pass": marks}
+    passes = {"joint_custom_pre_pass": PlainSums(), "joint_custom_post_pass": marks}
+    options = {**list_mode_options(mode), "fallback_random": True, **passes}
     return partial(inductor, config_patches=options)

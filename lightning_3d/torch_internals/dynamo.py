@@ -31,7 +31,7 @@ def compiled(
     """Compile a function as one piece when calls of a new kind come; what it raises then is a `compiler_errors`.
 
     Random numbers of what is compiled are those of eager code. The backward is compiled with the forward, so that it
-    fails there. Other compiled forms of the same code do not count for ``recompile_limit``.
+    fails there; it may run several times. Other compiled forms of the same code do not count for ``recompile_limit``.
 
     Args:
         function: A module may be among its arguments.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -30,8 +31,56 @@ _CHANGE = torch.ops.aten.copy_.default
 """Writes what became of an input into it; an input that has a gradient is written behind the graph, from a result."""
 _SMALL = 2**16
 """Bytes of an input up to which it is copied where it may change."""
+_aten = torch.ops.aten
+_FILLS = frozenset(
+    {
+        *(_aten.bernoulli.p, _aten.bernoulli.Tensor, _aten.cauchy.default, _aten.exponential.default),
+        *(_aten.geometric.default, _aten.log_normal.default, _aten.normal_functional.default),
+        *(_aten.random.default, getattr(_aten.random, "from"), _aten.random.to, _aten.uniform.default),
+    }
+)
+"""What becomes of operators that fill their first argument with random numbers."""
 _ORIGINS = "desc"
 """Which input or result of the function a placeholder is, or each result of the graph."""
+
+
+class PlainSums(CustomGraphPass):
+    """Writes sums with a factor (``torch.add(x, y, alpha=0.1)``) as products and sums, before inductor sees the graph.
+
+    Some of its patterns take such a sum for a plain one: ``torch.add(x, a @ b, alpha=0.1)`` becomes ``x + a @ b``.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite the sums of a graph."""
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
+            first, second = node.args
+            factor: Any = node.kwargs.get("alpha", 1)
+            if isinstance(factor, int | float) and factor == 1:
+                continue
+            with graph.inserting_before(node):
+                scaled = (
+                    _scaled(graph, node, second, factor) if isinstance(second, Node) else cast(Any, second) * factor
+                )
+            node.args, node.kwargs = (first, scaled), {}
+
+    def uuid(self) -> Any:
+        """Part of the key by which compiled code is found again."""
+        return get_hash_for_files((__file__,))
+
+
+def _scaled(graph: Graph, total: Node, value: Node, factor: Any) -> Node:
+    """A factor times what is added, in the dtype of the sum."""
+    dtype = total.meta["val"].dtype
+    if value.meta["val"].dtype != dtype:
+        value = _called(graph, total, torch.ops.prims.convert_element_type.default, value, dtype)
+    return _called(graph, total, torch.ops.aten.mul.Tensor, value, factor)
+
+
+def _called(graph: Graph, like: Node, operator: OpOverload, *args: Any) -> Node:
+    made = graph.call_function(operator, args)
+    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
+    made.meta = {**like.meta, "val": operator(*values)}
+    return made
 
 
 class JointGraphPass(CustomGraphPass):
@@ -46,7 +95,12 @@ class JointGraphPass(CustomGraphPass):
         self._is_kept = is_kept
 
     def __call__(self, graph: Graph) -> None:
-        """Mark the nodes of a graph; one without a backward is left as it is."""
+        """Mark the nodes of a graph; one without a backward is left as it is.
+
+        Raises:
+            RuntimeError: it draws random numbers otherwise than eager code.
+        """
+        refuse_other_draws(graph)
         if not any(map(_is_tangent, graph.nodes)):
             return
         _copy_changing_inputs(graph)
@@ -64,6 +118,25 @@ class JointGraphPass(CustomGraphPass):
         self(module.graph)
         cut: tuple[GraphModule, GraphModule] = min_cut_rematerialization_partition(module, inputs, **kwargs)
         return cut
+
+
+def refuse_other_draws(graph: Graph) -> None:
+    """Refuse to compile what fills a part of a tensor, element by element, that is not one stretch of memory.
+
+    Eager code draws in another order there than what is compiled.
+
+    Raises:
+        RuntimeError: the graph does.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _FILLS or not isinstance(node.args[0], Node):
+            continue
+        filled = node.args[0].meta["val"]
+        if not is_non_overlapping_and_dense_or_false(filled):
+            raise RuntimeError(
+                f"it draws random numbers into a view of shape {tuple(filled.shape)} and strides {filled.stride()}, in"
+                " another order than eager code"
+            )
 
 
 def _is_tangent(node: Node) -> bool:

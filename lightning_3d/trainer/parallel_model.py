@@ -275,7 +275,7 @@ def make_parallel(
 def _compiled_by(config: CompileConfig, mesh: Mesh, wait: Wait) -> Callable[[nn.Module], Dense | None]:
     if not config.enabled:
         return lambda block: None
-    return DenseCompiler(config, is_costly, wait, is_telling=mesh.dp_rank == 0 and mesh.coordinate.tp == 0).of
+    return DenseCompiler(config, is_costly, wait, whole, is_telling=mesh.dp_rank == 0 and mesh.coordinate.tp == 0).of
 
 
 def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -> None:
