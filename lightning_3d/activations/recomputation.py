@@ -192,7 +192,7 @@ class _Run:
             _RECOMPUTING.reset(token)
 
     def _to_change(self, kept: Any, within: Set[int]) -> Any:
-        """What was kept, or a copy of it where the forward changes it."""
+        """A leaf that was kept, or a copy of it where the forward changes it."""
         return kept if kept is None or self.changed_inputs.isdisjoint(within) else kept.clone()
 
 

@@ -80,7 +80,7 @@ class _Given:
         base = base_of(tensor)
         self.tensor, self.view, self._end = tensor, view, end
         self.root = tensor if base is None else base
-        """What has the history of all its views."""
+        """The tensor that has the history of all its views."""
         self._before: Node | None = self.root.grad_fn
 
     def is_changed(self) -> bool:
@@ -130,7 +130,7 @@ class _Entering:
 
 
 def _changeable(tensor: Tensor, output: Tensor) -> Tensor:
-    """What may be changed in place if the tensor may, in place of the function's output."""
+    """A view that may be changed in place if the tensor may, for the function's output."""
     is_output = is_view(tensor) and _get_creation_meta(tensor) != CreationMeta.DEFAULT
     if is_output or tensor.layout is not torch.strided or tensor.is_nested:
         return output

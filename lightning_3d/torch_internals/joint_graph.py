@@ -39,7 +39,7 @@ _FILLS = frozenset(
         *(_aten.random.default, getattr(_aten.random, "from"), _aten.random.to, _aten.uniform.default),
     }
 )
-"""What becomes of operators that fill their first argument with random numbers."""
+"""The operators that remain in graphs of those that fill their first argument with random numbers."""
 _ORIGINS = "desc"
 """Which input or result of the function a placeholder is, or each result of the graph."""
 

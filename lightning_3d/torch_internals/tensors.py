@@ -44,7 +44,7 @@ storage_id: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """What `storage_id` gives of a tensor's memory; None for one that has none of its own, as sparse ones."""
+    """The `storage_id` of a tensor's memory; None for one that has none of its own, as sparse ones."""
     if tensor.layout is not torch.strided or tensor.is_nested or untransformed(tensor) is not tensor:
         return None
     return storage_id(tensor.untyped_storage())
