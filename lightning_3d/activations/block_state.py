@@ -1,10 +1,11 @@
 """State of a block before a forward, for the recomputation of that forward: attributes, buffers, generators.
 
-Most forwards change no attribute, and then nothing of it is kept. The data of small tensors always are, as torch does
-not count every change of them (of running statistics, through ``tensor.data``); of a large one that they change; and
-always of one that the first forward changed without torch counting it (codebooks of vector quantisation). What can't be
-put back is refused: weights that a forward changes, unless it does so once and for all, as clamping does, and large
-buffers that other code changes before the backward.
+Attributes are kept as references, as code around the block may set others before the backward: a rate of dropout, an
+adapter, weights of a functional call. The data of small tensors always are, as torch does not count every change of
+them (of running statistics, through ``tensor.data``); of a large one that the forward changes; and always of one that
+the first forward changed without torch counting it (codebooks of vector quantisation). What can't be put back is
+refused: weights that a forward changes, unless it does so once and for all, as clamping does, and large buffers that
+other code changes in place before the backward.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_3d.activations.registries import Registries
 from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
@@ -26,7 +28,7 @@ _SMALL = 2**16
 """Bytes of a tensor up to which its data are always kept."""
 
 _IGNORED = TORCH_ATTRIBUTES - {BUFFERS, "training"}
-"""Parameters, which ZeRO gathers and frees; modules; hooks."""
+"""Parameters, modules and hooks: see `Registries`."""
 
 
 class StateBefore:
@@ -42,7 +44,8 @@ class StateBefore:
     ) -> None:
         self._fqn, self._modules, self._generators, self._is_kept = fqn, modules, generators, is_kept
         self._data = self._data_now()
-        self._snapshot: Snapshot | None = None
+        self._snapshot: Snapshot | None = None  # until the forward ends, in which a backward may run
+        self._registries = Registries(modules)
         self._drawn_from: RandomStates | None = None
         self.changed_weights: Sequence[Tensor] = ()
         """The weights that the forward changed."""
@@ -57,10 +60,9 @@ class StateBefore:
         self._data.append((tensor, data))
 
     def keep(self, snapshot: Snapshot, states: RandomStates) -> None:
-        """Keep what the forward that ends now changed."""
-        if snapshot.differs():
-            snapshot.leave_unchanged()
-            self._snapshot = snapshot
+        """Keep what was there before the forward that ends now."""
+        snapshot.leave_unchanged()
+        self._snapshot = snapshot
         if not self._generators.are_at(states):
             self._drawn_from = states
 
@@ -78,8 +80,8 @@ class StateBefore:
                     " its forward left alone, was changed in place since. Change it after the backward, or leave the"
                     " block out of activations.blocks."
                 )
-        now = self._data_now()
-        with self._attributes_back(), self._numbers_back(), self._same_weights():
+        now = self._data_now() + [(tensor, tensor.detach().clone()) for tensor, _ in self._data]
+        with self._attributes_back(), self._registries.back(), self._numbers_back(), self._same_weights():
             _put_data(self._data)
             try:
                 yield

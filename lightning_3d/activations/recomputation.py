@@ -24,6 +24,7 @@ from lightning_3d.activations.kept_tensor import Keep, KeptTensor
 from lightning_3d.activations.observing_hooks import Observers, observers_noted, without_observers
 from lightning_3d.activations.selective import KeptResults
 from lightning_3d.activations.shared_memory import Stretch, stretches
+from lightning_3d.activations.torch_settings import TorchSettings
 from lightning_3d.activations.transforms import transforms_refused
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import StepError
@@ -40,6 +41,11 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import storage_of, untransformed, version_of
 
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
+
+_NOT_COMPILED = (
+    "activations.recompute runs blocks eagerly inside of code that torch.compile made. Compile the blocks by"
+    " compile.enabled=true, or block by block, as by block.compile(); or leave them out of activations.blocks."
+)
 
 
 def is_recomputing() -> bool:
@@ -77,6 +83,7 @@ class Recomputation:
         """The leaves of its arguments that a forward changes in place; None before the first one."""
         self.checkpoints_itself = False
 
+    @torch.compiler.disable(reason=_NOT_COMPILED)  # type: ignore[untyped-decorator]
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the block."""
         stands_aside = self.checkpoints_itself or is_in_backward() or is_checkpointing()
@@ -105,7 +112,7 @@ class _Run:
         self._leaves = [owner.whole(leaf) for leaf in leaves]
         self.changed_inputs: Set[int] = frozenset()
         self._state: StateBefore
-        self._dtype = torch.get_default_dtype()  # a precision may set it for forwards alone
+        self._settings = TorchSettings()
         self._observers: Observers = []
         self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
         self._stretches: Sequence[Stretch] = ()
@@ -182,13 +189,11 @@ class _Run:
     def _again(self, kept: Sequence[Any]) -> Any:
         leaves = self._leaves_of(kept, self._to_change)
         args, kwargs = self._with_leaves(as_called(leaves))
-        token, dtype = _RECOMPUTING.set(True), torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
+        token = _RECOMPUTING.set(True)
         try:
-            with self._state.back(), without_observers(self._observers):
+            with self._settings.back(), self._state.back(), without_observers(self._observers):
                 return self._call(*args, **kwargs)
         finally:
-            torch.set_default_dtype(dtype)
             _RECOMPUTING.reset(token)
 
     def _to_change(self, kept: Any, within: Set[int]) -> Any:

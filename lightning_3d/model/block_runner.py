@@ -119,6 +119,7 @@ class BlockRunner:
         self.deferred: Deferred | None = None
         """Answers calls before their hooks gather weights."""
         self._is_late = False  # a call that was deferred is made
+        self._is_recomputed = False  # a call that its author compiled runs, and is computed again as a whole
         self.own_forward: Call = block.forward
         self._hidden = {name: vars(block)[name] for name in (_FORWARD, CALL) if name in vars(block)}
         self._around: Around | None = None
@@ -218,8 +219,25 @@ class BlockRunner:
             self.meet(f"a call of {self.fqn}")
 
     def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._hidden[CALL] if CALL in self._hidden else call_of(self.block)
+        call = call_of(self.block)
+        if CALL in self._hidden:
+            call = self._recomputing(self._hidden[CALL])
         return self._watched(call if self.deferred is None else self._deferring(call, self.deferred))(*args, **kwargs)
+
+    def _recomputing(self, compiled: Call) -> Call:
+        """A call of the block as its author compiled it, in one with what recomputes it, which no compiler follows."""
+        recomputed = self.recomputed
+        if recomputed is None or self.route is None or self._around is not None:
+            return compiled
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._is_recomputed = True
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                self._is_recomputed = False
+
+        return lambda *args, **kwargs: recomputed(run, args, kwargs)
 
     def _deferring(self, call: Call, deferred: Deferred) -> Call:
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -259,7 +277,7 @@ class BlockRunner:
             return self._keep_little(*args, **kwargs)
 
     def _keep_little(self, *args: Any, **kwargs: Any) -> Any:
-        if self.recomputed is None or self.route is None:
+        if self.recomputed is None or self.route is None or self._is_recomputed:
             return self._compute(*args, **kwargs)
         return self.recomputed(self._compute, args, kwargs)
 

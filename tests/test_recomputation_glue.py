@@ -1,0 +1,223 @@
+"""Code around recomputed blocks that changes them between forward and backward: the backward finds the forward's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_3d.errors import StepError
+from tests.models import Regression, features
+from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.workers import WorkerPools
+
+WIDTH = 8
+MODES = ("full", "selective")
+
+
+class Part(nn.Module):
+    """What others change: submodules, attributes, buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+        self.function: Callable[[Tensor], Tensor] = torch.tanh
+        self.register_buffer("gate", torch.ones(WIDTH))
+        self.register_buffer("table", torch.ones(256, 128))  # of more than 64 KiB
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.function(self.inner(x) * self.gate * self.table.mean())
+        q = hidden.view(-1, 1, 2, WIDTH // 2)
+        attended = F.scaled_dot_product_attention(q, q, q).view_as(x)
+        return x + self.outer(self.dropout(attended).sin())
+
+
+@contextmanager
+def _set(part: nn.Module, **attributes: Any) -> Iterator[None]:
+    before = {name: getattr(part, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(part, name, value)
+    yield
+    for name, value in before.items():
+        setattr(part, name, value)
+
+
+@contextmanager
+def _evaluating(part: Part) -> Iterator[None]:
+    was_training = part.training
+    part.eval()
+    yield
+    part.train(was_training)
+
+
+@contextmanager
+def _hooked(part: Part) -> Iterator[None]:
+    hooks = (
+        part.inner.register_forward_pre_hook(lambda module, args: (args[0] * 0.3,)),
+        part.inner.register_forward_hook(lambda module, args, kwargs, output: output + 0.5, with_kwargs=True),
+    )
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def _with_another_weight(part: Part) -> Iterator[None]:
+    weight = part.inner.weight
+    del part.inner.weight
+    part.inner.weight = weight * 0.5
+    yield
+    del part.inner.weight
+    part.inner.weight = weight
+
+
+HABITS: dict[str, Callable[[Part, nn.Module], AbstractContextManager[Any]]] = {
+    "a rate": lambda part, adapter: _set(part.dropout, p=0.7),
+    "a function": lambda part, adapter: _set(part, function=torch.exp),
+    "a flag": lambda part, adapter: _evaluating(part),
+    "an adapter": lambda part, adapter: _set(part, outer=adapter),
+    "a forward": lambda part, adapter: _set(part.inner, forward=adapter.forward),
+    "hooks": lambda part, adapter: _hooked(part),
+    "a weight": lambda part, adapter: _with_another_weight(part),
+    "a small buffer": lambda part, adapter: _set(part, gate=torch.full((WIDTH,), 0.3)),
+    "a large buffer": lambda part, adapter: _set(part, table=torch.full((256, 128), 0.3)),
+    "kernels": lambda part, adapter: sdpa_kernel(SDPBackend.MATH),
+}
+
+
+class Changing(Regression):
+    """Calls each block as it is, and changed."""
+
+    def __init__(self, habit: str) -> None:
+        super().__init__()
+        self.habit = habit
+        self.blocks = nn.ModuleList(Part() for _ in range(2))
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert isinstance(block, Part)
+            x = block(x)
+            with HABITS[self.habit](block, self.adapter):
+                x = block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+class Functional(Changing):
+    """Calls all of it with other weights, which lead back to its own."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        weights = {name: weight * 0.8 for name, weight in self.named_parameters()}
+        loss = F.mse_loss(functional_call(self, weights, (batch[0],)), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+def _assert_as_in_one_process(model: Callable[[], Regression], layout: Layout) -> None:
+    _, plain = fitted(None, model, data=features)
+    trainer, _ = fitted(layout, model, data=features)
+    assert_same_state([whole_state(trainer)], plain.state_dict())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_backward_finds_the_block_of_the_forward(workers: WorkerPools, mode: str) -> None:
+    for habit in HABITS:
+        layout = Layout(activations={"recompute": mode})
+        workers(1).run(_assert_as_in_one_process, partial(Changing, habit), layout)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_of_a_functional_call(workers: WorkerPools, mode: str) -> None:
+    layout = Layout(activations={"recompute": mode})
+    workers(1).run(_assert_as_in_one_process, partial(Functional, "a rate"), layout)
+
+
+class Vectorized(Regression):
+    """Calls a block for one sample at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh())]), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(torch.vmap(self.blocks[0])(x))
+        return output
+
+
+def _refused() -> str:
+    with pytest.raises(StepError) as raised:
+        fitted(Layout(activations={"recompute": "full"}), Vectorized, data=features)
+    return str(raised.value)
+
+
+def test_a_block_inside_of_a_transform_is_named(workers: WorkerPools) -> None:
+    (error,) = workers(1).run(_refused)
+    assert error.startswith("blocks.0 is called inside of a transform of torch.func (vmap")
+    assert "Leave the block out of activations.blocks" in error
+
+
+# ---- what the user compiled
+
+COMPILED: list[int] = []
+"""Lengths of the graphs that this process compiled."""
+
+
+def _noting(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    COMPILED.append(len(graph.graph.nodes))
+    return graph.forward  # type: ignore[no-any-return]
+
+
+class CompiledBlocks(Changing):
+    """Blocks compiled by their author."""
+
+    def __init__(self) -> None:
+        super().__init__("a large buffer")
+        for block in self.blocks:
+            block.compile(backend=_noting)
+
+
+class CompiledAround(Changing):
+    """Code around blocks compiled by its author."""
+
+    def __init__(self) -> None:
+        super().__init__("a large buffer")
+        self.run = torch.compile(self._run, backend=_noting)
+
+    def _run(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        return second(first(x * 0.5).cos() * 2.0).sin() + 1.0  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.run(x))
+        return output
+
+
+def _graphs_compiled(model: Callable[[], Regression], layout: Layout | None) -> tuple[dict[str, Tensor], list[int]]:
+    COMPILED.clear()
+    torch.compiler.reset()
+    trainer, _ = fitted(layout, model, data=features)
+    return whole_state(trainer), sorted(COMPILED)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.parametrize("model", [CompiledBlocks, CompiledAround])
+def test_what_the_user_compiled(workers: WorkerPools, model: type[Changing]) -> None:
+    ((expected, in_one_process),) = workers(1).run(_graphs_compiled, model, None)
+    layout = Layout(activations={"recompute": "full"})
+    ((state, graphs),) = workers(1).run(_graphs_compiled, model, layout)
+    assert_same_state([state], expected)
+    assert graphs, "nothing was compiled"
+    if model is CompiledBlocks:
+        assert max(graphs) == max(in_one_process)  # the blocks themselves
+    else:
+        assert max(graphs) < max(in_one_process)  # without the blocks
