@@ -142,6 +142,18 @@ def test_weights_of_a_functional_call(workers: WorkerPools, mode: str) -> None:
     workers(1).run(_assert_as_in_one_process, partial(Functional, "a rate"), layout)
 
 
+def _refused_at_stage_3() -> str:
+    with pytest.raises(StepError) as raised:
+        fitted(Layout(dp=2, zero=3), partial(Functional, "a rate"), data=features)
+    return str(raised.value)
+
+
+def test_a_functional_call_is_refused_where_blocks_gather_their_own_weights(workers: WorkerPools) -> None:
+    for error in workers(2).run(_refused_at_stage_3):
+        assert error.startswith("blocks.0.inner.weight is a Tensor in place of a parameter in a call of blocks.0")
+        assert "zero.stage below 3" in error
+
+
 class Vectorized(Regression):
     """Calls a block for one sample at a time."""
 

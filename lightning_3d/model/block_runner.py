@@ -37,7 +37,7 @@ from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import Container, argument_containers, changed_containers
 from lightning_3d.model.snapshot import refill
-from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler
+from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler, parameters_of
 
 _FORWARD = "forward"
 
@@ -219,10 +219,24 @@ class BlockRunner:
             self.meet(f"a call of {self.fqn}")
 
     def _call_hooked(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.block, FSDPModule):
+            self._check_own_weights()
         call = call_of(self.block)
         if CALL in self._hidden:
             call = self._recomputing(self._hidden[CALL])
         return self._watched(call if self.deferred is None else self._deferring(call, self.deferred))(*args, **kwargs)
+
+    def _check_own_weights(self) -> None:
+        """Refuse tensors in place of parameters: hooks put gathered parameters there before the forward."""
+        for name, owner in self.block.named_modules():
+            for own_name, weight in parameters_of(owner).items():
+                if weight is not None and not isinstance(weight, nn.Parameter):
+                    fqn = ".".join(filter(None, (self.fqn, name, own_name)))
+                    raise StepError(
+                        f"{fqn} is a {type(weight).__name__} in place of a parameter in a call of {self.fqn}, as"
+                        " torch.func.functional_call puts it there, but zero.stage=3 gathers the block's own parameters"
+                        " before its forward. Use a zero.stage below 3."
+                    )
 
     def _recomputing(self, compiled: Call) -> Call:
         """A call of the block as its author compiled it, in one with what recomputes it, which no compiler follows."""
