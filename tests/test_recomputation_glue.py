@@ -178,6 +178,20 @@ def test_a_block_inside_of_a_transform_is_named(workers: WorkerPools) -> None:
     assert "Leave the block out of activations.blocks" in error
 
 
+class Hooking(Changing):
+    """Has hooks for a call that change outputs; it removes them only where that returns."""
+
+    def __init__(self) -> None:
+        super().__init__("hooks")
+        for block in self.blocks:
+            block.dropout.p = 0.0  # type: ignore[union-attr,assignment]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2)], ids=str)
+def test_hooks_for_a_call_are_traced(workers: WorkerPools, layout: Layout) -> None:
+    workers(layout.world_size).run(_assert_as_in_one_process, Hooking, layout)
+
+
 # ---- what the user compiled
 
 COMPILED: list[int] = []

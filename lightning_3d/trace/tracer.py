@@ -30,7 +30,7 @@ from lightning_3d.model.pytrees import as_called, register_dataclasses
 from lightning_3d.torch_internals.fake_tensors import (
     FakeTensor,
 )
-from lightning_3d.torch_internals.modules import named_state
+from lightning_3d.torch_internals.modules import forward_hook_registries, named_state
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, RandomnessSeen, StandIns
@@ -74,6 +74,7 @@ def trace_step(
         TraceError: the step does what can't be followed, or needs data of a block before all blocks were called.
     """
     kept_hooks: dict[str, frozenset[HookCall]] = {}
+    registered = [(own, dict(own)) for inner in module.modules() for own in forward_hook_registries(inner)]
     while True:
         try:
             fakes = Copies(device) if with_data else Fakes(device)
@@ -81,6 +82,10 @@ def trace_step(
             return tracer.trace(step, calls_all=calls_all)
         except _HookChangesOutput as change:  # it is part of its block: trace again, with the hook left there
             kept_hooks[change.fqn] = kept_hooks.get(change.fqn, frozenset()) | {change.hook}
+            for own, hooks in registered:  # the step may not have come to where it removes a hook of its own
+                if own != hooks:
+                    own.clear()
+                    own.update(hooks)
 
 
 class _HookChangesOutput(BaseException):
