@@ -229,7 +229,8 @@ class BlockRunner:
     def _check_own_weights(self) -> None:
         """Refuse tensors in place of parameters: hooks put gathered parameters there before the forward."""
         for name, owner in self.block.named_modules():
-            for own_name, weight in parameters_of(owner).items():
+            registered: dict[str, Any] = dict(parameters_of(owner))
+            for own_name, weight in registered.items():
                 if weight is not None and not isinstance(weight, nn.Parameter):
                     fqn = ".".join(filter(None, (self.fqn, name, own_name)))
                     raise StepError(
