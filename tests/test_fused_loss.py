@@ -106,6 +106,9 @@ def test_every_option_of_cross_entropy(dtype: torch.dtype) -> None:
     compared = Compared(8, dtype=dtype)
     compared.check(lambda x: F.cross_entropy(x, torch.full((8,), -100)))  # NaN
     compared.check(lambda x: F.cross_entropy(x, torch.full((8,), -100), reduction="sum"))
+    nothing = torch.zeros(CLASSES, dtype=dtype)
+    compared.check(lambda x: F.cross_entropy(x, FLAT, nothing))  # NaN, also the gradients of rows that count
+    compared.check(lambda x: F.cross_entropy(x, FLAT, nothing, label_smoothing=0.3))
 
 
 FUSED: list[Use] = [

@@ -194,11 +194,12 @@ class _Gradients:
         return [None if view is None else next(found) for view in asked]
 
     def _scale(self, factor: Tensor | None) -> Tensor:
-        """The gradient of a row's loss."""
+        """The gradient of the losses of rows, 0-d or ``[N]``."""
         scale = torch.ones((), dtype=self.wide, device=self.rows.device) if factor is None else factor.to(self.wide)
         if self.normaliser is None:
             return scale
-        return torch.where(self.normaliser == 0, 0.0, scale / self.normaliser)  # no row counts: no gradient
+        counted = self.call.target != self.call.ignore_index  # rows that count without any weight have a NaN each
+        return torch.where(self.normaliser == 0, torch.where(counted, torch.nan, 0.0), scale / self.normaliser)
 
 
 def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
