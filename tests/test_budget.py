@@ -16,6 +16,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PyTorchProfiler
+from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -45,7 +46,7 @@ def long_tokens(num_samples: int) -> Dataset[tuple[torch.Tensor, ...]]:
 
 def _plan(layout: Layout, model: Any = GPT, **trainer: Any) -> Plan:
     settings = {"batches": 3, "epochs": 1, "limit_val_batches": 0, "callbacks": [MemoryTable()], **trainer}
-    runs, _ = fitted(layout, model, data=long_tokens, **settings)
+    runs, _ = fitted(layout, model, **{"data": long_tokens, **settings})
     assert isinstance(runs.strategy, ThreeDStrategy)
     return runs.strategy.plan
 
@@ -264,6 +265,48 @@ def test_a_loss_of_the_whole_batch_that_is_found_late_is_told_of(workers: Worker
     assert [len(told) for told in found] == [1, 0]
     assert "training_step holds the activations of all microbatches at once" in found[0][0]
     assert workers(2).run(_told_of_the_loss, "whole") == [[], []]
+
+
+class _Noting(nn.Module):
+    """Notes the mean of its outputs."""
+
+    noted: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("noted", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        self.noted.copy_(y.detach().mean())
+        return y
+
+
+class _ReadingNet(L.LightningModule):
+    """Reads what its blocks noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(_Noting(), _Noting())
+
+    def training_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.blocks(batch[0]).square().mean()
+        for block in self.blocks:
+            loss = loss + 0.1 * loss * block.noted
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _rows(num_samples: int) -> Dataset[tuple[torch.Tensor, ...]]:
+    return TensorDataset(torch.randn(num_samples, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def test_buffers_that_blocks_change_for_the_step_are_no_matter_on_one_stage(workers: WorkerPools) -> None:
+    (plan,) = workers(1).run(partial(_plan, data=_rows), Layout(activations=LARGE), _ReadingNet)
+    assert all(memory.peak for memory in plan.memory)
 
 
 def _few_steps() -> Any:

@@ -58,6 +58,7 @@ def cut(
     stale: dict[int, TracedCall] = {}  # tensor -> the in-place call on another stage that should have changed it
     used: dict[int, int] = {}
     call_stages = []
+    elsewhere = trace.changed_buffers if num_stages > 1 else frozenset[str]()
     tail = _tail(trace) if with_tail else frozenset()
     num_stages += with_tail
     for position, call in enumerate(trace.calls):
@@ -70,7 +71,7 @@ def cut(
                 " with pipeline.partition='type:REGEX', or use fewer stages."
             )
         call_stages.append(stage)
-        _check_inputs(call, stale, trace)
+        _check_inputs(call, stale, elsewhere)
         for i in call.inputs:
             used[i] = max(used.get(i, 0), stage)
         for i in call.outputs:
@@ -96,11 +97,11 @@ def _tail(trace: Trace) -> frozenset[int]:
     return frozenset(tail)
 
 
-def _check_inputs(call: TracedCall, stale: Mapping[int, TracedCall], trace: Trace) -> None:
+def _check_inputs(call: TracedCall, stale: Mapping[int, TracedCall], elsewhere: frozenset[str]) -> None:
     for i in call.inputs:
         if i in stale:
             raise _stale(f"{call.name} (called at {call.where})", stale[i])
-    if changed := sorted(trace.changed_buffers.intersection(call.parameters)):
+    if changed := sorted(elsewhere.intersection(call.parameters)):
         raise TraceError(
             f"{call.name} (called at {call.where}) reads the buffer {changed[0]}, which its block's forward changes,"
             " but the block may live on another pipeline stage. Return the value from the block's forward."
