@@ -309,6 +309,12 @@ class AllFrozen(TinyMLP):
         self.requires_grad_(False)
 
 
+class WithLazyLayer(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = nn.LazyLinear(32)
+
+
 class WithoutParameters(L.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         return batch[0].square().mean()
@@ -549,6 +555,13 @@ MISUSES = [
         strategy=DP,
         error="StepError",
         message="a loss that does not require grad",
+    ),
+    Misuse(
+        name="lazy layer",
+        model=WithLazyLayer,
+        strategy=DP,
+        error="StepError",
+        message="layers.0.weight of WithLazyLayer has no shape yet",
     ),
     Misuse(name="all frozen", model=AllFrozen, error="StepError", message="a loss that does not require grad"),
     Misuse(

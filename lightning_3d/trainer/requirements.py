@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, Stocha
 from lightning.pytorch.serve import ServableModuleValidator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.atomic import local_path
@@ -102,6 +103,7 @@ def refuse_unplanned(module: LightningModule, config: ActivationsConfig) -> None
 
 def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) -> None:
     """Raise for what can't run on this mesh."""
+    _refuse_uninitialized(module)
     if mesh.shape.is_model_parallel and not module.automatic_optimization:
         raise StepError(
             f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but with"
@@ -127,6 +129,16 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) 
         raise StepError(
             f"{type(module).__name__} is a copy of a model that was made parallel before, and has parts of it. Copy"
             f" that one {SUMMON}."
+        )
+
+
+def _refuse_uninitialized(module: LightningModule) -> None:
+    """Raise for lazy modules of torch, as DDP does: planning needs the shapes of parameters."""
+    lazy = [fqn for fqn, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise StepError(
+            f"{lazy[0]} of {type(module).__name__} has no shape yet, as it is of a lazy module. Run it once on an"
+            " example batch before the Trainer does, or in configure_model, or use a module that is told its sizes."
         )
 
 
