@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from operator import is_
 from types import MethodType
 from typing import Any
 
@@ -19,7 +18,7 @@ from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import Call, Dense, running
 from lightning_3d.model.eager_blocks import EagerWarnings
 from lightning_3d.model.norm_forward import is_watched
-from lightning_3d.model.pytrees import flatten_call
+from lightning_3d.model.pytrees import with_replaced_leaves
 from lightning_3d.torch_internals.capture import recompile_limit
 from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.torch_internals.dynamo import compiled, compiler_errors, is_limit
@@ -59,10 +58,9 @@ class DenseCompiler:
         return _CompiledForward(block, self)
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments whose tensors have values."""
-        leaves, with_leaves = flatten_call(args, kwargs)
-        whole = [self._whole(leaf) for leaf in leaves]
-        return (args, kwargs) if all(map(is_, whole, leaves)) else with_leaves(whole)
+        """Arguments whose tensors have values; lists and dicts stay the same, as the block may change them."""
+        args, kwargs = with_replaced_leaves((args, kwargs), self._whole)
+        return args, kwargs
 
     def function(self, block: nn.Module, function: Call, *, is_selective: bool) -> Call:
         """Runs a forward of blocks like this one compiled."""

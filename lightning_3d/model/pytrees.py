@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
+from operator import is_
 from types import FunctionType
 from typing import Any
 
@@ -38,6 +39,25 @@ def flatten_call(
         return list(args), lambda leaves: (tuple(leaves), {})
     leaves, spec = tree_flatten((args, kwargs))
     return leaves, partial(tree_unflatten, treespec=spec)
+
+
+def with_replaced_leaves(tree: Any, replace: Callable[[Any], Any]) -> Any:
+    """A tree with other leaves; lists and dicts get them and stay the objects that they are."""
+    if isinstance(tree, Tensor):
+        return replace(tree)
+    if isinstance(tree, tuple):
+        children = [with_replaced_leaves(child, replace) for child in tree]
+        if all(map(is_, children, tree)):
+            return tree
+        return type(tree)(*children) if hasattr(tree, "_fields") else tuple(children)
+    if isinstance(tree, (list, deque, dict)):
+        for key, child in [*(tree.items() if isinstance(tree, dict) else enumerate(tree))]:
+            if (new := with_replaced_leaves(child, replace)) is not child:
+                tree[key] = new
+        return tree
+    leaves, spec = tree_flatten(tree)
+    replaced = [replace(leaf) for leaf in leaves]
+    return tree if all(map(is_, replaced, leaves)) else tree_unflatten(replaced, spec)
 
 
 def holds_tensors(tree: Any) -> bool:
