@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.errors import StepError
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter
 from lightning_3d.tensor.vocabulary import chunked_loss
@@ -26,7 +27,7 @@ from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from tests.collectives import Collectives
 from tests.models import TinyGPT, tokens
-from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
 from tests.tables import some_in_matrix
 from tests.test_fused_loss import (
     CLASSES,
@@ -289,3 +290,29 @@ def _fit_reading(reads: Callable[[Any, int], bool], line: str) -> None:
 def test_steps_that_read_logits(workers: WorkerPools) -> None:
     workers(2).run(_fit_reading, _always, READ_LINE)
     workers(2).run(_fit_reading, _later, *FUSED_LINE)
+
+
+class Changing(TinyGPT):
+    """Changes its head between its logits and their loss."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=1, tied=False)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+def _changed(layout: Layout) -> str:
+    try:
+        fitted(layout, Changing, batches=1, epochs=1)
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, zero=3)], ids=str)
+def test_heads_that_change_before_their_loss_are_refused(workers: WorkerPools, layout: Layout) -> None:
+    assert all("changed in place after the head was called" in told for told in workers(2).run(_changed, layout))

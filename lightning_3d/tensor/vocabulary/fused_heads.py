@@ -142,7 +142,8 @@ class FusedHead:
     ) -> Tensor:
         num_classes = self._head.weight.shape[0]
         classes = None if self._tp is None else ShardedClasses(num_classes, self._tp.mesh)
-        return self.record.lazily(rows, weight, bias, classes, num_classes=num_classes, through=through)
+        parts = [tensor for tensor in (self._head.weight, self._head.bias) if isinstance(tensor, DTensor)]
+        return self.record.lazily(rows, weight, bias, classes, num_classes=num_classes, through=through, aliases=parts)
 
     def _never(self, runner: BlockRunner) -> str | None:
         """Why none of its calls can be answered."""

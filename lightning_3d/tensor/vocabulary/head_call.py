@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_3d.errors import StepError
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits
-from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction, DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 
 Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -45,7 +45,8 @@ class HeadCall:
         on_read: Called when they are made.
         classes: All classes, where a rank has a part of them.
         num_classes: The number over all ranks, if it is not that of ``weight``.
-        aliases: Tensors of the weight's memory that have versions of their own; there may be more later.
+        aliases: Tensors of the weights' memory that have versions of their own, as those of which they are parts have;
+            there may be more later.
     """
 
     def __init__(
@@ -90,15 +91,15 @@ class HeadCall:
 
     def run(self, rows: Tensor, compute: Compute) -> Tensor:
         """Compute something of rows with the weights."""
-        if self._through is not None:
-            return self._through(rows, compute)
-        assert self.weight is not None
         if not self._is_unchanged:
             raise StepError(
                 "The input or the weight of a head was changed in place after the head was called, and before its"
                 " logits were read or their cross entropy was computed. Change it after that, or set"
                 " activations.fused_loss='never'."
             )
+        if self._through is not None:
+            return self._through(rows, compute)
+        assert self.weight is not None
         with DisableTorchFunctionSubclass():
             return compute(rows, self.weight, self.bias)
 
@@ -107,7 +108,8 @@ class HeadCall:
         return bool(self._state == self._present_state())
 
     def _present_state(self) -> Any:
-        changes = sum(version_of(alias) for alias in self._aliases)  # of new ones it is 0
+        with DisableTorchFunction():  # shards would answer with the version of their part
+            changes = sum(version_of(alias) for alias in self._aliases)  # of new ones it is 0
         return changes, [None if tensor is None else _state(tensor) for tensor in (self.rows, self.weight, self.bias)]
 
     def end(self, reader: str = AT_END) -> None:
