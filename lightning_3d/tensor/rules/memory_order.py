@@ -94,7 +94,7 @@ def _whole(tensor: Tensor) -> _Whole:
 
 @functools.lru_cache(_MAX_SIGNATURES)
 def _strides(function: Function, args: Any, kwargs: Any) -> Strides:
-    """Of the results; none if the call can't be made without data."""
+    """The strides of the results; none if the call can't be made without data."""
     with no_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
         try:
             whole_args, whole_kwargs = with_operands((args, kwargs), _Whole, _empty)
