@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.models import Regression, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.tables import some_in_matrix
 from tests.workers import WorkerError, WorkerPools
 
 WIDTH = 16
@@ -246,8 +247,26 @@ LAYOUTS = {
     "dp2-zero0-full": Layout(dp=2, zero=0, activations={"recompute": "full"}),
     "dp2-zero3-selective": Layout(dp=2, zero=3, activations={"recompute": "selective"}),
     "dp2-zero3-kept": Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": False}),
+    "dp2-zero1-full": Layout(dp=2, zero=1, activations={"recompute": "full"}),
+    "dp2-zero1-selective": Layout(dp=2, zero=1, activations={"recompute": "selective"}),
+    "tp2": Layout(tp=2),
+    "tp2-full": Layout(tp=2, activations={"recompute": "full"}),
+    "tp2-selective": Layout(tp=2, activations={"recompute": "selective"}),
+    "tp2-full-slices": Layout(tp=2, activations={"recompute": "full", "partition": True}),
+    "tp2-selective-slices": Layout(tp=2, activations={"recompute": "selective", "partition": True}),
+    "pp2": Layout(pp=2),
+    "pp2-full": Layout(pp=2, activations={"recompute": "full"}),
+    "pp2-selective": Layout(pp=2, activations={"recompute": "selective"}),
 }
-IN_MAKE_TEST = ("one-full", "one-selective", "dp2-zero3", "dp2-zero3-full")
+IN_MAKE_TEST = ("one-full", "one-selective", "dp2-zero3", "dp2-zero3-full", "pp2")
+REFUSED_BY_PIPELINES = ("views", "returned views", "overlapping", "overlapping views", "overlapping keywords", "buffer")
+"""What shares memory on one stage does not on another."""
+
+
+def _has_model(layout: Layout, name: str) -> bool:
+    if name == "buffer" and layout.dp > 1:  # which is of the first replica's samples
+        return False
+    return layout.pp == 1 or name not in (*REFUSED_BY_PIPELINES, "telling")  # which tells a mean over microbatches
 
 
 @pytest.mark.parametrize(
@@ -257,12 +276,18 @@ IN_MAKE_TEST = ("one-full", "one-selective", "dp2-zero3", "dp2-zero3-full")
 def test_what_arguments_share_memory_with_changes_as_in_one_process(
     workers: WorkerPools, plain: dict[str, tuple[dict[str, Tensor], list[float]]], layout: Layout
 ) -> None:
-    names = [name for name in MODELS if layout.dp == 1 or name != "buffer"]  # which is of the first replica's samples
+    names = [name for name in MODELS if _has_model(layout, name)]
     for found in workers(layout.world_size).run(_trained, layout, names):
         for name in names:
             state, losses = plain[name]
             assert_same_state([found[name][0]], state)
             assert found[name][1] == pytest.approx(losses, abs=1e-5), name
+
+
+@pytest.mark.parametrize("name", some_in_matrix(REFUSED_BY_PIPELINES, lambda name: name != "overlapping"))
+def test_what_does_not_share_memory_on_another_stage_is_refused(workers: WorkerPools, name: str) -> None:
+    with pytest.raises(WorkerError, match=r"TraceError: .* (shares memory with|reads the buffer)"):
+        workers(2).run(_trained, Layout(pp=2), [name])
 
 
 class OfDtypes(Layers):

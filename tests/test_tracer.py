@@ -192,6 +192,26 @@ def test_in_place_change_through_a_view_on_a_later_stage_is_refused() -> None:
         Traced(Layers(glue), _input()).cut()
 
 
+class _Two(nn.Module):
+    """Changes two arguments in place."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        y.add_(1)
+        return x + y.sum()
+
+
+def test_call_that_changes_two_views_of_an_earlier_stage_is_refused() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        x = module.layers[1](module.layers[0](x))
+        return module.layers[3](module.layers[2](x, x[:, :1]))
+
+    module = Layers(glue)
+    module.layers[2] = _Two()
+    with pytest.raises(TraceError, match=r"layers.2 \(called at .*in place that shares memory with another one"):
+        Traced(module, _input()).cut()
+
+
 def test_shared_memory_on_one_stage_is_followed() -> None:
     def glue(module: Any, x: Tensor) -> Any:
         x = module.layers[0](x)

@@ -26,7 +26,7 @@ from lightning_3d.tensor.vocabulary.lazy_logits import made
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.autograd import reachable_nodes
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
-from lightning_3d.torch_internals.tensors import base_of, storage_id
+from lightning_3d.torch_internals.tensors import storage_id
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.gradients import DIFFERENTIATING
 from lightning_3d.trace.interception import Router, StepMode
@@ -91,7 +91,6 @@ class StageRun(StepMode):
         pairs = zip(flow.trace.calls, flow.call_stages, strict=True)
         calls = [call for call, of_call in pairs if of_call == stage]
         mutated = {i for call in calls for i in call.inputs if call.mutated}
-        self._changed_views = mutated.union(*(call.aliased for call in calls))
         self._values: dict[int, Tensor] = {  # a received leaf that an own in-place call changes is copied first
             i: tensor.clone() if i in mutated else tensor
             for i, tensor in zip(flow.received(stage), received, strict=True)
@@ -239,8 +238,6 @@ class StageRun(StepMode):
                 if output.shape != self._flow.trace.tensors[result.tensor].shape:
                     raise self._changed(f"{call.name} returned a tensor of shape {tuple(output.shape)}")
                 output = output.view_as(output) if output in self._ids else output
-                if call.is_block and result.tensor in self._changed_views and base_of(output) is not None:
-                    output = output.clone()  # an in-place change of a view drops the hook that FSDP2 put on it
                 self._keep(output, result.tensor, output)
             return output
 

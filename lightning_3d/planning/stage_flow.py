@@ -72,6 +72,8 @@ def cut(
             )
         call_stages.append(stage)
         _check_inputs(call, stale, elsewhere)
+        if any(made[i] != stage for i in call.entangled):
+            raise _entangled(call)
         for i in call.inputs:
             used[i] = max(used.get(i, 0), stage)
         for i in call.outputs:
@@ -113,6 +115,14 @@ def _stale(reader: str, change: TracedCall) -> TraceError:
         f"{reader} reads a tensor that shares memory with one that {change.name} (called at {change.where}) changes in"
         " place, but the two are made on different pipeline stages, where they don't share memory. Make the change out"
         " of place (x = x + y instead of x += y), or clone() before it."
+    )
+
+
+def _entangled(call: TracedCall) -> TraceError:
+    return TraceError(
+        f"{call.name} (called at {call.where}) changes a tensor in place that shares memory with another one that it"
+        " gets, but they are made on an earlier pipeline stage, from which each is sent by itself. Make the change out"
+        " of place (x = x + y instead of x += y), or give the call a clone() of one of them."
     )
 
 

@@ -13,6 +13,7 @@ Nothing here communicates, and the model's weights are not changed; without data
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -306,6 +307,7 @@ class _Tracer(StepMode):
         written = {leaves[i] for i in changed if not (leaves[i] in self._ids or isinstance(leaves[i], nn.Parameter))}
         written |= {leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._changed_by_batch}
         aliased = self._retag_aliases([(leaves[i], fake) for i, fake in changed.items()], where) if changed else {}
+        entangled = self._entangled([(leaves[i], fake) for i, fake in changed.items()])
         mutated = {i: self._new_id(leaves[i], fake) for i, fake in changed.items()}
         results, answer = self._answers(outputs, fakes, leaves, None if is_recorded else sources)
         if is_recorded:
@@ -324,6 +326,7 @@ class _Tracer(StepMode):
                     mutated=mutated,
                     is_random=randomness.seen,
                     aliased=aliased,
+                    entangled=entangled,
                     changed_buffers=frozenset[str]().union(*(self._names.get(leaf, frozenset()) for leaf in written)),
                     side=side[0] if side else SideOutputs(),
                 )
@@ -389,6 +392,14 @@ class _Tracer(StepMode):
             if id(tensor) not in changed and storage_id(self._fakes.of(tensor).untyped_storage()) in storages
         ]
         return {i: self._new_id(tensor, self._fakes.of(tensor)) for tensor, i in aliases}
+
+    def _entangled(self, mutated: list[tuple[Tensor, Tensor]]) -> frozenset[int]:
+        """Ids of tensors that one call changes in place, and that share memory."""
+        by_storage: dict[int, set[int]] = defaultdict(set)
+        for tensor, fake in mutated:
+            if tensor in self._ids:
+                by_storage[storage_id(fake.untyped_storage())].add(self._ids[tensor])
+        return frozenset(i for sharing in by_storage.values() if len(sharing) > 1 for i in sharing)
 
 
 def _positions(leaves: Sequence[Any]) -> dict[int, int]:
