@@ -195,10 +195,15 @@ def test_in_place_change_through_a_view_on_a_later_stage_is_refused() -> None:
 class _Two(nn.Module):
     """Changes two arguments in place."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x.mul_(2)
         y.add_(1)
-        return x + y.sum()
+        output: Tensor = self.inner(x)
+        return output
 
 
 def test_call_that_changes_two_views_of_an_earlier_stage_is_refused() -> None:

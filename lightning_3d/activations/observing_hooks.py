@@ -1,8 +1,8 @@
 """Hooks that only look at modules inside of a block: the forward calls them, its recomputation does not.
 
 They are hooks of one module, or of all (``torch.nn.modules.module.register_module_forward_hook``). A hook that returns
-something, sets attributes of its module or draws random numbers has a part in what the block computes, and is called
-again.
+something, changes a tensor that it gets in place, sets attributes of its module or draws random numbers has a part in
+what the block computes, and is called again.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS, observer_registries
+from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.tensors import version_of
 
 Observers = list[tuple[nn.Module | None, int, int]]
 """Module, or None for all, index of the registry among its ``observer_registries`` and key in it."""
@@ -74,9 +76,10 @@ def _hook_replaced(owner: nn.Module | None, i: int, key: int, replace: Callable[
 
 def _watched(generators: Generators, takes_part: Callable[[], None], hook: Hook) -> Hook:
     def watched(module: nn.Module, *args: Any) -> Any:
-        attributes, states = _attributes(module), generators.states()
+        attributes, states, versions = _attributes(module), generators.states(), _versions(args)
         answer = hook(module, *args)
-        if answer is not None or _attributes(module) != attributes or not generators.are_at(states):
+        is_looking = answer is None and _attributes(module) == attributes and _versions(args) == versions
+        if not is_looking or not generators.are_at(states):
             takes_part()
         return answer
 
@@ -100,3 +103,8 @@ def _attributes(module: nn.Module) -> dict[str, int]:
         for owner in (attributes, attributes[PARAMETERS], attributes[BUFFERS])
         for name, value in owner.items()
     }
+
+
+def _versions(args: tuple[Any, ...]) -> list[int]:
+    """How often each tensor that a hook gets was changed in place."""
+    return [version_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not leaf.is_inference()]

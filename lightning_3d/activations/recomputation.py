@@ -197,8 +197,10 @@ class _Run:
             _RECOMPUTING.reset(token)
 
     def _to_change(self, kept: Any, within: Set[int]) -> Any:
-        """A leaf that was kept, or a copy of it where the forward changes it."""
-        return kept if kept is None or self.changed_inputs.isdisjoint(within) else kept.clone()
+        """A leaf that was kept, apart from the graph before it, or a copy of it where the forward changes it."""
+        if kept is None or self.changed_inputs.isdisjoint(within):
+            return _apart(kept)
+        return kept.clone()
 
 
 class _Anew(AbstractContextManager[None]):
@@ -232,6 +234,11 @@ def _copied(leaf: Any) -> Any:
     if type(leaf) is not Tensor:
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _apart(leaf: Any) -> Any:
+    """The tensor without history: a hook that the block registers on its argument would run twice."""
+    return leaf.detach().requires_grad_() if type(leaf) is Tensor and leaf.grad_fn is not None else leaf
 
 
 def _is_other(copy: Any, leaf: Any) -> bool:
