@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_3d.activations.own_generators import OwnGenerators
 from lightning_3d.activations.registries import Registries
 from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
@@ -47,6 +48,7 @@ class StateBefore:
         self._snapshot: Snapshot | None = None  # until the forward ends, in which a backward may run
         self._registries = Registries(modules)
         self._drawn_from: RandomStates | None = None
+        self._own_generators = OwnGenerators(modules)
         self.changed_weights: Sequence[Tensor] = ()
         """The weights that the forward changed."""
         self.left_alone: Sequence[tuple[Tensor, int]] = ()
@@ -81,7 +83,13 @@ class StateBefore:
                     " block out of activations.blocks."
                 )
         now = self._data_now() + [(tensor, tensor.detach().clone()) for tensor, _ in self._data]
-        with self._attributes_back(), self._registries.back(), self._numbers_back(), self._same_weights():
+        with (
+            self._attributes_back(),
+            self._registries.back(),
+            self._numbers_back(),
+            self._own_generators.back(),
+            self._same_weights(),
+        ):
             _put_data(self._data)
             try:
                 yield

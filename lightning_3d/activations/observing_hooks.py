@@ -106,5 +106,7 @@ def _attributes(module: nn.Module) -> dict[str, int]:
 
 
 def _versions(args: tuple[Any, ...]) -> list[int]:
-    """How often each tensor that a hook gets was changed in place."""
-    return [version_of(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    """How often each tensor that a hook gets was changed in place, and those behind tensors of subclasses."""
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    tensors += [held for leaf in tensors for held in vars(leaf).values() if isinstance(held, Tensor)]
+    return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]

@@ -238,7 +238,7 @@ def _copied(leaf: Any) -> Any:
 
 def _apart(leaf: Any) -> Any:
     """The tensor without history: a hook that the block registers on its argument would run twice."""
-    return leaf.detach().requires_grad_() if type(leaf) is Tensor and leaf.grad_fn is not None else leaf
+    return leaf.detach().requires_grad_() if type(leaf) is Tensor and leaf.requires_grad else leaf
 
 
 def _is_other(copy: Any, leaf: Any) -> bool:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import RandomStates
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """Kinds of generators that objects may hold."""
+
+
+def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The generators among the attributes of modules, each once; ``random.SystemRandom`` has no state, and is none."""
+    values = [value for module in modules for value in vars(module).values()]
+    kinds = {kind for kind in {type(value) for value in values} if issubclass(kind, KINDS)} - {random.SystemRandom}
+    return list({id(value): value for value in values if type(value) in kinds}.values())
 
 
 def state_of(generator: Any) -> Any:

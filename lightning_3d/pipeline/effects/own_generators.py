@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_3d.distributed.generator_states import KINDS, set_state, state_of
+from lightning_3d.distributed.generator_states import generators_of, set_state, state_of
 from lightning_3d.pipeline.effects.effect import Effect, Place
 
 
@@ -31,9 +31,7 @@ class OwnGenerators(Effect):
     @override
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
-        values = [value for module in self._module.modules() for value in vars(module).values()]
-        kinds = {kind for kind in {type(value) for value in values} if issubclass(kind, KINDS)}
-        states = [(value, state_of(value)) for value in values if type(value) in kinds]
+        states = [(generator, state_of(generator)) for generator in generators_of(self._module.modules())]
         self._starts = [(generator, _digest(state)) for generator, state in states]
         try:
             yield
