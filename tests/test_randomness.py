@@ -274,6 +274,7 @@ class OwnGenerators(L.LightningModule):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
         self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(3), random.Random(4)
+        self.system = random.SystemRandom()  # which has no state
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         noise = torch.randn(batch[0].shape, generator=self.torch)

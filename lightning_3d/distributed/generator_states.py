@@ -12,15 +12,18 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import RandomStates
 
-KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""Kinds of generators that objects may hold."""
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def is_generator(value: object) -> bool:
+    """Whether a value is a random generator that has a state, which ``random.SystemRandom`` has not."""
+    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
 
 
 def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """The generators among the attributes of modules, each once; ``random.SystemRandom`` has no state, and is none."""
-    values = [value for module in modules for value in vars(module).values()]
-    kinds = {kind for kind in {type(value) for value in values} if issubclass(kind, KINDS)} - {random.SystemRandom}
-    return list({id(value): value for value in values if type(value) in kinds}.values())
+    """The generators among the attributes of modules, each once."""
+    values = (value for module in modules for value in vars(module).values())
+    return list({id(value): value for value in values if is_generator(value)}.values())
 
 
 def state_of(generator: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 
-from lightning_3d.distributed.generator_states import KINDS
+from lightning_3d.distributed.generator_states import is_generator
 
 _LEAVES = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None), nn.Module, LightningDataModule, Trainer)
 _MOST_ENTRIES = 1_000
@@ -28,7 +28,7 @@ def generators_of_modules(module: nn.Module) -> dict[str, Any]:
         f"{prefix}.{name}" if prefix else name: value
         for prefix, owner in module.named_modules()
         for name, value in vars(owner).items()
-        if isinstance(value, KINDS)
+        if is_generator(value)
     }
 
 
@@ -36,7 +36,7 @@ def _found(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
     if isinstance(value, (*_LEAVES, type, FunctionType, ModuleType)) or id(value) in seen:
         return
     seen[id(value)] = value
-    if isinstance(value, KINDS):
+    if is_generator(value):
         yield value
         return
     inner: Any = ()
