@@ -11,7 +11,7 @@ from lightning_3d.distributed.generator_states import generators_of, set_state, 
 
 
 class OwnGenerators:
-    """Those of Python, NumPy and torch among the attributes of some modules, where they are now."""
+    """The states of the generators of Python, NumPy and torch among the attributes of some modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._states = [(generator, state_of(generator)) for generator in generators_of(modules)]
