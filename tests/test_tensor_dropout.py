@@ -89,19 +89,6 @@ class Permuted(Heads):
         return F.scaled_dot_product_attention(F.dropout(q, dropout_p), k, F.dropout(v, dropout_p))
 
 
-class OneHead(Heads):
-    """One head for each of two ranks, dropped in several orders of memory, which a single head does not show."""
-
-    def attention(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (2, 16)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        dropout_p = P if self.training else 0.0
-        q, k = F.dropout(q.contiguous(), dropout_p), F.dropout(k.sin(), dropout_p)
-        v = F.dropout(v + v.reshape(v.shape).mul_(2) + F.gelu(v), dropout_p)
-        y = F.dropout(F.scaled_dot_product_attention(q, k, v) * 0.5, dropout_p)
-        output: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return output
-
-
 class Channels(Heads):
     """Drops whole features of a sample."""
 
@@ -134,7 +121,6 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "shared-head": SharedHead,
     "by-hand": ByHand,
     "permuted": Permuted,
-    "one-head": OneHead,
     "channels": Channels,
     "multihead-attention": partial(OfTorch, need_weights=False),
     "multihead-attention-weights": partial(OfTorch, need_weights=True),

@@ -34,7 +34,6 @@ from lightning_3d.tensor.rules.function import (
     simplified,
 )
 from lightning_3d.tensor.rules.generic import generic
-from lightning_3d.tensor.rules.memory_order import ordered
 from lightning_3d.tensor.rules.partial_sums import is_sum, on_parts_of_sum
 from lightning_3d.tensor.rules.rewritten import rewritten
 from lightning_3d.tensor.rules.table import RULES
@@ -162,7 +161,7 @@ class Interpreter(TorchFunctionMode):
             placement, start = next(placements), next(starts, 0)
             return own[id(result)] if id(result) in own else self.wrap(result, placement, local, start)
 
-        return self._then(local, ordered(call, map_tensors(wrapped, output)))
+        return self._then(local, map_tensors(wrapped, output))
 
     def _then(self, local: LocalCall, result: Any) -> Any:
         if local.then is None:

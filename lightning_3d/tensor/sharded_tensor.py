@@ -62,9 +62,6 @@ class ShardedTensor(Tensor):
     total: Tensor | None = None
     """The sum, a plain tensor, once it is made; `local` is then of no use."""
 
-    whole_stride: tuple[int, ...] | None = None
-    """How the whole tensor lies in memory in one process, where `local` does not show it (`rules.memory_order`)."""
-
     origin: Origin | None = None
     """Set while planning."""
 

@@ -11,7 +11,7 @@ Operands that are replicated are either whole on every rank or cut as the sharde
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ def call_locally(function: Function, local_shape: tuple[int, ...], local: Tensor
     return _WITH_SHAPE[function](local, local_shape)
 
 
-def signature(value: Any, operand: Callable[[Tensor], Hashable]) -> Any:
+def signature(value: Any, operand: Callable[[Tensor], Operand]) -> Any:
     """Arguments of a call as one hashable value."""
     if isinstance(value, Tensor):
         return operand(value)
@@ -111,21 +111,6 @@ def signature(value: Any, operand: Callable[[Tensor], Hashable]) -> Any:
         return Items(tuple([signature(item, operand) for item in value]))
     if isinstance(value, dict):
         return Entries(tuple([(key, signature(item, operand)) for key, item in value.items()]))
-    return value
-
-
-def with_operands(value: Any, kind: type[Any], make: Callable[[Any], Tensor]) -> Any:
-    """The arguments that a signature describes, with what ``make`` makes of each description of a tensor."""
-    if isinstance(value, kind):
-        return make(value)
-    if isinstance(value, Slice):
-        return slice(*value)
-    if isinstance(value, Items):
-        return [with_operands(item, kind, make) for item in value.items]
-    if isinstance(value, Entries):
-        return {key: with_operands(item, kind, make) for key, item in value.items}
-    if isinstance(value, tuple):
-        return tuple([with_operands(item, kind, make) for item in value])
     return value
 
 
@@ -250,7 +235,17 @@ def _operands(value: Any) -> Iterator[Operand]:
 
 def _arguments(value: Any, tensors: Iterator[Tensor]) -> Any:
     """The arguments that a signature describes, with tensors in place of operands."""
-    return with_operands(value, Operand, lambda _: next(tensors))
+    if isinstance(value, Operand):
+        return next(tensors)
+    if isinstance(value, Slice):
+        return slice(*value)
+    if isinstance(value, Items):
+        return [_arguments(item, tensors) for item in value.items]
+    if isinstance(value, Entries):
+        return {key: _arguments(item, tensors) for key, item in value.items}
+    if isinstance(value, tuple):
+        return tuple([_arguments(item, tensors) for item in value])
+    return value
 
 
 def _fake(shape: Sequence[int], operand: Operand) -> Tensor:

@@ -23,8 +23,7 @@ from torch import Tensor
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.rules.call import Call, LocalCall
-from lightning_3d.tensor.rules.memory_order import dense_stride, whole_layout
-from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of
+from lightning_3d.tensor.sharded_tensor import placement_of
 
 # ------------------------------------------------------------------------------------------------------------- rules
 
@@ -34,14 +33,13 @@ def drop(call: Call, axis: Axis) -> LocalCall | None:
     read = _functional_dropout if call.function is F.dropout else _torch_dropout
     input, p, is_training, inplace = read(*call.args, **call.kwargs)
     at = placement_of(input)
-    if not isinstance(input, ShardedTensor) or not isinstance(at, Sharded):
+    if not isinstance(at, Sharded):
         return None
 
     def run(local: Tensor) -> Tensor:
         if not is_training or not draws(p):
             return F.dropout(local, p, is_training, inplace)
-        drops = own_drops(local, at, axis, p, is_fused=_is_fused(local, inplace), whole_stride=input.whole_stride)
-        return apply_drops(local, drops, p, inplace)
+        return apply_drops(local, own_drops(local, at, axis, p, is_fused=_is_fused(local, inplace)), p, inplace)
 
     return LocalCall(tensors=(input,), needs=(at,), run=run, result=at)
 
@@ -125,19 +123,9 @@ class OwnDrops:
         return self.placement.own(drawn, self.size, self.rank).clone()  # so that the whole is freed
 
 
-def own_drops(
-    local: Tensor,
-    placement: Sharded,
-    axis: Axis,
-    p: float,
-    *,
-    is_fused: bool,
-    whole_stride: tuple[int, ...] | None = None,
-) -> Tensor:
-    """This rank's part of what dropout of a whole tensor draws; `whole_stride` as of a `ShardedTensor`."""
-    shape, stride = whole_layout(local, placement.dim, axis.size)
-    if whole_stride is not None:
-        stride = dense_stride(shape, whole_stride)
+def own_drops(local: Tensor, placement: Sharded, axis: Axis, p: float, *, is_fused: bool) -> Tensor:
+    """This rank's part of what dropout of a whole tensor draws."""
+    shape, stride = _whole_layout(local, placement.dim, axis.size)
     drops = OwnDrops(
         shape=shape,
         stride=stride,
@@ -157,6 +145,22 @@ def apply_drops(input: Tensor, drops: Tensor, p: float, inplace: bool = False) -
     if drops.dtype == torch.bool:
         return input * drops * (1.0 / (1.0 - p))
     return input.mul_(drops) if inplace else input * drops
+
+
+def _whole_layout(local: Tensor, dim: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of a new tensor like the whole one; its dims lie in memory in the order of those of a part."""
+    own_shape, stride = local.shape, list(local.stride())
+    for i in reversed(range(local.dim())):  # an expanded dim stays where it stands
+        if stride[i] == 0 and own_shape[i] > 1:
+            stride[i] = stride[i + 1] * own_shape[i + 1] if i + 1 < local.dim() else 1
+    # Of equal strides that of a dim of one element is the inner one.
+    inner_first = sorted(range(local.dim()), key=lambda i: (-stride[i], own_shape[i] == 1, i), reverse=True)
+    shape = [n * size if i == dim else n for i, n in enumerate(own_shape)]
+    num_inner = 1
+    for i in inner_first:
+        stride[i] = num_inner
+        num_inner *= shape[i]
+    return tuple(shape), tuple(stride)
 
 
 _Drawn = Callable[[OwnDrops], Tensor]
