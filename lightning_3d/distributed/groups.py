@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -36,6 +37,7 @@ class _Kept:
 
     sets: RankSets
     timeout: timedelta | None
+    runs_callbacks: bool
 
     group: dist.ProcessGroup | None
     """That of this rank; None where it is in no set."""
@@ -67,14 +69,23 @@ class GroupPool:
         """Whether the default process group is still the same; they are all destroyed with it."""
         return self._default is dist.group.WORLD
 
-    def take(self, sets: RankSets, timeout: timedelta | None, besides: Collection[_Kept]) -> _Kept:
-        """A group that links these ranks and is none of some others. Every rank takes the same, in the same order."""
+    def take(
+        self, sets: RankSets, timeout: timedelta | None, besides: Collection[_Kept], *, runs_callbacks: bool
+    ) -> _Kept:
+        """A group that links these ranks and is none of some others. Every rank takes the same, in the same order.
+
+        Args:
+            runs_callbacks: Whether callbacks of its collectives wait for further ones, for which gloo needs threads as
+                torch gives it; DTensors must not be gathered in it.
+        """
+        wanted = sets, timeout, runs_callbacks
         for kept in self._kept:
-            if kept.sets == sets and kept.timeout == timeout and not kept.is_spoilt and kept not in besides:
+            is_alike = (kept.sets, kept.timeout, kept.runs_callbacks) == wanted
+            if is_alike and not kept.is_spoilt and kept not in besides:
                 return kept
-        with one_gloo_thread():
+        with nullcontext() if runs_callbacks else one_gloo_thread():
             group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sets], timeout=timeout)
-        kept = _Kept(sets=sets, timeout=timeout, group=group)
+        kept = _Kept(sets=sets, timeout=timeout, runs_callbacks=runs_callbacks, group=group)
         self._kept.append(kept)
         return kept
 
@@ -130,31 +141,37 @@ class MeshGroups:
     def __init__(self, pool: GroupPool, timeout: timedelta | None = None, device_type: str = "cpu") -> None:
         self._pool, self._timeout, self._device_type = pool, timeout, device_type
         self._taken: list[_Kept] = []
-        self._shared: dict[RankSets, dist.ProcessGroup | None] = {}
+        self._shared: dict[tuple[RankSets, bool], dist.ProcessGroup | None] = {}
         self._mesh: weakref.ref[DeviceMesh] | None = None
         self._has_default = False
 
-    def take(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Another group than those before, or None where this rank is in no set. Every rank takes the same."""
+    def take(self, sets: Sequence[Sequence[int]], *, runs_callbacks: bool = False) -> dist.ProcessGroup | None:
+        """Another group than those before, or None where this rank is in no set. Every rank takes the same.
+
+        Args:
+            runs_callbacks: As for `GroupPool.take`.
+        """
         wanted = tuple(map(tuple, sets))
-        if wanted == (tuple(range(dist.get_world_size())),) and not self._has_default:
+        is_world = wanted == (tuple(range(dist.get_world_size())),)
+        if is_world and not runs_callbacks and not self._has_default:
             self._has_default = True
             assert dist.group.WORLD is not None
             if num_gloo_threads(dist.group.WORLD, self._device_type) <= 1:
                 return dist.group.WORLD
         is_alone = all(len(ranks) == 1 for ranks in wanted)
-        kept = self._pool.take(wanted, self._timeout, besides=() if is_alone else self._taken)
+        besides = () if is_alone else self._taken
+        kept = self._pool.take(wanted, self._timeout, besides, runs_callbacks=runs_callbacks)
         if kept not in self._taken:
             self._taken.append(kept)
             if self._mesh is not None:
                 kept.users.append(self._mesh)
         return kept.group
 
-    def take_once(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """The same, and always the same one for the same sets."""
-        wanted = tuple(map(tuple, sets))
+    def take_once(self, sets: Sequence[Sequence[int]], *, runs_callbacks: bool = False) -> dist.ProcessGroup | None:
+        """The same, and always the same one for the same arguments."""
+        wanted = tuple(map(tuple, sets)), runs_callbacks
         if wanted not in self._shared:
-            self._shared[wanted] = self.take(wanted)
+            self._shared[wanted] = self.take(sets, runs_callbacks=runs_callbacks)
         return self._shared[wanted]
 
     def serve(self, mesh: DeviceMesh) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -64,6 +65,9 @@ class PlainParameters(Zero):
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
         self._replicas = Replicas(mesh) if mesh.shape.dp > 1 else None
+        self._compressing: dist.ProcessGroup | None = None
+        if self._replicas is not None and self._power_sgd_rank is not None:  # its hook goes on in callbacks
+            self._compressing = mesh.groups.take_once(mesh.shape.data_parallel_ranks(), runs_callbacks=True)
         self.num_sharing = 1 if self._replicas is None else self._replicas.num_shards
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)
@@ -104,9 +108,9 @@ class PlainParameters(Zero):
             self._reducers[stage] = GradientReducer(buckets, self._receive, self.show_gradients)
 
     def _compression(self, index: int) -> PowerSGD | None:
-        if self._power_sgd_rank is None or self._replicas is None:
+        if self._power_sgd_rank is None or self._compressing is None:
             return None
-        return PowerSGD(self._replicas.group, rank=self._power_sgd_rank, start=self._power_sgd_start, seed=index)
+        return PowerSGD(self._compressing, rank=self._power_sgd_rank, start=self._power_sgd_start, seed=index)
 
     @override
     def release(self) -> None:
