@@ -82,7 +82,9 @@ class StateBefore:
                     " its forward left alone, was changed in place since. Change it after the backward, or leave the"
                     " block out of activations.blocks."
                 )
-        now = self._data_now() + [(tensor, tensor.detach().clone()) for tensor, _ in self._data]
+        now = self._data_now()
+        still_held = {id(tensor) for tensor, _ in now}
+        now += [(tensor, tensor.detach().clone()) for tensor, _ in self._data if id(tensor) not in still_held]
         with (
             self._attributes_back(),
             self._registries.back(),

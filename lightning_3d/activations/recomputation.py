@@ -120,6 +120,8 @@ class _Run:
 
     def kept(self) -> list[Any]:
         """Leaves of the arguments for the recomputation: copies of what the forward changes."""
+        if not any(map(self._may_change, range(len(self._leaves)))):
+            return cast(list[Any], as_called(self._leaves))
         own = self._owner.state.storages()
         self._of_block = {i: leaf for i, leaf in enumerate(self._leaves) if _is_in(leaf, own) and self._may_change(i)}
         leaves = [None if i in self._of_block else leaf for i, leaf in enumerate(self._leaves)]
