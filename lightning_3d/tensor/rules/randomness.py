@@ -49,7 +49,7 @@ CHANNELS = ("dropout1d", "dropout2d", "dropout3d")
 
 def drop_channels(call: Call, axis: Axis) -> LocalCall | None:
     """Dropout of whole channels of this rank's samples or channels."""
-    input, p, is_training, inplace = _channels_dropout(*call.args, **call.kwargs)
+    input, p, is_training, inplace = _functional_dropout(*call.args, **call.kwargs)
     at, is_batched = placement_of(input), call.function is not F.dropout3d or input.dim() > 4
     if not isinstance(at, Sharded) or at.dim > 1 or input.dim() < 3 or not is_batched:
         return None
@@ -67,12 +67,6 @@ def drop_channels(call: Call, axis: Axis) -> LocalCall | None:
 
 
 def _functional_dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> tuple[Tensor, float, bool, bool]:
-    return input, p, training, inplace
-
-
-def _channels_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> tuple[Tensor, float, bool, bool]:
     return input, p, training, inplace
