@@ -31,7 +31,7 @@ from benchmarks.quiet_trainer import quiet_trainer
 from benchmarks.turns import ratio_quartiles, take_turns
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.recomputation import Recomputation
-from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.callbacks import MemoryTable
 from lightning_3d.distributed.rng import Generators
 
 BATCH, LENGTH, POINTS, WARM_UP, TURNS = 8, 256, 7, 2, 15

@@ -30,7 +30,7 @@ from benchmarks.data_parallel_step import Clock
 from benchmarks.models import random_tokens
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.callbacks import MemoryTable
 
 WARM_UP, LARGE = 4, 1e4
 GIB = 2**30

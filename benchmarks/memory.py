@@ -25,7 +25,7 @@ from benchmarks.launch import run_ranks
 from benchmarks.models import GPT, random_tokens
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.callbacks import MemoryTable
 
 BATCH, LENGTH, VOCABULARY, LAYERS, BAR = 16, 256, 512, 8, 0.10
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "interleaved_zero_bubble", "zbv")

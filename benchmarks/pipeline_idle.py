@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.launch import run_ranks
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks.timeline import ScheduleTimeline
+from lightning_3d.callbacks import ScheduleTimeline
 from lightning_3d.pipeline.spans import Timeline, idle_share
 
 RANKS, SECONDS = 4, 0.1

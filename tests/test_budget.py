@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.callbacks import MemoryTable
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError, PlanError, StepError

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.callbacks import MemoryTable
 from lightning_3d.errors import PlanError, StepError
 from tests.models import TinyGPT, tokens
 from tests.parity import QUIET, Layout

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_3d.callbacks.timeline import ScheduleTimeline
+from lightning_3d.callbacks import ScheduleTimeline
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import runner_of
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 
-from lightning_3d.callbacks.timeline import ScheduleTimeline
+from lightning_3d import ConfigError
+from lightning_3d.callbacks import ScheduleTimeline
 from lightning_3d.pipeline.spans import Span, Timeline, idle_share, play
 from lightning_3d.planning.schedule_order import Computation, schedule_order
 from tests.models import TinyGPT, loader, tokens
@@ -82,3 +84,10 @@ def test_a_plan_is_played_as_early_as_inputs_allow() -> None:
         for stage in range(2)
     ]
     assert idle_share(play(order)) == pytest.approx(1 / 5)  # GPipe: (p - 1) / (m + p - 1)
+
+
+def test_without_matplotlib_the_callback_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lightning_3d.callbacks.drawing", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r'pip install "lightning-3d\[pictures\]"'):
+        ScheduleTimeline()

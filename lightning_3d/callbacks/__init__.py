@@ -1,1 +1,8 @@
 """Callbacks for a Trainer with ``strategy="3d"``."""
+
+from __future__ import annotations
+
+from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.callbacks.timeline import ScheduleTimeline
+
+__all__ = ["MemoryTable", "ScheduleTimeline"]
