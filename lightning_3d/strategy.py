@@ -658,7 +658,7 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         refused = second_gradients_refused() if self.config.compile.enabled else nullcontext()
-        with self._parts.runner.around_backward(closure_loss), refused:
+        with self._parts.runner.around_backward(closure_loss, accumulating=self._accumulating), refused:
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if not self._module.automatic_optimization:
             self._precision.after_manual_backward()

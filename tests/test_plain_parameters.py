@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
@@ -311,6 +312,34 @@ class Gan(L.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=0.02, eps=1e-3) for part in (self.generator, self.critic)]
 
 
+class StepsInHook(TinyMLP):
+    """Trains once more on each batch when the step has ended."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        if self.automatic_optimization:
+            return loss
+        self._learn(loss)
+        return None
+
+    def on_train_batch_end(self, outputs: Any, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self._learn(F.l1_loss(self(batch[0]), batch[1]))
+
+    def _learn(self, loss: Tensor) -> None:
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        optimizer.zero_grad()
+        if self.automatic_optimization:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.manual_backward(loss)
+        optimizer.step()
+
+
 class Teacher(TinyMLP):
     """A frozen average of the layers that they learn from, as in BYOL."""
 
@@ -350,6 +379,12 @@ def _trained(layout: Layout | None, model: Callable[[], L.LightningModule]) -> d
 def test_a_gan(workers: WorkerPools, stage: Stage, raw: bool) -> None:
     model = partial(Gan, raw)
     assert_same_state(workers(2).run(_trained, Layout(dp=2, zero=stage), model), _trained(None, model))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_backwards_and_steps_in_hooks(workers: WorkerPools, stage: Stage) -> None:
+    for model in (partial(StepsInHook, False), partial(StepsInHook, True)):
+        assert_same_state(workers(2).run(_trained, Layout(dp=2, zero=stage), model), _trained(None, model))
 
 
 @pytest.mark.parametrize("layout", [*(Layout(dp=2, zero=stage) for stage in STAGES), Layout(tp=2)], ids=str)

@@ -42,8 +42,12 @@ class StepRunner(Protocol):
         """Run ``<name>(batch, *rest)`` without gradients; returns what it returns."""
 
     @abstractmethod
-    def around_backward(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Inside of it Lightning runs the backward of a loss."""
+    def around_backward(self, loss: Tensor, *, accumulating: bool) -> AbstractContextManager[None]:
+        """Inside of it Lightning runs the backward of a loss; with manual optimization also between steps.
+
+        Args:
+            accumulating: As of ``train``.
+        """
 
     @abstractmethod
     def after_optimizer_step(self) -> None:
@@ -73,9 +77,11 @@ class WholeModelRunner(StepRunner):
         self._module, self._zero, self._randomness, self._anomalies = module, zero, randomness, anomalies
         self._watch: StepWatch | None = None  # of the last training step
         self._watched: MicrobatchWatch | None = None  # its one microbatch
+        self._steps_by_hand = False  # inside of a training step with manual optimization
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         self._zero.set_accumulating(accumulating)
+        self._steps_by_hand = not self._module.automatic_optimization
         self._watch = self._anomalies.new_watch()
         if self._watch is None:
             output = self._run("training_step", batch, rest, number=number)
@@ -85,6 +91,7 @@ class WholeModelRunner(StepRunner):
         if self._module.automatic_optimization:
             check_loss(output)
         else:
+            self._steps_by_hand = False
             self._zero.leave_step()
         return output
 
@@ -103,7 +110,8 @@ class WholeModelRunner(StepRunner):
             return self._zero.root(run)
 
     @contextmanager
-    def around_backward(self, loss: Tensor) -> Iterator[None]:
+    def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
+        self._zero.set_accumulating(accumulating)
         self._zero.before_backward(loss)
         if self._watch is None or self._watched is None:
             yield
@@ -119,7 +127,7 @@ class WholeModelRunner(StepRunner):
 
     def _after_backward(self) -> None:
         self._zero.after_backward()
-        if self._module.automatic_optimization:
+        if not self._steps_by_hand:
             self._zero.leave_step()
 
     def after_optimizer_step(self) -> None:
@@ -190,7 +198,7 @@ class PipelineRunner(StepRunner):
         return output
 
     @contextmanager
-    def around_backward(self, loss: Tensor) -> Iterator[None]:
+    def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
         yield  # the backward has run; Lightning's puts the gradients in place
         self._pending.check_released()
 

@@ -116,6 +116,12 @@ class Zero(ABC):
         """Without a pipeline: after the last backward of a step; those that follow are not Lightning's."""
 
     @abstractmethod
+    def reduce_late(self) -> None:
+        """Before an optimizer's step: reduce gradients of the user's own backwards between steps; every rank calls it
+        and has run the same ones.
+        """
+
+    @abstractmethod
     def show_gradients(self) -> None:
         """After a backward: make the gradients whole if they may be seen; every rank calls it."""
 

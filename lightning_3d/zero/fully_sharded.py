@@ -203,6 +203,11 @@ class FullySharded(Zero):
         if self._reducer is not None:
             self._reducer.is_on = False
 
+    @override
+    def reduce_late(self) -> None:
+        if self._reducer is not None:
+            self._reducer.flush_late()
+
     def _begin_backward(self, _: Tensor) -> None:
         if self._reducer is not None:
             self._reducer.begin_backward()

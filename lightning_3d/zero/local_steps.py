@@ -178,6 +178,7 @@ class LocalSteps:
     def _enter(self, optimizer: Optimizer, *closure: KnownLoss) -> None:
         self._check(optimizer)
         self._zero.settle()
+        self._zero.reduce_late()
         if self._offload is not None:
             parts = self._offloaded(optimizer, self._offload)
             self._swapped[optimizer] = self._offload.enter(optimizer, parts, *closure)

@@ -180,6 +180,11 @@ class PlainParameters(Zero):
         for reducer in self._reducers.values():
             reducer.is_on = False
 
+    @override
+    def reduce_late(self) -> None:
+        for reducer in self._reducers.values():
+            reducer.flush_late()
+
     def _begin_backward(self, _: Tensor) -> None:
         for reducer in self._reducers.values():
             reducer.begin_backward()

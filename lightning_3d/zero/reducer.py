@@ -38,6 +38,7 @@ class GradientReducer:
         """Whether backwards reduce, as those of steps; else gradients accumulate in the parameters."""
         self.ends_itself = True
         """Whether the end of a backward reduces what is left and waits for all; else `launch_rest` and `collect` do."""
+        self._is_late = False  # gradients have accumulated since the last reduction
         self._num_launched = 0
         self._backward: int | None = None  # whose gradients are taken in
         self._is_reentrant = False
@@ -67,7 +68,7 @@ class GradientReducer:
         Raises:
             StepError: the last backward was left by an exception, with gradients on their way.
         """
-        self._backward = None
+        self._backward, self._is_late = None, False
         if any(bucket.has_begun for bucket in self._buckets):
             raise StepError(
                 "The last backward ended by an exception, and its gradients were being reduced over the data-parallel"
@@ -84,6 +85,7 @@ class GradientReducer:
 
     def _accumulated(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if not self.is_on or parameter.grad is None:  # as behind a custom function that gives no gradient
+            self._is_late |= not self.is_on
             return
         if self._backward is None:
             self.begin_backward()
@@ -116,6 +118,14 @@ class GradientReducer:
         self.launch_rest()
         self.collect()
 
+    def flush_late(self) -> None:
+        """Reduce gradients of backwards that came while this was off and since the last step began, if there are some.
+
+        Those that were reduced before are alike on all ranks, and their mean is what they are.
+        """
+        if self._is_late:
+            self.flush()
+
     @torch.no_grad()
     def launch_rest(self) -> None:
         """Begin to reduce all gradients that are there; every rank calls it."""
@@ -125,7 +135,7 @@ class GradientReducer:
                 if parameter.grad is not None and parameter.requires_grad:
                     self._take(bucket, index)
             self._launch_next()
-        self._backward = None
+        self._backward, self._is_late = None, False
 
     @torch.no_grad()
     def collect(self) -> None:
