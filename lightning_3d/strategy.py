@@ -117,7 +117,7 @@ from lightning_3d.trainer.requirements import (
 )
 from lightning_3d.trainer.resuming import Resuming
 from lightning_3d.trainer.run_control import RunControl
-from lightning_3d.trainer.same_settings import check_same_settings, check_same_training
+from lightning_3d.trainer.same_settings import check_same_optimizers, check_same_settings, check_same_training
 from lightning_3d.trainer.scopes import dataclasses_registered, metrics_joined, parts_averaged, schedulers_skipping
 from lightning_3d.trainer.synced_norms import check_synced, sync_norms
 from lightning_3d.trainer.user_clipping import clipping_joined
@@ -557,6 +557,7 @@ class ThreeDStrategy(ParallelStrategy):
         zero.shows_gradients = gradients_seen(trainer, self._module) if shows == "auto" else shows
         self._trained_with, self._unsaved = list(optimizers), list(optimizers)
         self._optimizer_hooks.callback(self._trained_with.clear)
+        check_same_optimizers(optimizers, self.root_device)
         kinds = check_optimizers(optimizers, self._module, self.mesh, self.config.zero, self.root_device)
         zero.divide(kinds)
         self._parallel = self._parts.with_optimizers(kinds, self._module, self.config.zero)

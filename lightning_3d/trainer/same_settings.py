@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
+from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import gather_numbers
@@ -87,6 +89,25 @@ def check_same_training(module: LightningModule, device: torch.device) -> None:
     frozen = [fqn for fqn, parameter in module.named_parameters() if not parameter.requires_grad]
     automatic = str(module.automatic_optimization)
     _compare({"frozen parameters": _listed(frozen), "automatic_optimization": automatic}, device)
+
+
+def check_same_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    """Check that all ranks step in the same way: a collective of a step that one rank makes alone is waited for.
+
+    Raises:
+        ConfigError: as ``check_same_settings``.
+    """
+    groups = [
+        f"{type(optimizer).__name__}, group {index} of {len(optimizer.param_groups)}: {_settings(group)}"
+        for optimizer in optimizers
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    _compare({"optimizers": _listed(groups)}, device)
+
+
+def _settings(group: Mapping[str, Any]) -> str:
+    shown = {name: value for name, value in group.items() if isinstance(value, int | float | str | tuple)}
+    return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def _compare(mine: dict[str, str], device: torch.device) -> None:
