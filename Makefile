@@ -14,7 +14,7 @@ PACKAGES_INSTALLED := $(PACKAGES_VENV)/.installed
 TEST_PROCESSES ?= 2
 SIDE_BY_SIDE := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: env demo test test-matrix test-signals lightning-suite lint clean
+.PHONY: env demo docs test test-matrix test-signals lightning-suite lint clean
 
 env: $(INSTALLED)
 
@@ -22,11 +22,15 @@ env: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,test,pictures]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,test,pictures,docs]"
 	touch $@
 
 demo: env
 	$(BIN)/python examples/gpt.py
+
+# The documentation as a site, in site/; its tables come from the tests, so that it is built where these run.
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
@@ -59,5 +63,5 @@ lint: env
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(PACKAGES_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PACKAGES_VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What layouts refuse, in the tables of the README."""
+"""What layouts refuse, in the tables of the documentation."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """All of Lightning's callbacks in {dp 2, pp 2, tp 2}: each gives what it gives in one process, or says why not.
 
-The README's table shows the outcomes. The plain suite runs one of them, `make test-matrix` all.
+The documentation shows the outcomes. The plain suite runs one of them, `make test-matrix` all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tests.models import TinyMLP, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.refusals import Refusal, markdown_table, refused_or
 from tests.workers import WorkerPools
 
 Batch = tuple[Tensor, Tensor]
@@ -90,8 +91,8 @@ class Case:
     seen: Callable[[L.Trainer, Any], Any] = lambda trainer, callback: None
     """What it came to know."""
     trainer: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
-    """Axis -> what the error says, where it can't run."""
+    refused: Mapping[str, Refusal] = field(default_factory=dict)
+    """By axis."""
 
 
 def predicted(trainer: L.Trainer, callback: Any) -> Any:
@@ -118,7 +119,13 @@ CASES = {
     "BasePredictionWriter": Case(make=partial(Writes, "epoch"), seen=predicted),
     "BatchSizeFinder": Case(
         make=callbacks.BatchSizeFinder,
-        refused=dict.fromkeys(LAYOUTS, "not supported with distributed strategies|cannot be used with dataloaders"),
+        refused=dict.fromkeys(
+            LAYOUTS,
+            Refusal(
+                message="not supported with distributed strategies|cannot be used with dataloaders",
+                reason="memory may run out on one rank, as under DDP",
+            ),
+        ),
     ),
     "Callback": Case(make=Records, seen=lambda trainer, callback: list(callback.called)),
     "DeviceStatsMonitor": Case(
@@ -151,7 +158,9 @@ CASES = {
     ),
     "ModelPruning": Case(
         make=partial(callbacks.ModelPruning, "l1_unstructured", amount=0.5),
-        refused={"pp": "lies on another pipeline stage"},
+        refused={
+            "pp": Refusal(message="lies on another pipeline stage", reason="it reads weights of other stages"),
+        },
     ),
     "ModelSummary": Case(make=partial(callbacks.ModelSummary, -1), trainer={"enable_model_summary": True}),
     "OnExceptionCheckpoint": Case(
@@ -172,6 +181,15 @@ CASES = {
     "Timer": Case(make=partial(callbacks.Timer, "00:01:00:00"), seen=elapsed),
     "WeightAveraging": Case(make=callbacks.WeightAveraging),
 }
+
+
+def rendered() -> str:
+    """The table of the documentation: the callbacks that a layout refuses, and all others."""
+    refused = [name for name, case in CASES.items() if case.refused]
+    rows = [[f"`{name}`", *(refused_or(CASES[name].refused, axis, "works") for axis in LAYOUTS)] for name in refused]
+    others = ", ".join(f"`{name}`" for name in CASES if name not in refused)
+    rows.append([f"all others: {others}", *("works" for _ in LAYOUTS)])
+    return markdown_table(["callback", *(f"{axis} 2" for axis in LAYOUTS)], rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +227,7 @@ def run_all_in(names: tuple[str, ...]) -> dict[tuple[str, str], Outcome | str]:
         for axis, layout in LAYOUTS.items():
             dist.barrier()
             if axis in CASES[name].refused:
-                with pytest.raises(Exception, match=CASES[name].refused[axis]) as error:
+                with pytest.raises(Exception, match=CASES[name].refused[axis].message) as error:
                     run(name, layout)
                 outcomes[name, axis] = str(error.value)
             else:

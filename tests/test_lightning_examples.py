@@ -1,6 +1,6 @@
 """Programs that do what the examples of Lightning and diffusers do: the numbers of Lightning's DDP, or of one process.
 
-README.md's table is `EXAMPLES`. The plain suite runs some of them, `make test-matrix` all.
+The documentation's table is `EXAMPLES`. The plain suite runs some of them, `make test-matrix` all.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.examples.place import DDP, LAYOUTS, ONE_PROCESS, REFERENCES, Outcome
-from tests.examples.table import EXAMPLES, Example, rendered
+from tests.examples.table import EXAMPLES, Example
 from tests.workers import WorkerError, WorkerPools
 
 pytestmark = pytest.mark.filterwarnings("default")  # the programs' own
@@ -83,8 +83,3 @@ def test_example_works_or_is_refused(workers: WorkerPools, example: Example) -> 
 @pytest.mark.parametrize("example", LARGE, ids=lambda example: example.run)
 def test_large_example_works_or_is_refused(workers: WorkerPools, example: Example) -> None:
     check(workers, example)
-
-
-def test_readme_shows_the_table() -> None:
-    readme = Path(__file__).parents[1] / "README.md"
-    assert rendered(tuple(LAYOUTS)) in readme.read_text()

@@ -16,7 +16,7 @@ from tests.examples.data import SEED
 from tests.parity import QUIET, Layout, whole_state
 
 LAYOUTS = {"dp 2": Layout(dp=2), "pp 2": Layout(pp=2), "tp 2": Layout(tp=2)}
-"""By the name of their column in the README's table."""
+"""By the name of their column in the documentation's table."""
 
 ONE_PROCESS, DDP = "one process", "ddp"
 REFERENCES = {"dp 2": DDP, "pp 2": ONE_PROCESS, "tp 2": ONE_PROCESS}

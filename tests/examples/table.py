@@ -1,4 +1,4 @@
-"""The examples and what each layout makes of them: data of the tests and the README."""
+"""The examples and what each layout makes of them: data of the tests and the documentation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Example:
     """Whether the plain suite runs it."""
 
     def cell(self, layout: str) -> str:
-        """How the README puts what a layout makes of it."""
+        """How the documentation puts what a layout makes of it."""
         return refused_or(self.refused, layout, "works" + (f" ({self.note[layout]})" if layout in self.note else ""))
 
     def run_in(self, name: str) -> Outcome:
@@ -190,6 +190,6 @@ EXAMPLES = (
 
 
 def rendered(layouts: tuple[str, ...]) -> str:
-    """The README's table."""
+    """The documentation's table."""
     rows = ([example.shown, *map(example.cell, layouts)] for example in EXAMPLES)
     return markdown_table(["example", *layouts], rows)

@@ -34,7 +34,7 @@ ADAM_EPSILON = 1e-3
 """Of Adam and its kin, in every run: with 1e-8 a gradient that is zero but for rounding moves a weight as far."""
 
 LAYOUTS = {"dp 2": Layout(dp=2), "pp 2": Layout(pp=2, num_microbatches=2), "tp 2": Layout(tp=2)}
-"""By the name of their column in the README's table."""
+"""By the name of their column in the documentation's table."""
 
 
 @dataclass(frozen=True, kw_only=True)

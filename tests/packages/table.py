@@ -1,4 +1,4 @@
-"""Which modules of which packages are trained, and which layouts refuse them, why: data of the tests and the README."""
+"""Which modules of which packages are trained, and which layouts refuse them, why: data of tests and documentation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Row:
     """Layouts in which a rank holds (nearly) the whole model, as it is one block or tensor parallel is not worth it."""
 
     def cell(self, layout: str) -> str:
-        """How the README puts what a layout makes of the module."""
+        """How the documentation puts what a layout makes of the module."""
         return refused_or(self.refused, layout, "works, whole on a rank" if layout in self.whole else "works")
 
 
@@ -86,6 +86,6 @@ TABLE = (
 
 
 def rendered(layouts: tuple[str, ...]) -> str:
-    """The README's table."""
+    """The documentation's table."""
     rows = [[f"`{row.package}`", f"`{row.module}`", *map(row.cell, layouts)] for row in TABLE]
     return markdown_table(["package", "module", *layouts], rows)

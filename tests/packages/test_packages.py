@@ -1,18 +1,17 @@
 """LightningModules of other packages, unmodified: the numbers of one process in dp 2, pp 2 and tp 2.
 
-`make test-packages` installs the packages and runs this. README.md's table is `TABLE`, which a test here compares.
+`make test-packages` installs the packages and runs this. The documentation's table is `TABLE`.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.packages.parity import LAYOUTS, Outcome, PackageJob, assert_same_as_one_process, train
-from tests.packages.table import TABLE, Row, rendered
+from tests.packages.table import TABLE, Row
 from tests.workers import WorkerError, WorkerPools
 
 pytestmark = pytest.mark.filterwarnings("default")  # they warn in their own ways
@@ -43,8 +42,3 @@ def test_module_trains_as_in_one_process(
     if name not in outcomes:
         outcomes[name] = train(job, None)
     assert_same_as_one_process(workers, job, outcomes[name], LAYOUTS[layout], is_whole=layout in row.whole)
-
-
-def test_readme_shows_the_table() -> None:
-    readme = Path(__file__).parents[2] / "README.md"
-    assert rendered(tuple(LAYOUTS)) in readme.read_text()

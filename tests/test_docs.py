@@ -1,0 +1,150 @@
+"""The documentation tells the truth: its code runs, settings parse, commands exist, and tables are those of tests."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+import lightning_3d
+from lightning_3d import ThreeDConfig, ThreeDStrategy
+from lightning_3d.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def blocks(page: Path, language: str) -> Iterator[str]:
+    """The page's code in a language, but for that which is marked (`{.python .notest}`) or is the example."""
+    for found, code in FENCE.findall(page.read_text()):
+        if found == language and code.strip() != minimal():
+            yield code
+
+
+def minimal() -> str:
+    return (ROOT / "examples/minimal.py").read_text().strip()
+
+
+@pytest.fixture(scope="module")
+def hook() -> ModuleType:
+    """What mkdocs runs to generate pages."""
+    spec = importlib.util.spec_from_file_location("docs_pages", ROOT / "docs/pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@each_page
+@pytest.mark.filterwarnings("ignore:.*tensorboardX")  # Lightning's advice where there is no TensorBoard
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {}
+    for code in blocks(page, "python"):
+        exec(compile(code, str(page), "exec"), namespace)
+
+
+@each_page
+def test_settings_parse(page: Path) -> None:
+    for code in blocks(page, "yaml"):
+        settings = yaml.safe_load(code)
+        if "trainer" in settings:  # of LightningCLI
+            settings = settings["trainer"]["strategy"]["init_args"]
+        ThreeDStrategy.from_config(settings)
+
+
+@each_page
+def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    for line in "".join(blocks(page, "bash")).splitlines():
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "make":
+            assert re.search(rf"^{arguments[0]}:", makefile, re.MULTILINE), line
+        elif program == "pip":
+            for extra in re.findall(r"\[(.*)\]", line):
+                assert re.search(rf"^{extra} = ", project, re.MULTILINE), line
+        elif program in ("python", "torchrun"):
+            scripts = [argument for argument in arguments if argument.endswith(".py")]
+            assert all((ROOT / script).exists() for script in scripts), line
+        else:
+            assert program == "lightning-3d", f"{line}: no test knows this program"
+            with pytest.raises(SystemExit) as ended:
+                main([*arguments, "--help"])
+            assert ended.value.code == 0
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)  # the files are not there
+            assert ended.value.code == 1, capsys.readouterr().err  # 2 is a flag that does not parse
+
+
+def test_readme_is_short_and_shows_the_example() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150
+    assert f"```python\n{minimal()}\n```" in readme
+
+
+def test_every_setting_is_on_its_page(hook: ModuleType) -> None:
+    page = hook.settings_page()
+    sections = [item.default_factory for item in dataclasses.fields(ThreeDConfig)]
+    for section in (ThreeDConfig, *(section for section in sections if isinstance(section, type))):
+        for item in dataclasses.fields(section):
+            if not isinstance(item.default_factory, type):
+                name = f"{section.section}.{item.name}".lstrip(".")
+                assert f"### `{name}`\n" in page
+        texts = hook.field_docstrings(section)
+        assert set(texts) == {item.name for item in dataclasses.fields(section)}
+        assert all(text in page for text in texts.values())
+
+
+def test_pages_have_their_tables_and_files(hook: ModuleType) -> None:
+    assert minimal() in hook.filled((ROOT / "docs/quickstart.md").read_text())
+    page = (ROOT / "docs/compatibility.md").read_text()
+    written = hook.filled(page)
+    assert page.count("<!-- table:") == 3
+    assert "<!-- table:" not in written
+    assert "| `ModelPruning` | works | refused: it reads weights of other stages | works |" in written
+
+
+def test_errors_are_those_of_the_package() -> None:
+    texts = [
+        node.value
+        for path in Path(lightning_3d.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    shown = re.findall(r"^\*\*`(.*?)`\*\*", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    assert len(shown) > 15
+    assert [message for message in shown if not any(message in text for text in texts)] == []
+
+
+def test_settings_that_pages_name_exist() -> None:
+    sections = {item.name: item.default_factory for item in dataclasses.fields(ThreeDConfig)}
+    known = {
+        f"{name}.{item.name}"
+        for name, section in sections.items()
+        if isinstance(section, type)
+        for item in dataclasses.fields(section)
+    }
+    prefix = "|".join(name for name, section in sections.items() if isinstance(section, type))
+    for page in PAGES:
+        named = set(re.findall(rf"`((?:{prefix})\.\w+)[`:=]", page.read_text()))
+        assert named <= known, f"{page}: {named - known}"
+
+
+def test_site_builds(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    assert "zero.shard_size" in (tmp_path / "site/settings.html").read_text()
