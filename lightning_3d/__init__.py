@@ -1,11 +1,15 @@
 """Trains any LightningModule in 3D parallel: ``import lightning_3d`` and ``Trainer(strategy="3d")``.
 
 Importing registers the strategy, for which Lightning has no entry point; ``load_from_checkpoint`` then reads folders.
+The strategy and the parts of torch that it needs are loaded at their first use, so that the import takes little time.
 """
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_3d.checkpoint import read_folder
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.compile import CompileConfig
@@ -25,9 +29,11 @@ from lightning_3d.errors import (
     TraceError,
 )
 from lightning_3d.namespaces import join_namespaces
-from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.strategy import ThreeDStrategy
 from lightning_3d.torch_internals.lightning_helpers import load_folders
+
+if TYPE_CHECKING:
+    from lightning_3d.precision.plugin import ThreeDPrecision
+    from lightning_3d.strategy import ThreeDStrategy
 
 __all__ = [
     "ActivationsConfig",
@@ -51,6 +57,26 @@ __all__ = [
     "ZeroConfig",
 ]
 
+_LOADED_LATE = {"ThreeDPrecision": "lightning_3d.precision.plugin", "ThreeDStrategy": "lightning_3d.strategy"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOADED_LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LOADED_LATE[name]), name)
+
+
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function or class of a module that the first call loads."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return call
+
+
 join_namespaces()
-load_folders(read_folder)
-StrategyRegistry.register("3d", ThreeDStrategy, description="Data (ZeRO) x pipeline x tensor parallel")
+load_folders(_late("lightning_3d.checkpoint", "read_folder"))
+StrategyRegistry.register(
+    "3d", _late("lightning_3d.strategy", "ThreeDStrategy"), description="Data (ZeRO) x pipeline x tensor parallel"
+)

@@ -72,7 +72,7 @@ PRELOAD = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torchmetrics.classification",
-    "lightning_3d",
+    "lightning_3d.strategy",
 )
 """What the forkserver imports once for all workers, besides the modules of tests that the test process has."""
 
