@@ -21,11 +21,11 @@ class ActivationsConfig:
 
     recompute: Mode | Literal["auto"] = "none"
     """``"full"``: a block keeps its inputs, and its backward computes the rest again (Chen et al. 2016).
-    ``"selective"``: it also keeps the results of matrix products, convolutions and attention (Korthikanti
-    et al. 2022). The same numbers come out: random numbers are those of the forward; buffers, counters and hooks inside
-    change or are called once. Blocks that checkpoint inside of themselves, or are called under a checkpoint, go on as
-    they are. With schedules that split the backward, it stays in one piece on stages that recompute. Compiled blocks
-    keep the same.
+    ``"selective"``: it also keeps the results of matrix products, convolutions, attention (Korthikanti et al. 2022) and
+    the collectives of tensor parallel. The same numbers come out: random numbers are those of the forward; buffers,
+    counters and hooks inside change or are called once. Blocks that checkpoint inside of themselves, or are called
+    under a checkpoint, go on as they are. With schedules that split the backward, it stays in one piece on stages that
+    recompute. Compiled blocks keep the same.
     ``"auto"``: as many blocks as ``budget`` asks for, in the way that costs the least time.
     ``"none"``: nothing."""
 

@@ -30,7 +30,8 @@ class CompileConfig:
     decide."""
 
     backend: Literal["inductor", "aot_eager"] = "inductor"
-    """As for ``torch.compile``. ``"aot_eager"`` fuses nothing, and needs no compiler on the machine."""
+    """As for ``torch.compile``. ``"inductor"`` needs a C++ compiler on CPUs, Triton on GPUs; ``"aot_eager"`` fuses
+    nothing, and needs neither."""
 
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
     """As for ``torch.compile(backend="inductor")``. Its modes with CUDA graphs are not offered: a graph writes its
