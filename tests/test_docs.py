@@ -96,6 +96,12 @@ def test_readme_is_short_and_shows_the_example() -> None:
     assert f"```python\n{minimal()}\n```" in readme
 
 
+def test_links_of_the_readme_lead_somewhere() -> None:
+    """The site's own are checked where it is built."""
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
 def test_every_setting_is_on_its_page(hook: ModuleType) -> None:
     page = hook.settings_page()
     sections = [item.default_factory for item in dataclasses.fields(ThreeDConfig)]
