@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -54,6 +54,7 @@ from lightning_3d.checkpoint import (
 from lightning_3d.checkpoint.atomic import completed, local_path, remove
 from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers, class_names
 from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.file_or_folder import file_bytes, is_too_large
 from lightning_3d.checkpoint.folder import TIED
 from lightning_3d.checkpoint.further_states import has_further
 from lightning_3d.checkpoint.last_link import link, link_before_removal
@@ -68,6 +69,7 @@ from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
+from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import (
     Mesh,
     MeshShape,
@@ -146,7 +148,7 @@ class ThreeDStrategy(ParallelStrategy):
         precision: A ``PrecisionConfig`` or a dict of its keys; ``Trainer(precision=...)`` picks the precision itself.
         checkpoint: A ``CheckpointConfig`` or a dict of its keys.
         save_distributed_checkpoint: ``True`` writes a folder with every rank's part, ``False`` one ``.ckpt`` file;
-            ``"auto"`` a folder, or a file where the Trainer has a ``CheckpointIO`` of yours, which writes it.
+            ``"auto"`` a file, or a folder where that would be larger than ``checkpoint.max_file_size``.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default the one for the device.
         timeout: The timeout of collectives.
         heartbeat_timeout: All ranks end when the process of one has given no sign of life for so long.
@@ -209,6 +211,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._trained_with: list[Optimizer] = []  # that have them now
         self._unsaved: list[Optimizer] = []  # that did not step yet, so that nobody knows whether they can be saved
         self._saved_state: dict[str, Any] = {}  # of the model, as the Trainer got it last for a checkpoint
+        self._is_large = False  # a checkpoint, for one file; known once the optimizers are made
         self._is_late = False  # it got parts for a file, which becomes whole while it is written
         self._restores: Folder | None = None  # the folder that is being restored
         self._restores_late: bool | None = None  # after setup; known once the model is built
@@ -474,7 +477,7 @@ class ThreeDStrategy(ParallelStrategy):
             self._resuming = Resuming(trainer, self._module, self.root_device, reads_again=reads_again)
             self._patches.enter_context(self._resuming.installed())
             self._patches.enter_context(lightning_helpers.last_linked(trainer, self._link, self._link_before_removal))
-        if self._saves_folders and lightning_helpers.has_own_io(self):
+        if self.config.save_distributed_checkpoint is True and lightning_helpers.has_own_io(self):
             raise ConfigError(
                 f"save_distributed_checkpoint=True writes folders by torch.distributed.checkpoint, not through"
                 f" {type(self.checkpoint_io).__name__}: set it to False, or leave it out, for a file through that."
@@ -484,7 +487,6 @@ class ThreeDStrategy(ParallelStrategy):
                 "checkpoint.async_save=True writes checkpoints in the background, but a CheckpointIO of yours,"
                 f" {type(self.checkpoint_io).__name__}, is to write them: leave out one of them."
             )
-        refuse_places(trainer, as_folders=self._saves_folders)
         check_same_training(self._module, self.root_device)
         self.config.precision.check_for(self._precision.precision)
         syncing = lightning_helpers.layer_sync_of(self)
@@ -523,6 +525,7 @@ class ThreeDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)
+        self._choose_checkpoints(trainer)
         self.setup_precision_plugin()
         if self._control is not None and trainer.state.fn == TrainerFn.FITTING:
             self._control.heed_signals_together()
@@ -883,7 +886,19 @@ class ThreeDStrategy(ParallelStrategy):
     def _saves_folders(self) -> bool:
         """Whether checkpoints become folders, which torch.distributed.checkpoint writes."""
         setting = self.config.save_distributed_checkpoint
-        return not lightning_helpers.has_own_io(self) if setting == "auto" else setting
+        return self._is_large if setting == "auto" else setting
+
+    def _choose_checkpoints(self, trainer: Trainer) -> None:
+        """Choose files or folders for this run, alike on all ranks."""
+        if self.config.save_distributed_checkpoint == "auto" and not lightning_helpers.has_own_io(self):
+            num_bytes = on_rank_zero(lambda: file_bytes(self._module, self.optimizers), self.root_device)
+            self._is_large = is_too_large(num_bytes, self.config.checkpoint.max_file_size)
+        refuse_places(trainer, as_folders=self._saves_folders)
+        if self._saves_folders and (names := lightning_helpers.uploading_loggers(trainer)):
+            rank_zero_warn(
+                f"{', '.join(names)} uploads checkpoint files (log_model), but checkpoints of this run are folders, which"
+                " it leaves out: set save_distributed_checkpoint=False for files."
+            )
 
     @property
     def _gathers_late(self) -> bool:

@@ -31,6 +31,7 @@ from lightning_3d.checkpoint.own_state import (
     filled_from,
     grouped_optimizer_state,
     held_names,
+    like_state,
     model_state,
     parameter_fqns,
     restore_model,
@@ -67,7 +68,7 @@ def full_model_state(module: nn.Module, pp: DeviceMesh | None, gathered: Gather 
         check_placements(own)
     full = gathered(own, pp, grouped={fqn: parts[fqn] for fqn in own if fqn in parts})
     sources = {fqn: fqn if fqn in full else first.get(fqn, fqn) for fqn in state}
-    return {fqn: full[source] for fqn, source in sources.items() if source in full}
+    return like_state(state, {fqn: full[source] for fqn, source in sources.items() if source in full})
 
 
 def full_optimizer_state(

@@ -11,10 +11,11 @@ parameter that one data-parallel rank owns is there alone.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -50,6 +51,13 @@ def state_of(module: nn.Module) -> dict[str, Any]:
         return module.state_dict()
     finally:
         _is_reading.reset(token)
+
+
+def like_state(state: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by FQN in the form of ``module.state_dict()``, which tells versions of modules, too."""
+    formed: Any = OrderedDict(values)
+    formed._metadata = getattr(state, "_metadata", {})
+    return cast(dict[str, Any], formed)
 
 
 def warn_of_parts(module: nn.Module) -> None:

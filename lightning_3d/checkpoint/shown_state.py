@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.own_state import held_names, state_of
+from lightning_3d.checkpoint.own_state import held_names, like_state, state_of
 from lightning_3d.model.absent import stand_in
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 
@@ -37,10 +37,10 @@ def shown_whole(module: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(own: Mapping[str, Any], state: Mapping[str, Any], module: nn.Module, place: str) -> dict[str, Any]:
-    shown = {}
+    shown: dict[str, Any] = {}
     for fqn, value in state.items():
         if fqn in own:
             shown[fqn] = own[fqn]
         elif isinstance(value, Tensor):
             shown[fqn] = stand_in(value, f"checkpoint['state_dict'][{fqn!r}]", module, place)
-    return shown
+    return like_state(state, shown)

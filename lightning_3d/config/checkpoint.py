@@ -14,6 +14,10 @@ class CheckpointConfig:
 
     section: ClassVar[str] = "checkpoint"
 
+    max_file_size: float = 16.0
+    """With ``save_distributed_checkpoint="auto"``, the largest file in GiB, which rank 0 writes alone; checkpoints that
+    would be larger, the states of optimizers included, are folders that all ranks write together."""
+
     async_save: bool = False
     """Write checkpoints in the background, from a copy of the state in the memory of the host, while training goes on.
     The end of a fit waits for it, by an exception or a signal, too."""

@@ -98,7 +98,7 @@ class ThreeDConfig:
 
     save_distributed_checkpoint: bool | Literal["auto"] = "auto"
     """``True``: a folder that every rank writes its part of. ``False``: one plain Lightning ``.ckpt`` file. ``"auto"``:
-    a folder, or a file where the Trainer was given a ``CheckpointIO``, which writes it."""
+    a file, or a folder where that would be larger than ``checkpoint.max_file_size``."""
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -124,6 +124,11 @@ def has_own_io(strategy: ParallelStrategy) -> bool:
     return type(strategy._checkpoint_io) not in (type(None), TorchCheckpointIO)
 
 
+def uploading_loggers(trainer: Trainer) -> list[str]:
+    """The classes of the Trainer's loggers that are to upload checkpoints, where these are files."""
+    return [type(logger).__name__ for logger in trainer.loggers if getattr(logger, "_log_model", False)]
+
+
 def reset_optimizers(strategy: ParallelStrategy) -> None:
     """Forget the optimizers and schedulers of an earlier fit."""
     strategy._reset_optimizers_and_schedulers()
