@@ -896,8 +896,8 @@ class ThreeDStrategy(ParallelStrategy):
         refuse_places(trainer, as_folders=self._saves_folders)
         if self._saves_folders and (names := lightning_helpers.uploading_loggers(trainer)):
             rank_zero_warn(
-                f"{', '.join(names)} uploads checkpoint files (log_model), but checkpoints of this run are folders, which"
-                " it leaves out: set save_distributed_checkpoint=False for files."
+                f"{', '.join(names)} uploads checkpoint files (log_model), but checkpoints of this run are folders,"
+                " which it leaves out: set save_distributed_checkpoint=False for files."
             )
 
     @property

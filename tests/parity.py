@@ -94,7 +94,7 @@ class Layout:
     """Of `zero`, besides the stage."""
     compile_backend: Literal["inductor", "aot_eager"] | None = None
     """What compiles the blocks; None leaves them eager."""
-    save_distributed_checkpoint: bool = False
+    save_distributed_checkpoint: bool | Literal["auto"] = "auto"
     checkpoint: Mapping[str, Any] = field(default_factory=dict)
     """How checkpoints are written."""
     activations: Mapping[str, Any] = field(default_factory=dict)

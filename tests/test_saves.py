@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import threading
@@ -20,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
@@ -29,9 +31,11 @@ from lightning_3d import strategy as strategy_module
 from lightning_3d.checkpoint import write_folder, write_full
 from lightning_3d.checkpoint.atomic import remove
 from lightning_3d.checkpoint.damage import damage
+from lightning_3d.checkpoint.file_or_folder import is_too_large
 from lightning_3d.checkpoint.saves import _Removals
 from lightning_3d.checkpoint.whole_folder import read_folder
 from lightning_3d.errors import CheckpointError
+from lightning_3d.planning.memory.table import GIB
 from tests.models import TinyMLP, features, training_loader
 from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
@@ -392,6 +396,42 @@ def test_the_last_good_one_stays(workers: WorkerPools) -> None:
 
 
 # ------------------------------------------------------------------------------------------- other file systems
+
+
+class _Uploading(CSVLogger):
+    """Looks as if it uploaded checkpoint files, as ``WandbLogger(log_model=True)`` does."""
+
+    _log_model = True
+
+
+def _saved_as(max_file_size: float) -> tuple[bool, int, list[str]]:
+    """Whether a folder was saved, the bytes of the file if not, and what was warned of on this rank."""
+    layout = Layout(pp=2, dp=1, checkpoint={"max_file_size": max_file_size})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = _fit(layout, enable_checkpointing=False, logger=_Uploading("logs"))
+    trainer.save_checkpoint(path := Path(f"{max_file_size}.ckpt"))
+    warned = [str(warning.message) for warning in told if "log_model" in str(warning.message)]
+    return path.is_dir(), path.stat().st_size, warned
+
+
+def _saved_by_size() -> list[tuple[bool, int, list[str]]]:
+    first = _saved_as(16)
+    size = first[1] / GIB
+    return [first, _saved_as(1.1 * size), _saved_as(0.9 * size)]
+
+
+def test_only_what_is_too_large_for_a_file_becomes_a_folder(
+    workers: WorkerPools, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank, chosen in enumerate(workers(2).run(_saved_by_size)):
+        assert [is_folder for is_folder, _, _ in chosen] == [False, False, True]
+        assert [len(warned) for _, _, warned in chosen] == [0, 0, rank == 0]
+    with caplog.at_level(logging.INFO):
+        assert not is_too_large(GIB, 1)
+        assert not caplog.text
+        assert is_too_large(84 * GIB, 16)
+    assert "one file would have about 84.00 GiB and checkpoint.max_file_size is 16 GiB" in caplog.text
 
 
 def _to_memory(layout: Layout, dirpath: str) -> str:

@@ -41,6 +41,7 @@ import torchmetrics
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PyTorchProfiler
@@ -1587,6 +1588,15 @@ def test_what_strategies_hold() -> None:
         assert hasattr(strategy, name), f"ParallelStrategy.{name}"
     assert _parameters(Precision._wrap_closure) == {"self", "model", "optimizer", "closure"}
     assert _parameters(Precision._after_closure) == {"self", "model", "optimizer"}
+
+
+@canary(lightning_helpers, "uploading_loggers")
+def test_loggers_that_upload_checkpoints() -> None:
+    for logger in (WandbLogger, MLFlowLogger):
+        assert "self._log_model = log_model" in inspect.getsource(logger.__init__)
+    trainer = L.Trainer(accelerator="cpu", logger=[CSVLogger("logs"), uploading := CSVLogger("logs")])
+    uploading._log_model = "all"  # type: ignore[attr-defined]
+    assert lightning_helpers.uploading_loggers(trainer) == ["CSVLogger"]
 
 
 @canary(lightning_helpers, "averages_stochastically", "callbacks_of", "leave_schedulers_to_averaging")

@@ -27,13 +27,14 @@ from lightning.pytorch.profilers import SimpleProfiler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_3d.checkpoint.run_state import RUN
 from tests.workers import WorkerPools
 
 NUM_BATCHES, BATCH_SIZE = 6, 4
 
 
 class Model(L.LightningModule):
-    """Draws random numbers, has running statistics, logs everywhere and counts what it is called for."""
+    """Draws random numbers, has running statistics, logs everywhere, counts what it is called for and skips a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +52,10 @@ class Model(L.LightningModule):
         self.log(f"{name}_loss", loss, on_step=name == "train", on_epoch=True, prog_bar=True)
         return loss
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self._loss(batch, "train")
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = self._loss(batch, "train")
+        # Not where torch would clip an empty list of gradients by value, which raises.
+        return None if batch_idx == 3 and self.trainer.gradient_clip_algorithm != "value" else loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         return self._loss(batch, "val")
@@ -231,12 +234,17 @@ def _run(case: str, strategy: str, folder: Path) -> dict[str, Any]:
         numbers["norms"] = module.grad_norms
         numbers["weights"] = module.state_dict()
         numbers["rates"] = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        saved = {str(path): torch.load(path, weights_only=False) for path in sorted(Path().rglob("*.ckpt"))}
+        numbers["saved"] = {path: dict(checkpoint["state_dict"]) for path, checkpoint in saved.items()}
         numbers["logged"] = {str(path): _rows(path) for path in Path().rglob("metrics.csv")}
         strategy_type = type(trainer.strategy).__name__
         exact |= {
             "calls": module.calls,
             "loaders": data.num_loaders,
-            "files": sorted({str(path) for path in Path().rglob("*.ckpt")}),
+            "files": {
+                path: [(key, type(value)) for key, value in checkpoint.items() if key != RUN]
+                for path, checkpoint in saved.items()
+            },
             "settings": (torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()),
             "actions": {
                 action.replace(strategy_type, "Strategy")

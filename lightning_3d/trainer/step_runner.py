@@ -88,11 +88,11 @@ class WholeModelRunner(StepRunner):
         else:
             with self._anomalies.watching(self._watch), self._watch.microbatch(0, 0, 1) as self._watched:
                 output = self._run("training_step", batch, rest, number=number)
-        if self._module.automatic_optimization:
-            check_loss(output)
-        else:
+        if not self._module.automatic_optimization:
             self._steps_by_hand = False
             self._zero.leave_step()
+        elif self._module.trainer.world_size > 1:  # else no rank waits for another, and a step may skip its backward
+            check_loss(output)
         return output
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
