@@ -11,11 +11,11 @@ parameter that one data-parallel rank owns is there alone.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from copy import copy
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -53,11 +53,12 @@ def state_of(module: nn.Module) -> dict[str, Any]:
         _is_reading.reset(token)
 
 
-def like_state(state: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by FQN in the form of ``module.state_dict()``, which tells versions of modules, too."""
-    formed: Any = OrderedDict(values)
-    formed._metadata = getattr(state, "_metadata", {})
-    return cast(dict[str, Any], formed)
+def like_state(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by FQN in the form of ``module.state_dict()``, an OrderedDict that tells versions of modules, too."""
+    formed = copy(state)
+    formed.clear()
+    formed.update(values)
+    return formed
 
 
 def warn_of_parts(module: nn.Module) -> None:

@@ -36,7 +36,7 @@ def shown_whole(module: nn.Module, whole: Mapping[str, Any]) -> dict[str, Any]:
     return _shown(whole, state_of(module), module, "was gathered on rank 0, which saves it")
 
 
-def _shown(own: Mapping[str, Any], state: Mapping[str, Any], module: nn.Module, place: str) -> dict[str, Any]:
+def _shown(own: Mapping[str, Any], state: dict[str, Any], module: nn.Module, place: str) -> dict[str, Any]:
     shown: dict[str, Any] = {}
     for fqn, value in state.items():
         if fqn in own:
