@@ -49,7 +49,9 @@ from lightning.pytorch.profilers.pytorch import RegisterRecordFunction
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,6 +73,7 @@ from lightning_3d.torch_internals import (
     backends,
     capture,
     clipping,
+    custom_functions,
     data_loops,
     dispatch,
     distributions,
@@ -91,6 +94,7 @@ from lightning_3d.torch_internals import (
     stored_file,
     stored_index,
     tensors,
+    versions,
 )
 from lightning_3d.waits import CountedWait, not_told
 from tests.workers import WorkerPools
@@ -143,6 +147,26 @@ def test_every_adapter_has_a_canary() -> None:
     assert missing - _CHECKED == set(), "no canary in tests/test_torch_internals.py"
 
 
+@canary(versions, "warn_of_untested")
+def test_other_versions_are_warned_of_on_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tested in ("2.13.0+cpu", "2.15.3"):
+        versions.warn_of_untested(tested)
+    for untested, text in (
+        (("2.16.0a0+git",), "torch 2.13 to 2.15, but 2.16.0a0"),
+        (("2.14.1", "2.7.0"), "lightning 2.6, but"),
+    ):
+        with pytest.warns(UserWarning, match=text):
+            versions.warn_of_untested(*untested)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    versions.warn_of_untested("2.16.0")
+
+
+def test_an_import_warns_of_other_versions() -> None:
+    code = "import torch; torch.__version__ = '2.99.0'; import lightning_3d"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.count("tested with torch 2.13 to 2.15, but 2.99.0 is installed") == 1
+
+
 # ---------------------------------------------------------------------------------------------------- tensors, modules
 
 
@@ -184,9 +208,10 @@ def test_views() -> None:
 def test_nodes_behind_an_output() -> None:
     first, second = torch.ones(2, requires_grad=True).exp(), torch.ones(2, requires_grad=True).exp()
     output = (first * 2).sum()
-    nodes = autograd.reachable_nodes([output])
-    assert first.grad_fn in nodes
-    assert second.grad_fn not in nodes
+    for end in (output, get_gradient_edge(output)):
+        nodes = autograd.reachable_nodes([end, None])
+        assert first.grad_fn in nodes
+        assert second.grad_fn not in nodes
 
 
 @canary(clipping, "clipping_replaced")
@@ -513,7 +538,7 @@ def test_forwards_that_no_torch_function_sees() -> None:
     assert not modules.runs_beneath_torch_functions(module)
     assert modules.is_compiled(torch.compile(module, backend="eager"))
     assert modules.runs_beneath_torch_functions(torch.compile(module, backend="eager"))
-    with pytest.warns(DeprecationWarning, match="jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="jit.script"):
         scripted = torch.jit.script(module)
     assert modules.runs_beneath_torch_functions(scripted)
     assert not modules.is_compiled(scripted)
@@ -913,7 +938,7 @@ class _Doubled(torch.autograd.Function):
 _apply_doubled = _Doubled.apply  # as user code may keep it
 
 
-@canary(autograd, "custom_functions_seen")
+@canary(custom_functions, "custom_functions_seen", "FunctionClass")
 def test_custom_functions_are_seen() -> None:
     def answer(cls: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         seen.append(cls)
@@ -921,13 +946,52 @@ def test_custom_functions_are_seen() -> None:
 
     seen: list[Any] = []
     tensor = torch.ones(2, requires_grad=True)
-    with autograd.custom_functions_seen(answer):
+    with custom_functions.custom_functions_seen(answer):
         _Doubled.apply(tensor)
         _apply_doubled(tensor).sum().backward()
     _Doubled.apply(tensor)
     assert seen == [_Doubled, _Doubled]
     assert tensor.grad is not None
     assert tensor.grad.tolist() == [2.0, 2.0]
+
+
+class _DoubledTwice(torch.autograd.Function):
+    @staticmethod
+    def forward(tensor: Tensor, times: int = 2) -> Tensor:
+        return _apply_doubled(tensor) * times
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.times = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 2 * ctx.times, None
+
+
+_apply_twice = _DoubledTwice.apply
+
+
+def test_custom_functions_in_others_in_transforms_and_with_errors() -> None:
+    def answer(cls: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        seen.append(cls)
+        if args[0] is None:
+            raise KeyError(cls)
+        return apply(*args, **kwargs)
+
+    seen: list[Any] = []
+    with custom_functions.custom_functions_seen(lambda *_: "outer"):
+        with custom_functions.custom_functions_seen(answer):
+            assert _apply_twice(torch.ones(1), times=3).tolist() == [6.0]
+            for apply in (_DoubledTwice.apply, _apply_doubled):
+                with pytest.raises(KeyError):
+                    apply(None)
+            assert seen == [_DoubledTwice, _Doubled, _DoubledTwice, _Doubled]
+            with contextlib.suppress(RuntimeError):  # `_Doubled` has no setup_context
+                torch.func.grad(lambda x: _DoubledTwice.apply(x).sum())(torch.ones(1))
+            assert not tensors.are_transforms_active()
+        assert _apply_doubled(torch.ones(1)) == "outer"
+    assert _apply_twice(torch.ones(1)).tolist() == [4.0]
 
 
 @canary(autograd, "checkpoints_replaced", "recomputed_by", "is_reentrant", "StopRecomputation")
@@ -962,7 +1026,7 @@ def test_checkpoints() -> None:
         seen.append((autograd.is_reentrant(cls), args[0]))
         return apply(*args, **kwargs)
 
-    with autograd.custom_functions_seen(answer):
+    with custom_functions.custom_functions_seen(answer):
         checkpoint(function, tensor, use_reentrant=True)
     assert seen == [(True, function)]
 
@@ -1096,6 +1160,8 @@ def _finished_backward() -> list[float]:
         fully_shard(layer, mesh=mesh)
     root = fully_shard(model, mesh=mesh)
     assert isinstance(root, FSDPModule)
+    model(torch.ones(1, 2))
+    pipelining.finish_backward(root)  # where no backward began
     root.set_requires_gradient_sync(False)
     root.set_is_last_backward(False)
     for _ in range(2):
@@ -1184,6 +1250,22 @@ def test_shards_in_other_memory(workers: WorkerPools) -> None:
     workers(2).run(_shards_in_other_memory)
 
 
+def _reset_units() -> list[bool]:
+    unit = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
+    parameters = list(unit.parameters())
+    unit(torch.ones(1, 2)).sum().backward()
+    unit(torch.ones(1, 2))
+    unit.unshard()
+    fsdp.reset(unit, parameters)
+    gradients = [parameter.grad for parameter in parameters]
+    return [now is p and g is not None for now, p, g in zip(unit.parameters(), parameters, gradients, strict=True)]
+
+
+@canary(fsdp, "reset")
+def test_a_reset_of_units_keeps_gradients(workers: WorkerPools) -> None:
+    assert workers(2).run(_reset_units) == [[True, True]] * 2, "sharded, with gradients"
+
+
 class _InPlace(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(2))
@@ -1250,8 +1332,12 @@ def _varying_microbatches() -> list[str]:
     losses: list[Tensor] = []
     indices = torch.arange(3)
     schedule.step(index=indices, target=indices, losses=losses, return_outputs=False)
+    outputs: list[Tensor] = []
+    stage.submod.register_forward_hook(lambda module, args, output: outputs.append(output))
+    with torch.no_grad():
+        pipelining.InOrder([stage], 3, [0, 1], loss_fn=None).step(index=indices, return_outputs=False)
     if rank == 1:
-        assert [loss.item() for loss in losses] == [4.0, 8.0, 12.0]
+        assert [loss.item() for loss in losses] == [output.item() for output in outputs] == [4.0, 8.0, 12.0]
     return [action.computation_type.name for action in schedule.pipeline_order[rank] if action is not None]
 
 

@@ -25,7 +25,8 @@ from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.tensor.vocabulary.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
-from lightning_3d.torch_internals.autograd import custom_functions_seen, is_reentrant, recomputed_by
+from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
+from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import count_as_parameter

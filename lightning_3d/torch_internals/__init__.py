@@ -1,5 +1,9 @@
 """Every private symbol of torch, Lightning and torchmetrics that this package uses, one small adapter per concern.
 
-Written for torch 2.13. ``tests/test_torch_internals.py`` has a canary per symbol, which fails first when an upgrade
-changes one. Symbols on the paths of a step are handed on as they are, so that an adapter costs no Python call.
+``tests/test_torch_internals.py`` has a canary per symbol, which fails first when an upgrade changes one. Symbols on the
+paths of a step are handed on as they are, so that an adapter costs no Python call.
 """
+
+from lightning_3d.torch_internals.versions import warn_of_untested
+
+warn_of_untested()

@@ -1,10 +1,8 @@
-"""Autograd behind the back of torch's function modes: custom functions, checkpoints, the recorded graph.
+"""Autograd behind the back of torch's function modes: checkpoints, the recorded graph.
 
-Owns three workarounds for torch 2.13. ``autograd.Function.apply`` bypasses function modes: for a while the base class
-of ``Function`` gets an ``apply`` that asks first. ``Function.apply`` itself calls the base class's, so that references
-to ``MyFunction.apply`` kept by user code are seen, too. The generator behind non-reentrant activation checkpoints is
-the one place to step in there; reentrant ones are an autograd function. And ``Tensor.backward`` and ``autograd.grad``
-both call a function of the module ``torch.autograd`` that can be replaced.
+Owns two workarounds. The generator behind non-reentrant activation checkpoints is the one place to step in there;
+reentrant ones are an autograd function. And ``Tensor.backward`` and ``autograd.grad`` both call a function of the
+module ``torch.autograd`` that can be replaced.
 """
 
 from __future__ import annotations
@@ -18,29 +16,18 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr
 from torch.autograd import Variable
-from torch.autograd import function as autograd_function
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook, _StopRecomputationError
 
 from lightning_3d.torch_internals.modules import attributes_replaced
 
-Answer = Callable[[type[torch.autograd.Function], Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Answers the application of a custom function: its class, what applies it, its arguments and keyword arguments."""
-
-
-def custom_functions_seen(answer: Answer) -> AbstractContextManager[None]:
-    """Show the autograd functions applied inside to ``answer``; to the innermost one where two are active."""
-    base = autograd_function._SingleLevelFunction
-
-    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        return answer(cls, super(base, cls).apply, args, kwargs)  # type: ignore[misc]  # torch._C does not declare it
-
-    return attributes_replaced(base, {"apply": classmethod(apply)})
-
-
 Function = Callable[..., Any]
 Generator = Callable[..., Iterator[None]]
-"""Called with the function and its arguments; the function runs in the forward where it yields."""
+"""Called with the function, then others; the function runs in the forward where it yields."""
+
+_OLD_GENERATOR = "_checkpoint_without_reentrant_generator"
+_GENERATOR = next(name for name in (f"{_OLD_GENERATOR}_impl", _OLD_GENERATOR) if name in vars(torch.utils.checkpoint))
+"""The name of what ``checkpoint`` calls: the first since torch 2.14, where the second is for others' calls."""
 
 StopRecomputation = _StopRecomputationError
 """Leaves a forward that runs again, on all ranks alike, once it has what the backward needs."""
@@ -48,8 +35,7 @@ StopRecomputation = _StopRecomputationError
 
 def checkpoints_replaced(replace: Callable[[Generator], Generator]) -> AbstractContextManager[None]:
     """Make non-reentrant checkpoints inside by ``replace(the present generator)``."""
-    checkpoints, name = torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
-    return attributes_replaced(checkpoints, {name: replace(vars(checkpoints)[name])})
+    return attributes_replaced(torch.utils.checkpoint, {_GENERATOR: replace(vars(torch.utils.checkpoint)[_GENERATOR])})
 
 
 def recomputed_by(again: Callable[[Function], Function]) -> AbstractContextManager[None]:
@@ -94,9 +80,11 @@ def is_reentrant(cls: type[torch.autograd.Function]) -> bool:
     return cls is torch.utils.checkpoint.CheckpointFunction
 
 
-def reachable_nodes(outputs: Iterable[Tensor]) -> set[Node]:
-    """The nodes that the backward of these outputs runs."""
-    waiting: list[Node] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+def reachable_nodes(outputs: Iterable[Tensor | GradientEdge | None]) -> set[Node]:
+    """The nodes that the backward of these outputs runs; an edge or None stands for one that has been released."""
+    present = [output for output in outputs if output is not None]
+    ends = [output.grad_fn if isinstance(output, Tensor) else output.node for output in present]
+    waiting: list[Node] = [node for node in ends if node is not None]
     nodes = set(waiting)
     while waiting:
         for node, _ in waiting.pop().next_functions:
@@ -135,7 +123,7 @@ def backwards_seen(see: Callable[[Iterable[Any]], None]) -> AbstractContextManag
     return attributes_replaced(torch.autograd, {name: run})
 
 
-def has_reentrant_checkpoints(outputs: Iterable[Tensor], since: int = 0) -> bool:
+def has_reentrant_checkpoints(outputs: Iterable[Tensor | GradientEdge | None], since: int = 0) -> bool:
     """Whether the backward of these outputs runs other backwards inside, of reentrant checkpoints.
 
     Args:

@@ -1,13 +1,24 @@
-"""FSDP2: the memory in which units keep their shards."""
+"""FSDP2: the memory in which units keep their shards, and their state between steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+
+
+def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
+    """Bring all units to where they are between steps, with the gradients of their sharded parameters.
+
+    ``reset_iter_state`` serves steps that failed, and drops gradients since torch 2.15.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    root.reset_iter_state()
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 def groups_of(unit: FSDPModule) -> Iterator[Any]:

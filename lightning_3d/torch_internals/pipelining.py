@@ -1,6 +1,6 @@
 """torch.distributed.pipelining: stages whose microbatches differ in shape, schedules for any number of them, their end.
 
-Its internals move from release to release; this was written for and tested with torch 2.13.
+Its internals move from release to release.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -109,9 +110,9 @@ class InOrder(_PipelineScheduleRuntime):
             self.pipeline_order[rank] = [*forward, *reversed(backward)]
         self._prepare_schedule_with_comms(self.pipeline_order)
         if loss_fn is None:
-            kept = (_ComputationType.FORWARD, _ComputationType.SEND_F, _ComputationType.RECV_F)
+            kept = {"FORWARD", "SEND_F", "WAIT_SEND_F", "RECV_F"}  # sends have waits since torch 2.15
             self.pipeline_order_with_comms = {
-                rank: [action for action in actions if action.computation_type in kept]
+                rank: [action for action in actions if action.computation_type.name in kept]
                 for rank, actions in self.pipeline_order_with_comms.items()
             }
 
@@ -179,7 +180,7 @@ class ShapedStage(PipelineStage):
         gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
         return gradients, []
 
-    def _is_splittable(self, outputs: Sequence[Tensor], inputs: Sequence[Any]) -> bool:
+    def _is_splittable(self, outputs: Sequence[Tensor | GradientEdge | None], inputs: Sequence[Any]) -> bool:
         """Whether torch can split the backward.
 
         It looks for weights along the paths from received tensors that require grad, and a reentrant checkpoint takes
@@ -242,10 +243,11 @@ def finish_backward(root: FSDPModule) -> None:
     """Reduce every unit's gradients and wait for them.
 
     FSDP2 does this from autograd hooks in the last backward; a schedule's last backward of a stage is not always the
-    last of every unit. torch 2.13's own pipeline stages call the same private functions for that reason
+    last of every unit. The pipeline stages of torch 2.13 call the same private functions for that reason
     (``_PipelineStageBase.perform_reduce_grad``).
     """
     state = fully_shard.state(root)  # type: ignore[attr-defined]
+    state._state_ctx.manual_backward_finalization_active = False  # since torch 2.15: where no backward of a unit began
     for unit in state._state_ctx.all_states:
         for group in unit._fsdp_param_groups:
             group.post_backward()

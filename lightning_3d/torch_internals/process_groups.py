@@ -1,6 +1,6 @@
 """The default process group's store, and the threads that gloo's groups run collectives in, which torch keeps private.
 
-torch 2.13 gives a gloo group two threads. After each collective a thread writes its name into a string of the group,
+torch gives a gloo group two threads. After each collective a thread writes its name into a string of the group,
 without a lock (``lastCompletedWorkName`` in ``ProcessGroupGloo::runLoop``). Names of more than 15 characters lie in
 memory of their own, and ``ALLGATHER_COALESCED`` is what functional collectives and DTensors gather by. So two threads
 that end collectives at the same time may free that memory twice, or write where it was: the process crashes, now or
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,15 +35,21 @@ def further_store(name: str) -> Store:
 
 
 class _OneThread(ProcessGroupGloo):
-    """A gloo group as torch makes it, but for the number of its threads."""
+    """A gloo group as torch makes it, but for the number of its threads.
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    Args:
+        further: What torch passes since 2.14, by the names that options have for it.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **further: Any) -> None:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in its stub, as its attributes
         options._devices = devices or [ProcessGroupGloo.create_default_device()]
         options._timeout = timeout
         options._threads = 1
+        for name, value in further.items():
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 

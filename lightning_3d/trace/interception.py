@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_3d.model.block_runner import BlockRunner, Call, Dense, Watch, running
-from lightning_3d.torch_internals.autograd import checkpoints_replaced, custom_functions_seen, is_reentrant
+from lightning_3d.torch_internals.autograd import checkpoints_replaced, is_reentrant
+from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import function_modes, pop_function_mode, push_function_mode
 from lightning_3d.torch_internals.distributions import arguments_unchecked
 from lightning_3d.trace.attributes import AttributeGuards

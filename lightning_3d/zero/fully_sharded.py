@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.torch_internals.fsdp import reset
 from lightning_3d.torch_internals.fsdp_changes import ChangeableArguments
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
@@ -253,7 +254,7 @@ class FullySharded(Zero):
     def settle(self) -> None:
         self._reads.reduce()
         if self._has_begun:
-            self._fsdp.reset_iter_state()
+            reset(self._fsdp, self.shards)
 
 
 def _receive(shard: RankShard, gradient: Tensor) -> None:

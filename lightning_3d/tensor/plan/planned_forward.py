@@ -14,7 +14,7 @@ from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_axis import PlannedAxis
 from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.sharded_tensor import ShardedTensor
-from lightning_3d.torch_internals.autograd import custom_functions_seen
+from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
 

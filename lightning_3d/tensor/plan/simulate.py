@@ -35,7 +35,7 @@ from lightning_3d.tensor.rules.projection import as_projection
 from lightning_3d.tensor.rules.views import cut_pieces, num_parts_of, viewed_shape
 from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.sharded_tensor import Origin, ShardedTensor, placement_of, shard_dim
-from lightning_3d.torch_internals.autograd import custom_functions_seen
+from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 

@@ -22,7 +22,8 @@ from lightning_3d.tensor.vocabulary.head_record import HeadRecord, obstacle_of
 from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.table_heads import TableHead
-from lightning_3d.torch_internals.autograd import custom_functions_seen, has_saved_tensor_hooks
+from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
+from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import has_backward_hooks
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.side_outputs import has_user_hooks, hooks_noted

@@ -1,0 +1,96 @@
+"""Seeing the application of custom autograd functions, which bypasses torch's function modes.
+
+References to ``MyFunction.apply`` that user code kept are seen, too. In torch 2.13 ``Function.apply`` is Python and
+calls that of its base class, which is replaced. Since 2.14 it is C, which first looks up ``setup_context`` on the
+class. Where the class has one, C calls ``_bind_default_args``, and then, inside of a transform of ``torch.func``,
+returns what ``_call_custom_function_call`` gives. So every class says that it has one, the first of these computes the
+answer and enters a transform, and the second leaves the transform and returns the answer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from threading import local
+from typing import Any
+
+import torch
+from torch._C._functorch import _grad_decrement_nesting, _grad_increment_nesting
+from torch.autograd import function as autograd_function
+from torch.autograd.function import FunctionMeta
+
+from lightning_3d.torch_internals.modules import attributes_replaced
+
+FunctionClass = type[torch.autograd.Function]
+
+Answer = Callable[[FunctionClass, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Answers the application of a custom function: its class, what applies it, its arguments and keyword arguments."""
+
+_MODULE: Any = autograd_function  # which has other names in other versions
+_BASE = _MODULE._SingleLevelFunction
+_IS_IN_C = not isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+
+
+def custom_functions_seen(answer: Answer) -> AbstractContextManager[None]:
+    """Show the autograd functions applied inside to ``answer``; to the innermost one where two are active."""
+    if _IS_IN_C:
+        return _seen_in_c(answer)
+
+    def apply(cls: FunctionClass, *args: Any, **kwargs: Any) -> Any:
+        return answer(cls, partial(_apply, cls), args, kwargs)
+
+    return attributes_replaced(_BASE, {"apply": classmethod(apply)})
+
+
+def _apply(cls: FunctionClass, *args: Any, **kwargs: Any) -> Any:
+    return super(_BASE, cls).apply(*args, **kwargs)
+
+
+class _Now(local):
+    """The application that goes on in a thread, between two calls by C."""
+
+    cls: FunctionClass | None = None
+    answers: tuple[Any, ...] = ()
+    """None or one."""
+
+
+@contextmanager
+def _seen_in_c(answer: Answer) -> Iterator[None]:
+    now, bind, call = _Now(), _MODULE._bind_default_args, _MODULE._call_custom_function_call
+
+    def attribute(cls: FunctionClass, name: str) -> Any:
+        if name == "setup_context" and issubclass(cls, torch.autograd.Function):
+            now.cls = None if _is_named(name) else cls
+            if now.cls is cls:
+                return attribute  # any but that of the base class
+        return type.__getattribute__(cls, name)
+
+    def bind_and_answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if now.cls is None:
+            return bind(function, args, kwargs)
+        cls, now.cls = now.cls, None
+        now.answers = (answer(cls, partial(_apply, cls), args, kwargs or {}),)
+        _grad_increment_nesting()
+        return args, kwargs
+
+    def give(cls: FunctionClass, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if not now.answers:
+            return call(cls, args, kwargs)
+        _grad_decrement_nesting()
+        (given,), now.answers = now.answers, ()
+        return given
+
+    helpers = {"_bind_default_args": bind_and_answer, "_call_custom_function_call": give}
+    with (
+        attributes_replaced(_MODULE, helpers),
+        attributes_replaced(FunctionMeta, {"__getattribute__": attribute}),
+    ):
+        yield
+
+
+def _is_named(name: str) -> bool:
+    """Whether the Python code that looks an attribute up names it, or applies the function for us."""
+    code = sys._getframe(2).f_code
+    return code is _apply.__code__ or name in code.co_names or name in code.co_consts

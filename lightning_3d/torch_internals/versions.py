@@ -1,0 +1,22 @@
+"""The versions of torch and Lightning that the tests run with; others may have changed what adapters rely on."""
+
+import lightning
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+_TESTED = {"torch": ((2, 13), (2, 15)), "lightning": ((2, 6), (2, 6))}
+"""The first and last minor version of each. ``make test-versions`` shows them for torch."""
+
+
+def warn_of_untested(torch_version: str = torch.__version__, lightning_version: str = lightning.__version__) -> None:
+    """Warn on rank 0 of each package that has another version."""
+    for package, installed in {"torch": torch_version, "lightning": lightning_version}.items():
+        first, last = _TESTED[package]
+        major, minor, *_ = installed.split(".")
+        if not first <= (int(major), int(minor)) <= last:
+            tested = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((first, last)))
+            rank_zero_warn(
+                f"lightning_3d uses private symbols of {package} and is tested with {package} {tested}, but {installed}"
+                f" is installed, which may have changed them. If something fails, install"
+                f" '{package}=={last[0]}.{last[1]}.*'."
+            )
