@@ -10,11 +10,18 @@ PACKAGES ?= packages
 PACKAGES_VENV := .venv-packages
 PACKAGES_INSTALLED := $(PACKAGES_VENV)/.installed
 
+# Other versions of torch have environments of their own, of some 7 GB where pip takes a build for CUDA.
+TORCH ?= 2.15.0
+VERSIONS_VENV := .venv-versions/$(TORCH)
+VERSIONS_INSTALLED := $(VERSIONS_VENV)/.installed
+VERSIONS_TESTS := torch_internals parity zero fully_sharded recomputation fused_loss split_backward tensor_apply \
+	compiled_by_user export checkpoint_state
+
 # Processes that share out the files of tests, each with pools of ranks of its own.
 TEST_PROCESSES ?= 2
 SIDE_BY_SIDE := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: env demo docs test test-matrix test-signals lightning-suite lint clean
+.PHONY: env demo docs test test-matrix test-signals test-versions lightning-suite lint clean
 
 env: $(INSTALLED)
 
@@ -57,11 +64,22 @@ $(PACKAGES_INSTALLED): pyproject.toml constraints.txt
 	$(PACKAGES_VENV)/bin/python -m pip install -c constraints.txt -e ".[dev,test,$(PACKAGES)]"
 	touch $@
 
+# Canaries of what torch keeps private, and a sample of the rest, with another version of torch: TORCH=2.15.0
+test-versions: $(VERSIONS_INSTALLED)
+	$(VERSIONS_VENV)/bin/python -m pytest $(VERSIONS_TESTS:%=tests/test_%.py)
+
+$(VERSIONS_INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VERSIONS_VENV)
+	grep -vE '^torch(vision)?==' constraints.txt > $(VERSIONS_VENV)/constraints.txt
+	$(VERSIONS_VENV)/bin/python -m pip install -c $(VERSIONS_VENV)/constraints.txt torch==$(TORCH)
+	$(VERSIONS_VENV)/bin/python -m pip install -c $(VERSIONS_VENV)/constraints.txt -e ".[dev,test,pictures]"
+	touch $@
+
 lint: env
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(PACKAGES_VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PACKAGES_VENV) .venv-versions build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 
 import lightning
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 _TESTED = {"torch": ((2, 13), (2, 15)), "lightning": ((2, 6), (2, 6))}
 """The first and last minor version of each. ``make test-versions`` shows them for torch."""
