@@ -117,7 +117,7 @@ class Scripted(TinyMLP):
 
     def __init__(self) -> None:
         super().__init__()
-        with pytest.warns(DeprecationWarning, match="jit.script"):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="jit.script"):
             self.layers = torch.jit.script(self.layers)
 
 
