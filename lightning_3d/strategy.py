@@ -90,6 +90,7 @@ from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.ranks.restarts import store_of_start
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.dynamo import modules_watched
+from lightning_3d.torch_internals.probes import check_what_is_seen
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
 from lightning_3d.trainer.compiled_code import second_gradients_refused, uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
@@ -177,6 +178,7 @@ class ThreeDStrategy(ParallelStrategy):
         heartbeat_timeout: timedelta = timedelta(minutes=2),
     ) -> None:
         super().__init__()
+        check_what_is_seen()
         self.config = ThreeDConfig.from_mapping(
             {
                 "pipeline_parallel_size": pipeline_parallel_size,

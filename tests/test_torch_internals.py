@@ -66,7 +66,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_3d import torch_internals
+from lightning_3d import StepError, ThreeDStrategy, torch_internals
 from lightning_3d.torch_internals import (
     attention,
     autograd,
@@ -88,6 +88,7 @@ from lightning_3d.torch_internals import (
     modules,
     optimizers,
     pipelining,
+    probes,
     process_groups,
     profiling,
     pytree,
@@ -159,6 +160,15 @@ def test_other_versions_are_warned_of_on_rank_zero(monkeypatch: pytest.MonkeyPat
             versions.warn_of_untested(*untested)
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     versions.warn_of_untested("2.16.0")
+
+
+@canary(probes, "check_what_is_seen")
+@pytest.mark.parametrize("adapter", ["custom_functions_seen", "checkpoints_noted"])
+def test_a_version_that_hides_calls_is_refused(adapter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probes.check_what_is_seen()
+    monkeypatch.setattr(probes, adapter, lambda *_: contextlib.nullcontext(()))
+    with pytest.raises(StepError, match="in another way than the versions"):
+        L.Trainer(strategy=ThreeDStrategy(), logger=False)
 
 
 def test_an_import_warns_of_other_versions() -> None:
