@@ -53,6 +53,8 @@ class Row:
     held: float = 0.65
     """Greatest share of the single process's parameters that a rank of two holds."""
     sizes: tuple[int, ...] = (2,)
+    tolerance: float = 1e-5
+    """Greatest difference from the single process."""
     is_routed: bool = False
     """Whether how often experts are run depends on data; planning takes it that all are."""
 
@@ -402,6 +404,11 @@ TABLE = {
         held=0.56,
         sizes=(2, 4),
     ),
+    "depthwise-pyramid": Row(
+        job=small_job(a.DepthwisePyramid, partial(a.images, size=64)),
+        blocks={"Inverted": Expected(forward=1, backward=1, others=1, share=0.97)},
+        tolerance=1e-11,
+    ),
     "wav2vec2-conformer": Row(
         job=hf_job(
             "Wav2Vec2ConformerConfig",
@@ -468,7 +475,7 @@ def test_architecture_equals_one_process(
     if name not in references:
         references[name] = run_reference(row.job)
     result = run_layout(workers, row.job, Layout(tp=size), measures_sent=True)
-    assert_parity(references[name], result, tolerance=1e-5)
+    assert_parity(references[name], result, row.tolerance)
     assert_planned(row, result)
     assert_sent(row, result)
     assert_as_by_hand(row.job, result, size)
