@@ -192,6 +192,14 @@ def test_every_mask_differs_and_repeats_for_the_seed(workers: WorkerPools, layou
         _assert_same_noise(one, two)
 
 
+def test_masks_do_not_depend_on_where_stages_end(workers: WorkerPools) -> None:
+    cuts = [PP2, replace(PP2, partition=("blocks.1",)), replace(PP2, schedule="interleaved", stages_per_rank=2)]
+    masks = [{k: v for seen in _run(workers, layout) for k, v in seen.masks.items()} for layout in cuts]
+    for other in masks[1:]:
+        assert other.keys() == masks[0].keys()
+        assert all(torch.equal(torch.stack(other[name]), torch.stack(drawn)) for name, drawn in masks[0].items())
+
+
 @pytest.mark.parametrize("recompute", ["in blocks", "blocks"])
 @pytest.mark.parametrize("layout", [PP2, pytest.param(PP4, marks=pytest.mark.matrix), DP2], ids=str)
 def test_recomputation_sees_the_same_masks(workers: WorkerPools, layout: Layout, recompute: Recompute) -> None:

@@ -1,9 +1,10 @@
 """Random numbers that repeat for a seed and a layout.
 
 Glue runs on every stage of a replica and must draw the same numbers there (noise and masks made in ``training_step``);
-blocks must draw others on every stage. So each microbatch gets a glue seed that the stages share, and each stage keeps
-a stream of its own for its blocks. Both differ between data-parallel ranks and are equal within a tensor-parallel
-group. Glue's seed is that of torch, Python and NumPy; a block's is torch's alone, for speed.
+a block runs on one. So each microbatch gets a glue seed that the stages share, and each call of a block one of its own,
+which follows from its place in the step: wherever stages end, as ``partition="time"`` may cut anew when a run resumes,
+it draws the same. Both differ between data-parallel ranks and are equal within a tensor-parallel group. Glue's seed is
+that of torch, Python and NumPy; a block's is torch's alone, for speed.
 The process's own random state is left as it was, so that samplers stay in step on all ranks.
 """
 
@@ -130,14 +131,13 @@ class StepRandomness:
         seed: Equal on all ranks.
         num_replicas: Size of the dp axis.
         dp_rank: Index of the replica.
-        stage: Pipeline stage of this rank.
         device: Whose generator is set besides the CPU's.
     """
 
-    def __init__(self, *, seed: int, num_replicas: int, dp_rank: int, stage: int, device: torch.device) -> None:
+    def __init__(self, *, seed: int, num_replicas: int, dp_rank: int, device: torch.device) -> None:
         self.seed = seed
         """Equal on all ranks; a resumed run goes on with the one of its checkpoint."""
-        self._num_replicas, self._dp_rank, self._stage = num_replicas, dp_rank, stage
+        self._num_replicas, self._dp_rank = num_replicas, dp_rank
         self._generators = Generators(device)
 
     @contextmanager
@@ -167,8 +167,8 @@ class StepRandomness:
 
     @contextmanager
     def block(self, step: int, microbatch: int, call: int) -> Iterator[None]:
-        """Run a call of this stage with torch's numbers of its own, and let glue go on where it was."""
-        with self._generators.torch_seeded(self._mix(step, microbatch, self._dp_rank, 1 + self._stage, call)):
+        """Run the call of this number in the step with torch's numbers of its own, and let glue go on where it was."""
+        with self._generators.torch_seeded(self._mix(step, microbatch, self._dp_rank, 1, call)):
             yield
 
     def _mix(self, *parts: int) -> int:

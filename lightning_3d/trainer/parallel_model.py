@@ -204,7 +204,6 @@ def make_parallel(
         seed=on_rank_zero(torch.initial_seed, device),
         num_replicas=mesh.shape.dp,
         dp_rank=mesh.dp_rank,
-        stage=mesh.pp_rank,
         device=device,
     )
     scales = precision.scales_losses

@@ -51,7 +51,7 @@ class LocalSteps:
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
         self._swapped: dict[Optimizer, _Swapped | Window] = {}
         self._lent: dict[Optimizer, list[nn.Parameter]] = {}  # parameters that are stepped in fp32 now
-        self._failed: set[Optimizer] = set()  # whose last step was left by an exception
+        self._failed: dict[Optimizer, None] = {}  # whose last step was left by an exception, in one order on all ranks
         self._depth: Counter[Optimizer] = Counter()  # steps that run: its own, and those of base classes inside of it
         self._optimizers: Sequence[Optimizer] = ()
 
@@ -168,7 +168,7 @@ class LocalSteps:
             return
         self.leave(optimizer)
         if self._has_owners(optimizer):
-            self._failed.discard(optimizer)
+            self._failed.pop(optimizer, None)
             self._end(optimizer, error)
 
     def _has_owners(self, optimizer: Optimizer) -> bool:
@@ -248,7 +248,7 @@ class LocalSteps:
         """Give an optimizer the module's parameters back, if its step failed."""
         del self._depth[optimizer]
         if optimizer in self._swapped:
-            self._failed.add(optimizer)
+            self._failed[optimizer] = None
         self._put_back(optimizer)
 
     def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
