@@ -52,6 +52,7 @@ test-signals: env
 
 # Lightning's own tests, from the folder `tests` of a checkout: make lightning-suite LIGHTNING_TESTS=/path/to/tests
 lightning-suite: env
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[lightning-suite]"
 	$(BIN)/python -m tests.lightning_suite $(LIGHTNING_TESTS)
 
 # LightningModules of other packages.

@@ -44,10 +44,11 @@ def _run(folder: Path, *files: str) -> subprocess.CompletedProcess[str]:
 def test_differences_are_told(tmp_path: Path) -> None:
     (tmp_path / "test_alike.py").write_text(ALIKE)
     (tmp_path / "test_otherwise.py").write_text(OTHERWISE)
-    done = _run(tmp_path, "test_alike.py", "test_otherwise.py")
+    done = _run(tmp_path, "test_alike.py", "test_otherwise.py", "test_gone.py")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "test_otherwise.py::test_is_plain_or_ddp[bold]" in done.stdout
     assert "test_alike.py" not in done.stdout
+    assert f"Not in {tmp_path}:\n  test_gone.py" in done.stdout
     assert "ddp: 1 failed, 3 passed" in done.stdout
     assert "3d: 2 failed, 2 passed" in done.stdout
 

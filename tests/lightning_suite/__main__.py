@@ -49,7 +49,10 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="paths in it; by default those of files.txt")
     arguments = parser.parse_args()
     console = Console(soft_wrap=True)
-    files = [file for file in arguments.files or _listed() if (arguments.tests / file).is_file()]
+    wanted = arguments.files or _listed()
+    files = [file for file in wanted if (arguments.tests / file).is_file()]
+    if files and (missing := [file for file in wanted if file not in files]):
+        console.print(f"Not in {arguments.tests}:", *map(escape, missing), sep="\n  ")
     if not files:
         console.print(f"None of the files is in {arguments.tests}; give the folder `tests` of a checkout.")
         return 2

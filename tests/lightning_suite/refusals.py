@@ -6,11 +6,21 @@ _MOCKS_THE_BASE = (
     "The test puts a mock in place of Strategy.backward that calls the strategy's own backward, which here is an"
     " override of it: they call each other. The same test passes with the mock on the strategy itself."
 )
-_FOLDERS = (
-    "A checkpoint is a folder, which torch.load does not read; ThreeDStrategy(save_distributed_checkpoint=False) writes"
-    " one file."
+_MOCKS_SAVING = (
+    "The test puts a mock in place of torch.save or of TorchCheckpointIO, and counts its calls. This strategy writes"
+    " files without them, a tensor at a time; the processes send each other objects by torch.save."
+)
+_NO_RUN = (
+    "The test has a strategy save or restore without a run. Before fit, validate, test or predict a model has no"
+    " layout, and this strategy says so."
+)
+_RESUMES_EXACTLY = (
+    "The test expects a warning that a run which goes on in the middle of an epoch reads its first batches again. This"
+    " strategy leaves out the batches that were trained on."
 )
 
+_CHECKPOINTING = "tests_pytorch/checkpointing"
+_CONNECTOR = "tests_pytorch/trainer/connectors/test_checkpoint_connector.py"
 _OPTIMIZATION = "tests_pytorch/trainer/optimization/test_manual_optimization.py"
 
 REFUSALS: dict[str, str] = {
@@ -21,13 +31,25 @@ REFUSALS: dict[str, str] = {
     "tests_pytorch/callbacks/test_stochastic_weight_avg.py::test_swa_callback": _MOCKS_THE_BASE,
     "tests_pytorch/callbacks/test_stochastic_weight_avg.py::test_swa_callback_scheduler_step": _MOCKS_THE_BASE,
     "tests_pytorch/callbacks/test_stochastic_weight_avg.py::test_swa_resume_training_from_checkpoint": _MOCKS_THE_BASE,
-    "tests_pytorch/models/test_restore.py::test_correct_step_and_epoch": _FOLDERS,
     "tests_pytorch/models/test_restore.py::test_try_resume_from_non_existing_checkpoint": (
         "A FileNotFoundError in other words, which name the rank that did not find the file."
     ),
-    "tests_pytorch/models/test_restore.py::test_trainer_properties_restore_ckpt_path": _FOLDERS,
-    "tests_pytorch/loops/test_loops.py::test_loop_restart_progress_multiple_dataloaders": _FOLDERS,
-    "tests_pytorch/loops/test_loops.py::test_loop_state_on_exception": _FOLDERS,
-    "tests_pytorch/trainer/connectors/test_checkpoint_connector.py::test_train_dataloaders_save_and_restore": _FOLDERS,
+    "tests_pytorch/models/test_restore.py::test_restarting_mid_epoch_raises_warning": _RESUMES_EXACTLY,
+    "tests_pytorch/loops/test_training_epoch_loop.py::test_resume_mid_epoch_warning": _RESUMES_EXACTLY,
+    f"{_CONNECTOR}::test_preloaded_checkpoint_lifecycle": _NO_RUN,
+    f"{_CONNECTOR}::test_loops_restore": _NO_RUN,
+    f"{_CONNECTOR}::test_restore_callbacks_in_non_fit_phases": _NO_RUN,
+    f"{_CONNECTOR}::test_stateful_trainer_ckpt_path_support": (
+        "A mock is the ModelCheckpoint, and has no save_last, which this strategy reads."
+    ),
+    f"{_CONNECTOR}::test_strict_loading": (
+        "The test expects that a mock of the model's load_state_dict gets strict=True. This strategy compares the names"
+        " of all ranks itself, and raises for those that do not match."
+    ),
+    f"{_CHECKPOINTING}/test_checkpoint_callback_frequency.py::test_default_checkpoint_freq": _MOCKS_SAVING,
+    f"{_CHECKPOINTING}/test_checkpoint_callback_frequency.py::test_top_k": _MOCKS_SAVING,
+    f"{_CHECKPOINTING}/test_trainer_checkpoint.py::test_trainer_save_checkpoint_storage_options": _MOCKS_SAVING,
+    f"{_CHECKPOINTING}/test_model_checkpoint.py::test_save_last_saves_correct_last_model_path": _NO_RUN,
+    f"{_CHECKPOINTING}/test_model_checkpoint.py::test_none_monitor_saves_correct_best_model_path": _NO_RUN,
 }
 """Test id, with or without its parameters -> reason."""
