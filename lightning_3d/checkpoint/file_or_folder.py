@@ -11,25 +11,19 @@ from torch.optim import Optimizer
 from lightning_3d.checkpoint.own_state import parameters_of
 from lightning_3d.planning.memory.table import GIB, size_text
 from lightning_3d.torch_internals.modules import named_state
-from lightning_3d.zero.optimizer_kind import num_states
 
-_WIDE = 4  # bytes of a number in a state of a 16-bit parameter, mostly
+_STATE = 2 * 4  # bytes that Adam keeps of each number that it trains
 
 
 def file_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
-    """About how many bytes a file of the whole model and its optimizers would have, once these have stepped.
+    """About how many bytes a file of the whole model and its optimizers would have, if these were Adam.
 
     Args:
         module: The whole module; what this rank holds no part of has its shape.
     """
     tensors = {tensor for _, tensor, _ in named_state(module)}
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    for optimizer in optimizers:
-        trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-        if trained:
-            num_bytes = sum(parameter.numel() * max(parameter.element_size(), _WIDE) for parameter in trained)
-            total += num_states(optimizer) * num_bytes
-    return total
+    trained = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad]
+    return sum(t.numel() * t.element_size() for t in tensors) + sum(_STATE * p.numel() for p in trained)
 
 
 def is_too_large(num_bytes: int, max_file_size: float) -> bool:

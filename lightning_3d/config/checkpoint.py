@@ -16,7 +16,8 @@ class CheckpointConfig:
 
     max_file_size: float = 16.0
     """With ``save_distributed_checkpoint="auto"``, the largest file in GiB, which rank 0 writes alone; checkpoints that
-    would be larger, the states of optimizers included, are folders that all ranks write together."""
+    would be larger are folders that all ranks write together. Estimated from the weights and two fp32 numbers for each
+    that is trained, as Adam keeps."""
 
     async_save: bool = False
     """Write checkpoints in the background, from a copy of the state in the memory of the host, while training goes on.
