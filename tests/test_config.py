@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from jsonargparse import ArgumentParser
 from omegaconf import OmegaConf
 
@@ -19,8 +18,14 @@ from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError
 
-CONF = Path(__file__).parents[1] / "conf"
-MAIN_JOB = ThreeDConfig(
+FILE = """
+pipeline_parallel_size: 2
+data_parallel_size: auto
+tensor_parallel_size: 2
+zero: {stage: 1}
+pipeline: {num_microbatches: 4, partition: parameters, schedule: 1f1b}
+"""
+CONFIG = ThreeDConfig(
     pipeline_parallel_size=2,
     data_parallel_size="auto",
     tensor_parallel_size=2,
@@ -29,16 +34,24 @@ MAIN_JOB = ThreeDConfig(
 )
 
 
-def test_file_of_the_main_job() -> None:
-    assert ThreeDConfig.from_file(CONF / "gpt_2x2x2.yaml") == MAIN_JOB
-    assert ThreeDConfig.from_file(str(CONF / "gpt_2x2x2.yaml")) == MAIN_JOB
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A YAML file of CONFIG."""
+    path = tmp_path / "layout.yaml"
+    path.write_text(FILE)
+    return path
 
 
-def test_overrides_change_exactly_what_they_name() -> None:
+def test_file_by_path_and_name(file: Path) -> None:
+    assert ThreeDConfig.from_file(file) == CONFIG
+    assert ThreeDConfig.from_file(str(file)) == CONFIG
+
+
+def test_overrides_change_exactly_what_they_name(file: Path) -> None:
     overrides = ["zero.stage=2", "pipeline.num_microbatches=6", "pipeline.num_microbatches=8"]
-    config = ThreeDConfig.from_file(CONF / "gpt_2x2x2.yaml", overrides)
-    pipeline = dataclasses.replace(MAIN_JOB.pipeline, num_microbatches=8)
-    assert config == dataclasses.replace(MAIN_JOB, zero=ZeroConfig(stage=2), pipeline=pipeline)
+    config = ThreeDConfig.from_file(file, overrides)
+    pipeline = dataclasses.replace(CONFIG.pipeline, num_microbatches=8)
+    assert config == dataclasses.replace(CONFIG, zero=ZeroConfig(stage=2), pipeline=pipeline)
 
 
 def test_sections_as_mapping_dataclass_or_omegaconf_node() -> None:
@@ -77,12 +90,6 @@ def test_cut_points_are_a_list(tmp_path: Path) -> None:
     mapping = {"pipeline_parallel_size": 2, "pipeline": {"partition": ["layers.4"]}}
     assert ThreeDConfig.from_mapping(OmegaConf.create(mapping)).pipeline == expected
     assert ThreeDConfig.from_mapping(mapping).pipeline == expected
-
-
-def test_hydra_composes_the_same_config() -> None:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        node = compose("gpt_2x2x2", overrides=["zero.stage=2"])
-    assert ThreeDConfig.from_mapping(node) == dataclasses.replace(MAIN_JOB, zero=ZeroConfig(stage=2))
 
 
 class _Sections:
@@ -240,10 +247,10 @@ def test_dataclasses_check_themselves() -> None:
         ("zero.stage=${nowhere}", "'nowhere' not found"),
     ],
 )
-def test_wrong_overrides_name_the_file_and_the_overrides(override: str, message: str) -> None:
+def test_wrong_overrides_name_the_file_and_the_overrides(override: str, message: str, file: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        ThreeDConfig.from_file(CONF / "gpt_2x2x2.yaml", [override])
-    assert "gpt_2x2x2.yaml" in str(caught.value)
+        ThreeDConfig.from_file(file, [override])
+    assert str(file) in str(caught.value)
     assert override in str(caught.value)
 
 
@@ -276,5 +283,5 @@ def test_auto_microbatches_are_the_stages() -> None:
 
 def test_config_is_frozen_and_pickles() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        MAIN_JOB.tensor_parallel_size = 4  # type: ignore[misc]  # the mistake under test
-    assert pickle.loads(pickle.dumps(MAIN_JOB)) == MAIN_JOB
+        CONFIG.tensor_parallel_size = 4  # type: ignore[misc]  # the mistake under test
+    assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG

@@ -215,7 +215,7 @@ class _Crew:
         self._processes: list[BaseProcess] = []
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_preload())
-        port = _free_port()
+        port = free_port()
         for rank in range(size):
             seat = _Seat(rank=rank, world_size=size, store=self.directory / "store", log=self.log(rank), port=port)
             ours, theirs = context.Pipe()
@@ -385,7 +385,7 @@ def _name(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

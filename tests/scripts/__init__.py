@@ -28,13 +28,22 @@ class Ended:
     """From the start until the last process ended."""
 
 
-def start(command: Sequence[str], *, timeout: float, environment: Mapping[str, str] | None = None) -> Ended:
+def start(
+    command: Sequence[str],
+    *,
+    timeout: float,
+    environment: Mapping[str, str] | None = None,
+    program: str = sys.executable,
+    directory: Path = ROOT,
+) -> Ended:
     """Run `python *command` and wait until it and every process that it started have ended.
 
     Args:
         command: What follows `python`: a script or `-m module`, and arguments.
         timeout: Seconds; then it is killed with every process that it started.
         environment: Variables to set besides the usual ones.
+        program: What runs instead of Python.
+        directory: Where it runs.
 
     Raises:
         AssertionError: a process was still running after `timeout`; shows the output.
@@ -42,8 +51,8 @@ def start(command: Sequence[str], *, timeout: float, environment: Mapping[str, s
     inherited = {key: value for key, value in os.environ.items() if key not in ("LOCAL_RANK", "RANK", "WORLD_SIZE")}
     begin = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
+        [program, *command],
+        cwd=directory,
         env=inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

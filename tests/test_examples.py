@@ -1,0 +1,219 @@
+"""The examples as a user starts them, and the parts of the GPT that several of them train."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoModelForCausalLM
+
+from examples.gpt import GPT, Chunks, StdlibText
+from lightning_3d.config.pipeline import PipelineConfig
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.zero import ZeroConfig
+from tests.scripts import ROOT, start
+from tests.workers import free_port
+
+EXAMPLES = ROOT / "examples"
+LIMIT = 240.0
+"""Seconds that one example may take, on a machine that does much else."""
+
+SHORT = ["trainer.max_steps=3", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=0"]
+
+SRUN = """#!/usr/bin/env bash
+# As srun on one node: SLURM_NTASKS tasks, each with its number; fails where one of them does.
+while [[ $1 == --* ]]; do shift; done
+for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
+    SLURM_PROCID=$rank SLURM_LOCALID=$rank SLURM_NODEID=0 "$@" &
+    tasks+=($!)
+done
+for task in "${tasks[@]}"; do wait "$task" || exit; done
+"""
+
+
+def _run(directory: Path, *command: str, program: str = sys.executable, **environment: str) -> str:
+    """Run an example in a folder of its own; its output."""
+    path = os.pathsep.join([*environment.pop("PATH", "").split(), str(Path(sys.executable).parent), os.environ["PATH"]])
+    where = ROOT if program == "bash" else directory  # launch/ names files of the repository
+    ended = start(command, timeout=LIMIT, environment={**environment, "PATH": path}, program=program, directory=where)
+    assert ended.returncode == 0, ended.output
+    warned = [line for line in ended.output.splitlines() if "Warning" in line or "/lightning_3d/" in line]
+    assert not warned
+    return ended.output
+
+
+def _losses(directory: Path) -> list[list[float]]:
+    """The logged training losses of each run in a folder."""
+    runs = []
+    for file in sorted(directory.glob("**/metrics.csv")):
+        with file.open() as rows:
+            runs.append([float(row["loss"]) for row in csv.DictReader(rows) if row["loss"]])
+    return runs
+
+
+class _Losses(L.Callback):
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.values.append(trainer.callback_metrics["loss"].item())
+
+
+def _one_process(batch_size: int, replicas: int, num_steps: int) -> list[float]:
+    """Losses of the plain Trainer on one device, on the global batches of a run with several replicas.
+
+    Lightning draws those by a DistributedSampler; the same sampler for one replica gives the same global batches. A
+    single replica has the data's own order.
+    """
+    losses = _Losses()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=num_steps,
+        gradient_clip_val=1.0 if replicas > 1 else None,
+        callbacks=[losses],
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    L.seed_everything(1, verbose=False)
+    model, data = GPT(), StdlibText(batch_size=batch_size)
+    data.setup("fit")
+    batches = data.train_dataloader()
+    if replicas > 1:
+        sampler: Any = DistributedSampler(data.train_set, num_replicas=1, rank=0, seed=1)
+        batches = DataLoader(data.train_set, batch_size=batch_size * replicas, sampler=sampler, drop_last=True)
+    trainer.fit(model, batches)
+    return losses.values
+
+
+def test_minimal_learns_and_goes_on_in_a_pipeline(tmp_path: Path) -> None:
+    output = _run(tmp_path, str(EXAMPLES / "minimal.py"))
+    assert "Restored all states" in output
+    first, second = _losses(tmp_path)
+    assert 3 > first[-1] > 1 > second[-1]  # an untrained model has ln 100 = 4.6
+
+
+def test_gpt_trains_in_2x2x2_as_in_one_process(tmp_path: Path) -> None:
+    output = _run(tmp_path, str(EXAMPLES / "gpt.py"), "--max_steps=20", "--batch_size=4")
+    assert "pipeline 2 x data 2 x tensor 2, ZeRO 1" in output
+    assert "def " in output.split("A sample from")[1]
+    (losses,) = _losses(tmp_path)
+    assert losses[-1] < losses[0] - 1
+    assert losses == pytest.approx(_one_process(4, 2, 20), abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def pipelined() -> list[float]:
+    """What the first steps of config.yaml and hydra's pp2 lose in one process."""
+    return _one_process(32, 1, 3)
+
+
+def test_hydra(tmp_path: Path, pipelined: list[float]) -> None:
+    _run(tmp_path, "-m", "examples.hydra.main", "strategy=pp2", *SHORT)
+    assert _losses(tmp_path) == [pytest.approx(pipelined, abs=1e-5)]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_launched_command_line(launcher: str, tmp_path: Path, pipelined: list[float]) -> None:
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    slurm = {
+        "PATH": str(tmp_path),
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": "1",
+        "SLURM_NODELIST": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
+    arguments = [f"--{argument}" for argument in [*SHORT, f"trainer.default_root_dir={tmp_path}"]]
+    environment = slurm if launcher == "slurm" else {"GPUS_PER_NODE": "2"}
+    _run(tmp_path, str(EXAMPLES / "launch" / f"{launcher}.sh"), *arguments, program="bash", **environment)
+    assert _losses(tmp_path) == [pytest.approx(pipelined, abs=1e-5)]
+
+
+def test_transformers_fine_tuning_resumes_and_exports(tmp_path: Path) -> None:
+    script, weights = str(EXAMPLES / "transformers_finetune.py"), []
+    for max_steps in (1, 2):
+        output = _run(tmp_path, script, f"--max_steps={max_steps}")
+        assert ("Restored all states" in output) == (max_steps == 2)
+        exported = tmp_path / "runs" / "finetune" / "exported"
+        model, loading = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+        assert not any(loading.values())
+        weights.append(model.state_dict())
+    assert all(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])  # the second step trained
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("ddp", ThreeDConfig(zero=ZeroConfig(stage=0))),
+        ("zero1", ThreeDConfig(zero=ZeroConfig(stage=1))),
+        ("zero3", ThreeDConfig(zero=ZeroConfig(stage=3))),
+        ("pp2", ThreeDConfig(pipeline_parallel_size=2, pipeline=PipelineConfig(num_microbatches=4))),
+        ("tp2", ThreeDConfig(tensor_parallel_size=2)),
+        (
+            "3d",
+            ThreeDConfig(pipeline_parallel_size=2, tensor_parallel_size=2, pipeline=PipelineConfig(num_microbatches=4)),
+        ),
+    ],
+)
+def test_strategies_of_hydra(name: str, config: ThreeDConfig) -> None:
+    with initialize_config_dir(str(EXAMPLES / "hydra" / "conf"), version_base="1.3"):
+        node = compose("config", overrides=[f"strategy={name}"])
+    assert instantiate(node.strategy).config == config
+    assert len(list((EXAMPLES / "hydra" / "conf" / "strategy").iterdir())) == 6
+
+
+def test_chunks_are_consecutive_and_targets_one_byte_ahead() -> None:
+    chunks = Chunks(bytes(range(10)), context=4)
+    assert len(chunks) == 2  # byte 9 would need a target after it
+    inputs, targets = chunks[1]
+    assert inputs.tolist() == [4, 5, 6, 7]
+    assert targets.tolist() == [5, 6, 7, 8]
+
+
+def test_text_is_split_by_file_and_always_the_same() -> None:
+    data = StdlibText(max_bytes=200_000)
+    train, validation = data.split_files()
+    assert train
+    assert validation
+    assert not set(train) & set(validation)
+    assert (train, validation) == StdlibText(max_bytes=200_000).split_files()
+    assert not {"site-packages", "test"} & {part for path in train + validation for part in path.parts}
+    data.setup("fit")
+    assert len(data.train_set.text) == sum(path.stat().st_size for path in train)
+
+
+def test_gpt_sees_no_future_and_ties_its_head() -> None:
+    torch.manual_seed(0)
+    model = GPT(context=8, width=16, num_layers=2)
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] += 1
+    before, after = model(tokens), model(changed % 256)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+    assert model.head.weight is model.tokens.weight
+
+
+def test_generate_continues_prompt_beyond_context() -> None:
+    torch.manual_seed(0)
+    model = GPT(context=8, width=16, num_layers=1)
+    text = model.generate("def ", 12)
+    assert text.startswith("def ")
+    assert text == model.generate("def ", 12)
+    assert text != model.generate("def ", 12, seed=1)
