@@ -78,7 +78,8 @@ def test_commands_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
             for extra in re.findall(r"\[(.*)\]", line):
                 assert re.search(rf"^{extra} = ", project, re.MULTILINE), line
         elif program in ("python", "torchrun"):
-            scripts = [argument for argument in arguments if argument.endswith(".py")]
+            scripts = [argument for argument in arguments if argument.endswith((".py", ".yaml"))]
+            scripts += [f"{arguments[1].replace('.', '/')}.py"] if arguments[0] == "-m" else []
             assert all((ROOT / script).exists() for script in scripts), line
         else:
             assert program == "lightning-3d", f"{line}: no test knows this program"
