@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
 
 from lightning_3d import ConfigError, ThreeDStrategy
+from lightning_3d.cli import main
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
@@ -119,6 +120,28 @@ def test_command_line_changes_the_file(workers: WorkerPools) -> None:
 def test_cli_takes_the_name(workers: WorkerPools) -> None:
     ranks = workers(2).run(_run_cli, FILE_WITHOUT_STRATEGY, "--trainer.strategy=3d", "--trainer.gradient_clip_val=1.0")
     assert [config for config, _, _ in ranks] == [ThreeDConfig()] * 2
+
+
+class Watched(L.Callback):
+    """Keeps what it saw of the last fit in this process."""
+
+    seen: ClassVar[tuple[ThreeDConfig, int]]
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, ThreeDStrategy)
+        Watched.seen = (trainer.strategy.config, trainer.global_step)
+
+
+def _run_command(*arguments: str) -> tuple[ThreeDConfig, int]:
+    classes = (f"--{key}={cls.__module__}.{cls.__name__}" for key, cls in (("model", TinyMLP), ("data", Regression)))
+    Path("job.yaml").write_text(FILE_WITHOUT_STRATEGY)
+    main(["fit", "--config=job.yaml", *classes, f"--trainer.callbacks={__name__}.Watched", *arguments])
+    return Watched.seen
+
+
+@pytest.mark.parametrize("named", ["--trainer.strategy=3d", "--trainer.strategy.class_path=ThreeDStrategy"])
+def test_our_command_fits_and_knows_the_name(workers: WorkerPools, named: str) -> None:
+    assert workers(2).run(_run_command, named) == [(ThreeDConfig(), 2)] * 2
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,14 @@
-"""``lightning-3d GROUP COMMAND ...``."""
+"""``lightning-3d GROUP COMMAND ...``, and the Trainer's own commands."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_3d.cli import checkpoint
+from lightning_3d.cli import checkpoint, training
 from lightning_3d.errors import ThreeDError
 
 _GROUPS = {"checkpoint": checkpoint}
@@ -19,8 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: Those of the command line by default.
     """
-    parser = ArgumentParser(prog="lightning-3d", description="Tools for lightning_3d.")
+    given = sys.argv[1:] if arguments is None else arguments
+    if given and given[0] in training.COMMANDS:
+        training.run(arguments)  # which has a parser of its own
+        return
+    parser = ArgumentParser(
+        prog="lightning-3d", description="Trains and converts with lightning_3d.", version=version("lightning-3d")
+    )
     groups = parser.add_subcommands(dest="group")
+    for name in training.COMMANDS:
+        groups.add_subcommand(name, ArgumentParser(), help=training.HELP.format(name=name))
     for name, group in _GROUPS.items():
         of_group = ArgumentParser(description=group.HELP)
         groups.add_subcommand(name, of_group, help=group.HELP)  # before its own commands
