@@ -21,7 +21,7 @@ VERSIONS_TESTS := torch_internals parity tracer zero fully_sharded recomputation
 TEST_PROCESSES ?= 2
 SIDE_BY_SIDE := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: env demo docs test test-matrix test-signals test-versions lightning-suite lint clean
+.PHONY: env demo docs test test-install test-matrix test-signals test-versions lightning-suite lint clean
 
 env: $(INSTALLED)
 
@@ -39,8 +39,19 @@ demo: env
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test: lint
+test: test-install lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
+
+# The wheel that is built of the sdist, in a fresh environment with what it needs at run time alone, and away from here.
+test-install: env
+	set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; unset PYTHONPATH; \
+	$(BIN)/python -m build --outdir "$$folder/dist"; \
+	$(PYTHON) -m venv "$$folder/venv"; python="$$folder/venv/bin/python"; \
+	"$$python" -m pip install -c constraints.txt torch; \
+	"$$python" -m pip install -c constraints.txt "$$folder"/dist/*.whl; \
+	"$$python" -m pip check; \
+	mkdir "$$folder/example"; cp examples/minimal.py "$$folder/example"; cp tests/scripts/installed.py "$$folder"; \
+	cd "$$folder"; "$$python" installed.py dist/*.tar.gz
 
 # Tables of layouts that are too slow for every change.
 test-matrix: env
