@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -58,6 +59,7 @@ from lightning_3d.checkpoint.file_or_folder import file_bytes, is_too_large
 from lightning_3d.checkpoint.folder import TIED
 from lightning_3d.checkpoint.further_states import has_further
 from lightning_3d.checkpoint.last_link import link, link_before_removal
+from lightning_3d.checkpoint.match import check_is_lightning
 from lightning_3d.checkpoint.own_state import has_no_parameters, state_of, tied_fqns, unwrapped
 from lightning_3d.checkpoint.run_state import RUN, gather_ranks, mesh_entry, of_this_rank
 from lightning_3d.checkpoint.saves import Saves
@@ -66,7 +68,7 @@ from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
-from lightning_3d.config.settings import BatchConfig, ThreeDConfig
+from lightning_3d.config.settings import BatchConfig, ThreeDConfig, unknown_keys_named
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
@@ -83,11 +85,14 @@ from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.model.deferred import defer_init, has_deferred
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
+from lightning_3d.planning.memory.timeline import HeldMemory
 from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.summary import layout_text
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.ranks.restarts import store_of_start
+from lightning_3d.ranks.tracebacks import print_frames_of_user
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.probes import check_what_is_seen
@@ -96,7 +101,7 @@ from lightning_3d.trainer.compiled_code import second_gradients_refused, uncompi
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
-from lightning_3d.trainer.held_memory import bytes_now
+from lightning_3d.trainer.held_memory import bytes_now, held_memory
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, is_held_as
 from lightning_3d.trainer.laid_out import Layout, has_layout, is_laid_out, lay_out, leave_layouts
 from lightning_3d.trainer.last_step import is_last_step
@@ -158,6 +163,7 @@ class ThreeDStrategy(ParallelStrategy):
         ConfigError: a key or value that is not allowed.
     """
 
+    @unknown_keys_named
     def __init__(
         self,
         pipeline_parallel_size: int = 1,
@@ -205,6 +211,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._parallel: ParallelModel | None = None
         self._meter: MemoryMeter | None = None  # where a budget is planned
         self._layout: Layout | None = None  # of the model that is parallel
+        self._told: Layout | None = None  # the one that was told of
         self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
         self._accumulating = False
         self._is_deferring = False  # inside tensor_init_context, which may nest
@@ -231,7 +238,7 @@ class ThreeDStrategy(ParallelStrategy):
         for name in ("_local_steps", "_saves"):
             state.pop(name, None)
         of_run = dict.fromkeys(
-            ("_mesh", "_control", "_rendezvous", "_parallel", "_layout", "_restores", "_resuming", "_resumes")
+            ("_mesh", "_control", "_rendezvous", "_parallel", "_layout", "_told", "_restores", "_resuming", "_resumes")
         )
         return {
             **state,
@@ -319,6 +326,11 @@ class ThreeDStrategy(ParallelStrategy):
         return self._parallel
 
     def _own_parts(self, what: str) -> ParallelModel:
+        if self._layout is None:
+            raise StepError(
+                f"No run of this Trainer has set up {type(self._module).__name__}, and {what}. Call fit, validate, test"
+                " or predict before; torch.save(model.state_dict(), path) saves a model that no Trainer has run."
+            )
         if not has_layout(self._module, self._layout):
             raise StepError(
                 f"{type(self._module).__name__} has got the layout of another Trainer since this one ran it, and {what}"
@@ -414,7 +426,10 @@ class ThreeDStrategy(ParallelStrategy):
         """Another exception to raise in place of one that ends a run, if any."""
         self._saves.finish_alone()
         forget_meshes()
-        return None if self._control is None else self._control.fail(error, self._patches)
+        if self._control is not None:
+            return self._control.fail(error, self._patches)
+        print_frames_of_user(error)
+        return None
 
     @property
     def _is_alone(self) -> bool:
@@ -527,10 +542,23 @@ class ThreeDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_helpers.reset_optimizers(self)
             self.setup_optimizers(trainer)
+            self._tell_layout(trainer)
         self._choose_checkpoints(trainer)
         self.setup_precision_plugin()
         if self._control is not None and trainer.state.fn == TrainerFn.FITTING:
             self._control.heed_signals_together()
+
+    def _tell_layout(self, trainer: Trainer) -> None:
+        """Say once what layout is running, where the Trainer shows a summary of the model; every rank calls it."""
+        shows = any(isinstance(callback, ModelSummary) for callback in lightning_helpers.callbacks_of(trainer))
+        if self.mesh.shape.world_size == 1 or self._told is self._layout or not self.broadcast(shows):
+            return
+        self._told = self._layout
+        parts = self._parts
+        own = held_memory(self._module, parts.zero, self.optimizers, self.config, self.mesh, self.root_device, None)
+        everyone = [own] * self.mesh.shape.world_size
+        dist.all_gather_object(everyone, own)
+        rank_zero_info(layout_text(parts.plan, HeldMemory.most(everyone), parts.zero.num_sharing))
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -609,6 +637,8 @@ class ThreeDStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._met.pass_point()
+        if self._control is not None:
+            self._control.begin_batch()
         self._local_steps.end_failed()
         self._num_steps += 1
         if self._meter is not None:
@@ -1088,6 +1118,7 @@ class ThreeDStrategy(ParallelStrategy):
             checkpoint = super().load_checkpoint(str(checkpoint_path), weights_only=weights_only is not False)
         else:
             checkpoint = read_full(path, weights_only=weights_only)
+        check_is_lightning(checkpoint, checkpoint_path)
         lightning_helpers.leave_schedulers_to_averaging(self._module.trainer, checkpoint)
         return checkpoint
 

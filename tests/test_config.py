@@ -12,6 +12,7 @@ import pytest
 from jsonargparse import ArgumentParser
 from omegaconf import OmegaConf
 
+from lightning_3d import ThreeDStrategy
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig
@@ -227,6 +228,15 @@ def test_places_to_offload_to(tmp_path: Path) -> None:
     mapping = {"zero": {"stage": 3, "offload_optimizer": "~/states", "offload_params": "cpu"}}
     assert ThreeDConfig.from_mapping(mapping).zero.offload_optimizer == "~/states"
     assert _from_command_line(["--strategy.zero.offload_optimizer=cpu"]).zero == ZeroConfig(offload_optimizer="cpu")
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("pipeline_paralel_size", "pipeline_parallel_size"), ("timout", "timeout"), ("stage", "zero.stage")],
+)
+def test_a_wrong_keyword_of_the_strategy_names_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown config key '{key}': the nearest valid key is '{nearest}'"):
+        ThreeDStrategy(**{key: 2})
 
 
 def test_dataclasses_check_themselves() -> None:

@@ -48,6 +48,9 @@ def _case(loss: str, layout: Layout) -> object:
 def test_any_loss(loss: str, layout: Layout, workers: WorkerPools) -> None:
     result = run_layout(workers, Job(model=partial(LossNet, loss), data=labelled), layout)
     assert_parity(_reference(LossNet, loss, layout.dp), result)
+    if loss == "contrastive":
+        (told,) = (text for text in result.plan.losses if text.startswith("training_step: the loss couples samples"))
+        assert ("data-parallel ranks couples its own samples alone, as under DDP" in told) == (layout.dp > 1)
 
 
 @pytest.mark.parametrize(("loss", "setting"), [("triplet", "whole"), ("ctc", "sum")])

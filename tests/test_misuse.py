@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_3d import ConfigError, ThreeDPrecision, ThreeDStrategy
+from lightning_3d.errors import CheckpointError
 from tests.models import TinyMLP, features, loader
 from tests.scripts import Ended, start
 from tests.tables import some_in_matrix
@@ -80,6 +81,7 @@ PROGRAMS = [
     Program(
         name="no loss", errors=_alike("StepError: training_step returned NoneType, not a loss. Return a 0-d tensor")
     ),
+    Program(name="misspelt", errors=_alike("NameError: name 'losss' is not defined")),
     # One rank fails or is killed in the middle of training: the others lose their connection and end, too.
     Program(name="user's error", errors={0: LOST, 1: "ArithmeticError: the model's own error"}),
     Program(name="first stage dies", errors={1: LOST}),
@@ -124,6 +126,14 @@ def test_program_ends_with_one_clear_error(program: Program, runs: Runs) -> None
         assert expected in ended.output
     if len(set(program.errors.values())) == 1:
         assert len(set(errors.values())) == 1, errors
+    is_started = len(program.errors) > 1 or LOST in program.errors.values()
+    has_traceback = LOST not in program.errors.values() or len(program.errors) > 1  # none where a rank is killed
+    assert ended.output.count("Traceback (most recent call last)") == has_traceback, ended.output
+    if is_started:  # before that the frames are few
+        assert "/lightning_3d/" not in ended.output.replace("/lightning_3d/errors", ""), ended.output
+    if program.name == "misspelt":
+        assert re.search(r"misuse.py.*in training_step\n\s+return losss", ended.output)
+        assert "to plan" not in ended.output
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -213,6 +223,17 @@ class WrongShape(TinyMLP):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layers[1](self.layers[0](x)[:, :5])
         return y
+
+
+class _Misspelt(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.offest
+
+
+class WithMisspeltBlock(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = _Misspelt(32, 32)
 
 
 class AnotherPath(TinyMLP):
@@ -396,7 +417,7 @@ class Misuse:
 
     name: str
     error: str
-    """Name of the type in `lightning_3d.errors`."""
+    """Name of the type, in `lightning_3d.errors` unless it is the user's own."""
     message: str
     """Regular expression for a part of it."""
     model: Callable[[], L.LightningModule] = TinyMLP
@@ -481,6 +502,12 @@ MISUSES = [
         error="TraceError",
         message=r"Block layers.1 at .*test_misuse.py:\d+ in forward failed on fake and on random tensors"
         r".*\(4x5 and 32x32\)",
+    ),
+    Misuse(
+        name="misspelt attribute in a block",
+        model=WithMisspeltBlock,
+        error="AttributeError",
+        message="'_Misspelt' object has no attribute 'offest'",
     ),
     Misuse(
         name="another path on the first stage",
@@ -647,7 +674,7 @@ def test_misuse_is_refused_alike_on_all_ranks(workers: WorkerPools, misuse: Misu
     errors = {rank: report.rstrip().rpartition("\n")[2] for rank, report in caught.value.failures.items()}
     raising = range(2) if misuse.only_rank is None else [misuse.only_rank]
     for rank in raising:
-        assert errors[rank].startswith(f"lightning_3d.errors.{misuse.error}: "), errors[rank]
+        assert errors[rank].removeprefix("lightning_3d.errors.").startswith(f"{misuse.error}: "), errors[rank]
         assert re.search(misuse.message, errors[rank]), errors[rank]
 
 
@@ -660,6 +687,21 @@ def test_more_devices_than_processes_are_refused(workers: WorkerPools) -> None:
 def _fit_on_three() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=3, strategy=ThreeDStrategy(), logger=False, barebones=True)
     trainer.fit(TinyMLP(), _regression())
+
+
+def _resume_from_weights() -> str:
+    if dist.get_rank() == 0:
+        torch.save(TinyMLP().state_dict(), "weights.pt")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        _trainer(ThreeDStrategy()).fit(TinyMLP(), _regression(), ckpt_path="weights.pt")
+    return str(caught.value)
+
+
+def test_what_no_trainer_wrote_is_no_checkpoint(workers: WorkerPools) -> None:
+    first, second = workers(2).run(_resume_from_weights, timeout=LIMIT)
+    assert re.search(r"weights.pt is no checkpoint of Lightning.*its keys are layers.0.weight", first)
+    assert second == first
 
 
 # ------------------------------------------------------------------------------------------------------------ precision

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import random
 import re
 import time
@@ -31,6 +32,7 @@ from lightning_3d.planning.plan import Plan, folded, make_plan
 from lightning_3d.planning.planner import ExampleStep, Observer, decide
 from lightning_3d.planning.split_blocks import is_balanced, split_blocks
 from lightning_3d.planning.stage_flow import cut
+from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
 from tests.models import TinyGPT
@@ -139,6 +141,34 @@ def test_deciding_leaves_the_model_and_says_the_same_again() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- methods
+
+
+class GroupedExperts(nn.Module):
+    """Calls an operator that fails on fake tensors in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.tensor([4, len(x)], dtype=torch.int32)
+        return torch._grouped_mm(x, self.weight, offs=offsets)
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+def test_operators_that_fail_on_fakes_are_planned_in_silence(
+    pp: int, tp: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, settings = (
+        Chain(GroupedExperts(), GroupedExperts()),
+        {"pipeline_parallel_size": pp, "tensor_parallel_size": tp},
+    )
+    step = ExampleStep(name="training_step", microbatch=torch.ones(8, 16), modes=nullcontext, has_data=pp == 1)
+    config, shape = ThreeDConfig.from_mapping(settings), MeshShape(pp=pp, dp=1, cp=1, tp=tp)
+    with attributes_replaced(logging.getLogger("torch"), {"propagate": True}):  # to where pytest looks
+        plan = decide(Observer(module, step, CPU, StepEffects).observe(config, shape), config, shape, CPU)
+    assert [block.kind for block in plan.blocks] == ["GroupedExperts"] * 2
+    assert caplog.records == []
 
 
 def test_each_method_balances_what_it_says() -> None:
@@ -416,7 +446,7 @@ def test_table_without_a_pipeline_says_less() -> None:
 @pytest.mark.parametrize(
     ("setting", "says", "costs"),
     [
-        ("auto", "loss: found out at the first step", True),
+        ("auto", "loss: that of the whole batch, as on one device", True),
         ("mean", "loss: the mean over samples of the microbatches' losses, as set", False),
         ("sum", "loss: the sum of the microbatches' losses, as set", False),
         ("whole", "loss: computed once, on the whole batch", True),

@@ -57,7 +57,7 @@ def _read(file: Path) -> str:
 
 
 RAISED = "ArithmeticError: the model's own error (ends.py:"
-ENDED = "ended without an exception (killed, out of memory, os._exit)"
+ENDED = "ended without raising an exception: by a signal"
 STAGE_1 = r"rank 1 \(pipeline stage 1, data 0, tensor 0\)"
 
 CASES = {
@@ -67,6 +67,7 @@ CASES = {
     "last is killed": Case(layout="tp 2", deed="is killed", ranks=[1]),
     "one leaves": Case(layout="dp 2", deed="leaves", ranks=[1]),
     "first is stopped": Case(layout="pp 2", deed="is stopped", ranks=[0], heartbeat_timeout=2),
+    "one has fewer batches": Case(layout="dp 2", deed="has fewer batches", ranks=[1], heartbeat_timeout=4),
     "one is terminated": Case(
         layout="pp 2", deed="gets SIGTERM", ranks=[1], callback="save_on_exception", num_steps=200, pause=0.05
     ),
@@ -101,11 +102,12 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, End]:
 def test_ranks_name_the_one_that_raised_and_save_nothing(ends: Mapping[str, End]) -> None:
     end = ends["one raises"]
     assert end.statuses == {0: 1, 1: 1}
-    named = rf"{STAGE_1}, train step 3: {re.escape(RAISED)}"
-    for output in end.outputs.values():
-        assert re.search(named, output), output
-    assert re.search(rf"RankError: rank 0 .* ends, because it waited for {named}", end.outputs[0])
-    assert "\nArithmeticError" in end.outputs[1].replace("[rank1]: ", "")
+    named = rf"{STAGE_1}, train step 3"
+    waited = rf"RankError: rank 0 .* ends, because it waited for {named}: {re.escape(RAISED)}"
+    assert re.search(waited, end.outputs[0]), end.outputs[0]
+    assert "Traceback" not in end.outputs[0]
+    assert re.search(rf"{named} failed first:\nTraceback .*\nArithmeticError", end.outputs[1], re.DOTALL)
+    assert "/lightning_3d/" not in end.outputs[1]
     assert end.files == []
     assert "is not saved, which needs all ranks" in end.outputs[0]
 
@@ -114,7 +116,9 @@ def test_ranks_that_raise_alike_save_together(ends: Mapping[str, End]) -> None:
     end = ends["all raise"]
     assert end.statuses == {0: 1, 1: 1}
     assert end.files == ["epoch=0-step=3.ckpt"]
-    assert all("ArithmeticError" in output and "RankError" not in output for output in end.outputs.values())
+    assert "ArithmeticError" in end.outputs[0]
+    assert "Traceback" not in end.outputs[1]  # it prints the same
+    assert all("RankError" not in output for output in end.outputs.values())
 
 
 @pytest.mark.parametrize(
@@ -138,6 +142,14 @@ def test_ranks_do_not_wait_for_one_that_is_stopped(ends: Mapping[str, End]) -> N
     end = ends["first is stopped"]
     assert end.statuses == {1: 1}
     assert re.search("rank 0 .* has given no sign of life for 2 s", end.outputs[1]), end.outputs[1]
+
+
+def test_a_rank_with_fewer_batches_is_named(ends: Mapping[str, End]) -> None:
+    end = ends["one has fewer batches"]
+    assert end.statuses[0] == 1
+    assert "rank 1 (pipeline stage 0, data 1, tensor 0)" in end.outputs[0]
+    assert "it has 4 batches in epoch 0, but rank 0 is in batch 5" in end.outputs[0]
+    assert "limit_train_batches=4" in end.outputs[0]
 
 
 def test_ranks_that_are_all_stopped_for_a_while_go_on(ends: Mapping[str, End]) -> None:

@@ -166,6 +166,13 @@ def test_the_trainer_before_says_that_it_has_the_model_no_more(workers: WorkerPo
         assert all("Counts has got the layout of another Trainer" in message for message in said)
 
 
+def test_a_trainer_that_ran_nothing_says_so() -> None:
+    trainer = _trainer(Layout(), max_epochs=1)
+    trainer.strategy.connect(Counts())
+    with pytest.raises(StepError, match="No run of this Trainer has set up Counts, and a checkpoint was to be saved"):
+        trainer.save_checkpoint("x.ckpt")
+
+
 class Finetunes(TinyGPT):
     """Has the blocks of another model, and a head of its own."""
 

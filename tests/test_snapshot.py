@@ -198,6 +198,19 @@ def test_attributes_of_own_objects_are_put_back() -> None:
     assert module.data.num_read == 1
 
 
+def test_a_long_chain_of_objects_is_put_back() -> None:
+    module = Plays()
+    last = module.world
+    for _ in range(3000):
+        last.next = World()  # type: ignore[attr-defined]
+        last = last.next  # type: ignore[attr-defined]
+    with preserved(module):
+        last.age = 1
+        last.replays.append([3])
+    assert last.age == 0
+    assert [*last.replays] == [[1], [2]]
+
+
 def test_attributes_of_objects_are_not_kept_between_microbatches() -> None:
     module = Plays()
     snapshot = Snapshot([module])

@@ -5,6 +5,7 @@ Pure: works on names and shapes. All ranks know the names and shapes of absent b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,24 @@ def check_model(
             f"The checkpoint does not fit the model: {'; '.join(problems[:NUM_NAMED])}. Build the model as it was when "
             "the checkpoint was written" + (", or set strict_loading=False to load what matches" if strict else "")
         )
+
+
+def check_is_lightning(checkpoint: object, path: str | os.PathLike[str]) -> None:
+    """Refuse what no Trainer wrote, such as the state of a model alone.
+
+    Raises:
+        CheckpointError: It is none of Lightning's checkpoints.
+
+    """
+    if isinstance(checkpoint, Mapping) and "pytorch-lightning_version" in checkpoint:
+        return
+    keys = [str(key) for key in checkpoint] if isinstance(checkpoint, Mapping) else []
+    content = f"its keys are {', '.join(keys[:NUM_NAMED])}" if keys else f"it holds a {type(checkpoint).__name__}"
+    raise CheckpointError(
+        f"{os.fspath(path)} is no checkpoint of Lightning, which have a 'pytorch-lightning_version' ({content}"
+        f"{', ...' if len(keys) > NUM_NAMED else ''}). ckpt_path takes what a Trainer saved; weights alone go into the"
+        " model before the run: model.load_state_dict(torch.load(path, weights_only=True))"
+    )
 
 
 def check_num_optimizers(num_found: int, num_wanted: int) -> None:

@@ -8,11 +8,13 @@ misspelt choice or a size of 0. What depends on the world size or on the model i
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast, get_type_hints
+from typing import Any, ClassVar, Literal, ParamSpec, cast, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -27,6 +29,8 @@ from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +166,9 @@ class ThreeDConfig:
         return self.pipeline.num_microbatches
 
 
+_KEYS = tuple(item.name for item in fields(ThreeDConfig))
+
+
 def _read_section(cls: Any, source: object) -> Any:
     """Make the config dataclass `cls` from a mapping, an OmegaConf node, an instance of it or None (defaults)."""
     if source is None:
@@ -191,11 +198,28 @@ def _plain_container(node: object) -> object:
         raise ConfigError(f"the config can't be resolved: {error}") from error
 
 
-def _unknown_key(cls: Any, key: str) -> ConfigError:
-    """The error for `key`, which `cls` does not have; searches all sections for the nearest valid key."""
+def unknown_keys_named(init: Callable[P, None]) -> Callable[P, None]:
+    """Let a constructor that takes the keys of ``ThreeDConfig``, and others, name the nearest key to an unknown one."""
+    names = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for key in kwargs.keys() - names:
+            raise _unknown_key(ThreeDConfig, key, others=[name for name in names if name not in _KEYS])
+        init(*args, **kwargs)
+
+    return checked
+
+
+def _unknown_key(cls: Any, key: str, others: Sequence[str] = ()) -> ConfigError:
+    """The error for `key`, which `cls` does not have; searches all sections for the nearest valid key.
+
+    Args:
+        others: Further keys that are valid here.
+    """
     prefix = f"{cls.section}." if cls.section else ""
-    here = [prefix + item.name for item in fields(cls)]
-    dotted = [item.name for item in fields(ThreeDConfig)]
+    here = [prefix + item.name for item in fields(cls)] + [*others]
+    dotted = [*_KEYS, *others]
     for section in (
         ZeroConfig,
         PipelineConfig,

@@ -55,12 +55,16 @@ class Snapshot:
         package: str = "",
     ) -> None:
         self._ignored, self._with_data, self._package = ignored, with_data, package
-        self._depth = 0  # of objects around the present value
+        self._is_in_object = False  # the present value
+        self._objects: list[object] = []  # to be looked into, one after the other: a chain of them may be long
         self._saved: dict[int, _Container | _Data | None] = {}  # None while what is inside of it is looked at
         self._owners = [(vars(module), self._kept(vars(module))) for module in modules]
         for _, attributes in self._owners:
             for name, value in attributes.items():
                 self._save_buffers(value) if name == BUFFERS else self._save(value)
+        self._is_in_object = True
+        while self._objects:
+            self._save(getattr(self._objects.pop(), "__dict__", None))
 
     def restore(self, *, unseen: bool = False) -> None:
         """Put back what changed since.
@@ -139,18 +143,16 @@ class Snapshot:
         elif isinstance(value, CONTAINERS) and id(value) not in self._saved:
             self._saved[id(value)] = None
             saved = _Container(value)
-            for entry in saved.entries() if self._depth == 0 or len(value) <= _MOST_FOLLOWED else ():
+            for entry in saved.entries() if not self._is_in_object or len(value) <= _MOST_FOLLOWED else ():
                 self._save(entry)
             saved.nested = [n for n in (self._saved.get(id(entry)) for entry in saved.entries()) if n is not None]
             self._saved[id(value)] = saved
         elif self._package and _is_plain(value, self._package):
-            self._depth += 1
-            self._save(getattr(value, "__dict__", None))
-            self._depth -= 1
+            self._objects.append(value)
 
     def _save_data(self, tensor: Tensor) -> None:
         wanted = self._with_data(tensor) if callable(self._with_data) else self._with_data
-        if wanted and self._depth == 0 and id(tensor) not in self._saved and not tensor.is_inference():
+        if wanted and not self._is_in_object and id(tensor) not in self._saved and not tensor.is_inference():
             self._saved[id(tensor)] = _Data(tensor)
 
 

@@ -19,11 +19,12 @@ from lightning_3d.waits import Wait
 
 _MAX_STUDIES = 8  # of a step
 _SAYS = {
-    LossKind.MEAN: "is the mean over samples",
-    LossKind.SUM: "is the sum over samples",
-    LossKind.WEIGHTED: "weighs samples by data of the batch: every step finds out how",
-    LossKind.WHOLE: "couples samples: the code after the blocks runs once, on the whole batch, between all forwards and"
-    " all backwards, which holds the activations of all microbatches",
+    LossKind.MEAN: "is the mean of those of the microbatches",
+    LossKind.SUM: "is the sum of those of the microbatches",
+    LossKind.WEIGHTED: "is a mean of those of the microbatches with weights that depend on the data, such as numbers of"
+    " valid labels",
+    LossKind.WHOLE: "couples samples, as a contrastive loss does: the code after the blocks runs once, on the whole"
+    " batch, between all forwards and all backwards, which holds the activations of all microbatches",
 }
 
 
@@ -51,6 +52,7 @@ class BatchLoss:
         setting: ``pipeline.loss``.
         group: The pp axis.
         source: Global rank of the last stage.
+        num_replicas: Data-parallel ranks.
         has_budget: Whether ``activations.budget`` is kept by a prediction for losses that are not of the whole batch.
     """
 
@@ -63,14 +65,21 @@ class BatchLoss:
         source: int,
         device: torch.device,
         wait: Wait,
+        num_replicas: int = 1,
         has_budget: bool = False,
     ) -> None:
+        self._num_replicas = num_replicas
         self._wait, self._warns_of_memory = wait, has_budget
         self._setting, self._study, self._group, self._source, self._device = setting, study, group, source, device
         self._is_last = dist.get_rank() == source
         self._found: dict[str, LossFound] = {}  # by name of the step
         self._seen: set[Hashable] = set()
         self._num_studies: Counter[str] = Counter()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """A line for each kind of step that gives anything but means over microbatches; for the plan."""
+        return tuple(text for name, found in self._found.items() for text in _texts(name, found, self._num_replicas))
 
     def decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, trains: bool) -> Decision:
         """Decide how a step is made; every rank calls it.
@@ -142,7 +151,7 @@ class BatchLoss:
             return None
         joined = reduce(_stricter, of_all)
         if known is None:
-            _tell(name, joined, trains=trains)
+            _tell(name, joined, self._num_replicas)
             if trains and joined.kind == LossKind.WHOLE:
                 self._warn_of_memory(name)
         elif joined.kind > known.kind:
@@ -180,7 +189,25 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
     )
 
 
-def _tell(name: str, found: LossFound, *, trains: bool) -> None:
+def _texts(name: str, found: LossFound, num_replicas: int) -> list[str]:
+    texts = []
+    if found.kind != LossKind.MEAN:
+        per_replica = ""
+        if found.kind == LossKind.WHOLE and num_replicas > 1:
+            per_replica = (
+                f". Each of the {num_replicas} data-parallel ranks couples its own samples alone, as under DDP; a loss"
+                " over all of them gathers outputs by self.all_gather(..., sync_grads=True)"
+            )
+        texts.append(f"{name}: the loss {_SAYS[found.kind]}{per_replica}.")
+    if found.unjoined and found.kind != LossKind.WHOLE:
+        texts.append(
+            f"{name}: {', '.join(found.unjoined)} can't be put together from microbatches; the code after the blocks"
+            " runs once more, on the whole batch, for that."
+        )
+    return texts
+
+
+def _tell(name: str, found: LossFound, num_replicas: int) -> None:
     if found.failure is not None:
         rank_zero_warn(
             f"How the loss of {name} comes from those of its microbatches could not be found out ({found.failure}). It"
@@ -200,10 +227,5 @@ def _tell(name: str, found: LossFound, *, trains: bool) -> None:
             " do between the replicas of DDP; at the end of the step the changes are joined. Use"
             " pipeline.num_microbatches=1, or let blocks get the buffer of before the step."
         )
-    if trains and found.kind != LossKind.MEAN:
-        rank_zero_info(f"The loss of {name} {_SAYS[found.kind]}.")
-    if found.unjoined and found.kind != LossKind.WHOLE:
-        rank_zero_info(
-            f"{name} gives values that can't be joined over microbatches ({', '.join(found.unjoined)}): the code after"
-            " the blocks runs once more on the whole batch for them."
-        )
+    if found.kind == LossKind.WHOLE:  # the others cost next to nothing
+        rank_zero_info("\n".join(_texts(name, found, num_replicas)))

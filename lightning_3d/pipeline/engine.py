@@ -132,6 +132,7 @@ class PipelineEngine:
             source=self._source,
             device=device,
             wait=wait,
+            num_replicas=mesh.shape.dp,
             has_budget=has_budget,
         )
         self._stages = Stages(
@@ -226,6 +227,10 @@ class PipelineEngine:
             backward=backward,
             **settings,
         )
+
+    def losses(self) -> tuple[str, ...]:
+        """Lines for the plan: how losses come from microbatches, as steps have shown."""
+        return self._batch_loss.texts
 
     def start_timeline(self) -> None:
         """Measure the steps that follow. Every rank calls it."""

@@ -88,6 +88,9 @@ class Plan:
     """Who steps what; there once the optimizers are made."""
     memory: tuple[RankMemory, ...] = ()
     """The memory of the ranks of the pp axis, where a budget is planned; there once the optimizers are made."""
+    losses: tuple[str, ...] = ()
+    """A line for each kind of step whose loss, or another value, is no mean over microbatches; there once steps have
+    shown it."""
     heads: tuple[str, ...] = ()
     """A line for each head on this rank: whether it is fused with its loss; there once steps have shown it."""
 
@@ -178,6 +181,7 @@ class Plan:
             tables.append(f"BatchNorm normalises by microbatch, its running statistics are the batch's: {norms}")
         if self.shape.pp > 1:
             tables.append(loss_text(self.loss, self.num_microbatches))
+            tables.extend(self.losses)
         for mode in ("selective", "full"):
             if recomputed := [(block.fqn, block.kind) for block in self.blocks if block.recompute == mode]:
                 tables.append(f"recomputed in the backward ({mode}): {', '.join(folded(recomputed))}")
@@ -213,14 +217,18 @@ class Plan:
         sums = [sum(block.num_parameters for block in self.blocks_of(stage)) for stage in range(self.num_stages)]
         return self.load_unit != "parameters" or sums != [stage.load for stage in self.stages]
 
+    def ranks_text(self, stage: int) -> str:
+        """The global ranks that run a stage, such as ``rank 0`` or ``ranks 0-3``."""
+        per_stage = self.shape.dp * self.shape.cp * self.shape.tp
+        first = self.stage_ranks[stage] * per_stage
+        return f"rank {first}" if per_stage == 1 else f"ranks {first}-{first + per_stage - 1}"
+
     def _row(self, stage: int) -> dict[str, str]:
         """Column -> text; only columns that say something for this layout."""
         blocks, plan = self.blocks_of(stage), self.stages[stage]
-        per_stage = self.shape.dp * self.shape.cp * self.shape.tp
-        first = self.stage_ranks[stage] * per_stage
         row = {
             "stage": str(stage),
-            "ranks": str(first) if per_stage == 1 else f"{first}-{first + per_stage - 1}",
+            "ranks": self.ranks_text(stage).rpartition(" ")[2],
             "blocks": "\n".join(folded([(block.fqn, block.kind) for block in blocks])),
             "parameters": f"{sum(block.num_parameters for block in blocks):,}",
         }
@@ -284,9 +292,7 @@ def make_plan(
         state_ranks=state_ranks,
         ties=ties,
         used_by_glue=_used_by_glue(trace),
-        batch_norms=tuple(
-            fqn for fqn, inner in module.named_modules() if isinstance(inner, BatchNorm) and inner.training
-        ),
+        batch_norms=tuple(fqn for fqn, inner in module.named_modules() if _normalises_alone(inner)),
     )
 
 
@@ -312,6 +318,11 @@ def _place_state(
     state_ranks = {fqn: tuple(sorted(held[tensor])) for tensor, fqns in names.items() for fqn in fqns}
     ties = {fqn: fqns[0] for fqns in names.values() for fqn in fqns if len(fqns) > 1}
     return state_ranks, ties
+
+
+def _normalises_alone(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm that is trained, without communication."""
+    return isinstance(module, BatchNorm) and module.training and not isinstance(module, nn.SyncBatchNorm)
 
 
 def _used_by_glue(trace: Trace | None) -> frozenset[str]:

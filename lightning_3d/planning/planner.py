@@ -115,6 +115,8 @@ class Observer:
             except ThreeDError:
                 raise
             except Exception as other:
+                if (type(other), str(other)) == (type(error), str(error)):  # the step's own
+                    raise error from None
                 error.add_note(
                     f"{self._step.name} was called before training, to plan, and again with optimizers and after the"
                     f" hooks that come before it: {type(other).__name__}: {other}"

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_3d.ranks.failure import Failure, error_text, is_lost_connection, source_line
+from lightning_3d.ranks.failure import ENDED_SILENTLY, Failure, error_text, is_lost_connection, source_line
 from lightning_3d.ranks.watchdog import PERIOD, Post, Watchdog
 
 Answer = TypeVar("Answer")
@@ -31,18 +31,21 @@ class Ending:
     """Whether all ranks raised the same in the same step, so that they can still do something together."""
 
 
-def settle(post: Post, watchdog: Watchdog, error: BaseException) -> Ending:
+def settle(
+    post: Post, watchdog: Watchdog, error: BaseException, *, explained: Callable[[], Failure | None] = lambda: None
+) -> Ending:
     """Tell the other ranks of an exception, and stay until they know.
 
     Every rank that raises calls it; it waits for others a few seconds at most.
 
     Args:
         error: The exception that ends this rank's run.
+        explained: Tells why a connection to another rank may be lost, if that is known.
     """
     watchdog.is_ending = True
     try:
         is_alike = not is_lost_connection(error) and _is_alike(post, error)
-        first = _first(post, watchdog, error)
+        first = _first(post, watchdog, error, explained)
         post.board.put(f"seen/{post.rank}", "")
         if not is_alike:
             _wait(lambda: post.board.get_all(f"seen/{rank}" for rank in post.others if rank != first.rank), _UNTIL_SEEN)
@@ -52,12 +55,12 @@ def settle(post: Post, watchdog: Watchdog, error: BaseException) -> Ending:
         return Ending(first=watchdog.failure or mine or post.board_lost(), is_alike=False)
 
 
-def _first(post: Post, watchdog: Watchdog, error: BaseException) -> Failure:
+def _first(post: Post, watchdog: Watchdog, error: BaseException, explained: Callable[[], Failure | None]) -> Failure:
     mine = post.failed(error_text(error))
     if is_lost_connection(error):
         before = post.beats_of(post.others)
         told = _wait(lambda: watchdog.failure or _read(post), _UNTIL_TOLD)
-        mine = told or _silent(post, before) or mine
+        mine = told or explained() or _silent(post, before) or mine
     return Failure.from_text(post.board.put_first("failure", mine.to_text()))
 
 
@@ -71,7 +74,7 @@ def _silent(post: Post, before: dict[int, str]) -> Failure | None:
     now = post.beats_of(post.others)
     for rank, beat in before.items():
         if now.get(rank) == beat:
-            return post.silent(rank, "its process ended without an exception (killed, out of memory, os._exit)")
+            return post.silent(rank, f"its process {ENDED_SILENTLY}")
     return None
 
 

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+
+ENDED_SILENTLY = (
+    "ended without raising an exception: by a signal, which its launcher or the system's log may name, by os._exit, or"
+    " by an abort inside of a collective, as where ranks do not call the same ones"
+)
+"""Said of a process of which nothing else is known."""
+
+_SENDERS = {
+    signal.SIGKILL: " (as the system sends it where memory runs out, and schedulers at their limits)",
+    signal.SIGABRT: " (as native code aborts, also inside of a collective where ranks do not call the same ones)",
+    signal.SIGSEGV: " (a fault in native code)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +37,10 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.place}: {self.error}"
+
+    def is_same_as(self, error: BaseException) -> bool:
+        """Whether an exception says the same, wherever it was raised."""
+        return self.error.rpartition(" (")[0] == error_text(error).rpartition(" (")[0]
 
     def to_text(self) -> str:
         """For the board."""
@@ -46,6 +63,11 @@ def source_line(error: BaseException) -> str:
     """The line of code that raised an exception."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "nowhere"
+
+
+def ended_by(signum: signal.Signals) -> str:
+    """The signal that ended a process, with what sends it where nobody does by hand."""
+    return f"{signum.name}{_SENDERS.get(signum, '')}"
 
 
 def is_lost_connection(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from threading import Event, Thread
 import torch.distributed as dist
 
 from lightning_3d.ranks.board import Board
-from lightning_3d.ranks.failure import Failure
+from lightning_3d.ranks.failure import ENDED_SILENTLY, Failure
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Post:
 
     def board_lost(self) -> Failure:
         """The failure of the process that keeps the board."""
-        error = "its process, or that of the launcher, ended without an exception (killed, out of memory, os._exit)"
+        error = f"its process, or that of the launcher, {ENDED_SILENTLY}"
         return Failure(rank=0, place=self.names[0], error=error)
 
     def beats_of(self, ranks: Sequence[int]) -> dict[int, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,11 +23,13 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
-    "failures_unlogged",
+    "on_fake_tensors",
     "unset_fake_temporarily",
 ]
 
 
-def failures_unlogged() -> AbstractContextManager[None]:
-    """Keep torch from logging operators that fail on fake tensors; they raise all the same."""
-    return attributes_replaced(logging.getLogger("torch._subclasses.fake_tensor"), {"disabled": True})
+@contextmanager
+def on_fake_tensors(mode: FakeTensorMode) -> Iterator[None]:
+    """Compute on fake tensors. Operators that fail on them raise; torch would log the traceback of each besides."""
+    with attributes_replaced(logging.getLogger("torch._subclasses.fake_tensor"), {"disabled": True}), mode:
+        yield

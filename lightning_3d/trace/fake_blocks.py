@@ -29,7 +29,7 @@ from lightning_3d.torch_internals.dispatch import TorchDispatchMode, schema_of
 from lightning_3d.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
-    failures_unlogged,
+    on_fake_tensors,
     unset_fake_temporarily,
 )
 from lightning_3d.torch_internals.modules import RunningNorm, named_state
@@ -50,8 +50,7 @@ T = TypeVar("T")
 
 def run_with_state(block: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the block's own forward with ``state`` in place of its parameters and buffers, past hooks and wrappers."""
-    with failures_unlogged():
-        return with_state(block, state, lambda forward: forward(*args, **kwargs))
+    return with_state(block, state, lambda forward: forward(*args, **kwargs))
 
 
 def with_state(block: nn.Module, state: dict[str, Tensor], run: Callable[[Call], T]) -> T:
@@ -255,7 +254,7 @@ class Fakes(StandIns):
     @property
     @override
     def mode(self) -> AbstractContextManager[Any]:
-        return self._mode
+        return on_fake_tensors(self._mode)
 
     @property
     @override

@@ -15,6 +15,9 @@ from lightning_3d.torch_internals.fake_tensors import DataDependentOutputExcepti
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.ghost import Ghost
 
+MISTAKES = (NameError, AttributeError, ImportError)
+"""Errors that code raises by itself, whatever tensors it gets."""
+
 
 def explained(error: Exception, failed_call: str, missing: Sequence[str], *, in_block: bool) -> TraceError:
     """Tell what to change in a step that failed while it was traced.

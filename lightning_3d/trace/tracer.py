@@ -38,7 +38,7 @@ from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, Randomness
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.gradients import DIFFERENTIATING, TracedGradient
 from lightning_3d.trace.interception import Router, StepMode
-from lightning_3d.trace.refusals import check_arguments, check_constant, explained, user_frame
+from lightning_3d.trace.refusals import MISTAKES, check_arguments, check_constant, explained, user_frame
 from lightning_3d.trace.side_outputs import (
     HookCall,
     SideOutputs,
@@ -143,6 +143,8 @@ class _Tracer(StepMode):
             raise
         except Exception as error:
             if self._failed_call is None or self._fakes.fake_mode is None:
+                raise
+            if self._failed_in_block and isinstance(error, MISTAKES):
                 raise
             missing = [fqn for fqn in self._router.blocks if fqn not in self._block_inputs] if calls_all else []
             if self._failed_in_block or missing:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.buckets import bucket_bytes
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.master_weights import is_half
-from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states
+from lightning_3d.zero.optimizer_kind import num_states
 from lightning_3d.zero.shard import plain
 
 _WIDE = 4  # bytes of a number of fp32
@@ -28,7 +28,7 @@ _WIDE = 4  # bytes of a number of fp32
 def held_memory(
     module: nn.Module,
     zero: Zero,
-    kinds: Mapping[Optimizer, OptimizerKind],
+    optimizers: Iterable[Optimizer],
     config: ThreeDConfig,
     mesh: Mesh,
     device: torch.device,
@@ -50,7 +50,7 @@ def held_memory(
     return HeldMemory(
         weights=_num_bytes(on_device) + _num_bytes(buffers),
         gradients=whole // zero.num_sharing if dp > 1 and config.zero.stage in (1, 2) else whole,
-        optimizer_states=0 if config.zero.offload_optimizer != "none" else _states(zero, kinds, config),
+        optimizer_states=0 if config.zero.offload_optimizer != "none" else _states(zero, optimizers, config),
         batch=config.num_microbatches * bytes_of(batch),
         communication=_buffers(module, zero, config, dp),
         step=_step(trained, zero, device),
@@ -70,9 +70,9 @@ def bytes_now(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     return _num_bytes(tensor for tensor in tensors if isinstance(tensor, Tensor))
 
 
-def _states(zero: Zero, kinds: Iterable[Optimizer], config: ThreeDConfig) -> int:
+def _states(zero: Zero, optimizers: Iterable[Optimizer], config: ThreeDConfig) -> int:
     total = 0
-    for optimizer in kinds:
+    for optimizer in optimizers:
         num = num_states(optimizer)
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             shard = zero.shards.get(parameter)

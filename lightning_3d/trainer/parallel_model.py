@@ -84,14 +84,15 @@ class ParallelModel:
     keep_little: Callable[[Plan], None]
     """Lets blocks be computed again in their backwards, and offload what they keep, as a plan says."""
     budget: Budget | None
+    losses: Callable[[], tuple[str, ...]]
+    """Gives a line for each step that has shown how its loss comes from microbatches."""
+    compiling: CountedWait
+    """For blocks that were compiled."""
 
     @property
     def present_plan(self) -> Plan:
         """The plan, with what the steps so far have shown of heads and losses."""
-        return replace(self.plan, heads=self.heads.texts)
-
-    compiling: CountedWait
-    """For blocks that were compiled."""
+        return replace(self.plan, heads=self.heads.texts, losses=self.losses())
 
     def with_optimizers(
         self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: ZeroConfig
@@ -212,6 +213,7 @@ def make_parallel(
     products = traced_products(tables, plan, observed.trace)
     heads = fused_heads(plan, blocks, tables, products, config, mesh)
     runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads)
+    losses: Callable[[], tuple[str, ...]] = tuple
     if mesh.shape.pp > 1:
         engine = PipelineEngine(
             module=module,
@@ -227,6 +229,7 @@ def make_parallel(
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
             has_budget=config.activations.plans_memory,
         )
+        losses = engine.losses
         runner = PipelineRunner(
             module,
             zero,
@@ -265,6 +268,7 @@ def make_parallel(
         runner=runner,
         randomness=randomness,
         heads=heads,
+        losses=losses,
         compiling=compiling,
         keep_little=keep_little,
         budget=budget,

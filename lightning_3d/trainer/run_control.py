@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -21,15 +20,15 @@ from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import RankError
 from lightning_3d.ranks.board import Board
 from lightning_3d.ranks.ending import settle
-from lightning_3d.ranks.failure import Failure, is_lost_connection
+from lightning_3d.ranks.epochs import Epochs
+from lightning_3d.ranks.failure import Failure, ended_by, is_lost_connection
 from lightning_3d.ranks.process_exit import stay_until
 from lightning_3d.ranks.stops import Stops
+from lightning_3d.ranks.tracebacks import print_frames_of_user, print_line, print_nothing
 from lightning_3d.ranks.watchdog import Post, Watchdog
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trainer.launcher import Launcher
-
-_log = logging.getLogger(__name__)
 
 
 class RunControl:
@@ -49,7 +48,8 @@ class RunControl:
             step=self._step,
         )
         self._stops = Stops(self._post, may_wait=lambda: self._watchdog.failure is None)
-        looks = [self._look_at_children, self._stops.look, self._stop_evaluation]
+        self._epochs = Epochs(self._post, timeout=timeout)
+        looks = [self._look_at_children, self._stops.look, self._stop_evaluation, self._epochs.look]
         self._watchdog = Watchdog(self._post, timeout=timeout, looks=looks, before_exit=self._kill_children)
         self._open = ExitStack()
         self.has_failed = False
@@ -71,9 +71,17 @@ class RunControl:
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._open.enter_context(self._interrupts_noted())
 
+    def begin_batch(self) -> None:
+        """Before each training step."""
+        loop = self._trainer.fit_loop.epoch_loop
+        number = loop.batch_progress.current.ready
+        self._epochs.begin_batch(self._trainer.current_epoch, number, is_last=self._trainer.is_last_batch)
+
     def close(self) -> None:
         """Watch no more."""
         self._open.close()
+        with suppress(dist.DistError):  # the process that keeps the board has ended
+            self._epochs.tell()
         self._watchdog.close()
         if self._post.rank == 0:
             board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]
@@ -141,24 +149,33 @@ class RunControl:
         Args:
             patches: Undone when the run has ended.
         """
-        ending = settle(self._post, self._watchdog, error)
+        ending = settle(self._post, self._watchdog, error, explained=self._epochs.shorter)
         if ending.is_alike:
+            if self._trainer.local_rank == 0:
+                print_frames_of_user(error)
+            else:
+                print_nothing(error)
             return None
         self.has_failed = True
         patches.enter_context(_saving_refused(self._trainer, ending.first))
-        mine = self._post.failed("")
-        if ending.first.rank == self._post.rank or not is_lost_connection(error):
-            _log.error("%s", ending.first)
+        place = self._post.failed("").place
+        if ending.first.rank == self._post.rank:
+            print_frames_of_user(error, heading=f"{place} failed first:")
             return None
-        message = f"{mine.place} ends, because it waited for {ending.first}"
-        _log.error("%s", message)
-        return RankError(message)
+        if not is_lost_connection(error):
+            if ending.first.is_same_as(error):
+                print_nothing(error)
+            else:
+                print_line(error, heading=f"{place} failed after that: ")
+            return None
+        named = RankError(f"{place} ends, because it waited for {ending.first}")
+        print_line(named)
+        return named
 
     def _look_at_children(self) -> None:
         for local_rank, code in self._launcher.failed_children():
-            signal_name = f" by {signal.Signals(-code).name}" if code < 0 else ""
-            error = f"its process ended with exit code {code}{signal_name}"
-            failure = self._post.silent(self._post.rank + local_rank, error)
+            how = f"by {ended_by(signal.Signals(-code))}" if code < 0 else f"with exit code {code}"
+            failure = self._post.silent(self._post.rank + local_rank, f"its process ended {how}")
             self._post.board.put_first("failure", failure.to_text())
 
     def _kill_children(self) -> None:

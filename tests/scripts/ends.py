@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +22,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d import ThreeDStrategy
 from tests.models import TinyMLP, features, loader
@@ -38,6 +39,7 @@ DEEDS: Mapping[str, Callable[[], object]] = {
     "leaves": lambda: sys.exit(4),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "has fewer batches": lambda: None,  # all the time
     "gets SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "gets SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
     "gets SIGUSR1": lambda: os.kill(os.getpid(), signal.SIGUSR1),
@@ -93,6 +95,18 @@ class Acts(Callback):
             DEEDS[self._case.deed]()
 
 
+class Uneven(IterableDataset[Any]):
+    """Six batches of eight, and four where the rank has fewer."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+
+    def __iter__(self) -> Iterator[Any]:
+        num_batches = 4 if int(os.environ["RANK"]) in self._case.ranks else 6
+        samples = features(8 * num_batches)
+        return (samples[i] for i in range(8 * num_batches))
+
+
 def _fit(case: Case, directory: Path) -> None:
     torch.set_num_threads(1)
     saving: dict[str, Callback] = {
@@ -105,7 +119,7 @@ def _fit(case: Case, directory: Path) -> None:
         devices=WORLD_SIZE,
         strategy=ThreeDStrategy(**LAYOUTS[case.layout], heartbeat_timeout=timeout),
         max_steps=case.num_steps,
-        max_epochs=-1,
+        max_epochs=1 if case.deed == "has fewer batches" else -1,
         logger=False,
         default_root_dir=directory,
         enable_checkpointing=case.callback is not None,
@@ -114,7 +128,9 @@ def _fit(case: Case, directory: Path) -> None:
         callbacks=[Acts(case, directory), *([saving[case.callback]] if case.callback else [])],
         plugins=[SLURMEnvironment(auto_requeue=True)] if case.deed == "gets SIGUSR1" else None,
     )
-    trainer.fit(TinyMLP(), loader(features(64), global_batch_size=8))
+    has_fewer = case.deed == "has fewer batches"
+    data = DataLoader(Uneven(case), batch_size=8) if has_fewer else loader(features(64), global_batch_size=8)
+    trainer.fit(TinyMLP(), data)
     print(f"fitted {trainer.global_step} steps", flush=True)
 
 

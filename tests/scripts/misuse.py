@@ -35,6 +35,12 @@ class ReturnsNothing(TinyMLP):
         super().training_step(batch, batch_idx)
 
 
+class Misspelt(TinyMLP):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)  # noqa: F841  # as it is returned by another name
+        return losss  # type: ignore[name-defined]  # noqa: F821  # the mistake under test
+
+
 class FailsOnLastStage(TinyMLP):
     num_begun = 0
 
@@ -85,6 +91,7 @@ MISTAKES: Mapping[str, Callable[[], None]] = {
     "value": lambda: _fit(TinyMLP(), 2, pipeline_parallel_size=2, pipeline={"schedule": "1f1bb"}),
     "size": lambda: _fit(TinyMLP(), 2, pipeline_parallel_size=0),
     "no loss": lambda: _fit(ReturnsNothing(), 2, pipeline_parallel_size=2),
+    "misspelt": lambda: _fit(Misspelt(), 2, pipeline_parallel_size=2),
     "user's error": lambda: _fit(FailsOnLastStage(), 2, pipeline_parallel_size=2),
     "first stage dies": lambda: _fit(Dies(0), 2, pipeline_parallel_size=2),
     "last replica dies": lambda: _fit(Dies(1), 2, zero={"stage": 3}),

@@ -14,7 +14,7 @@ from lightning_3d.planning.loads import Inputs
 from lightning_3d.planning.memory.block_run import BlockRun, KeptStorages
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_forward import PlannedForward
-from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
+from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
 
 _FLOPS_PER_BYTE = 32
 """Operations of a device while it writes a byte, about; weighs products of matrices against other operators."""
@@ -68,7 +68,7 @@ def measure_memory(
     Raises:
         Exception: of the block, which can't run without data.
     """
-    with isolate_rng(), preserved(block), FakeTensorMode(allow_non_fake_inputs=True):
+    with isolate_rng(), preserved(block), on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
         run = BlockRun(block, inputs, device, None if tensor is None else PlannedForward(tensor))
         with FlopCounterMode(display=False) as counter:
             forward_alone = run.alone()

@@ -30,8 +30,10 @@ class RankMemory:
 
 
 def size_text(num_bytes: int) -> str:
-    """In GiB, or in MiB below one."""
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:,.1f} MiB"
+    """In GiB, or in MiB below one, or in KiB below a tenth of that."""
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:,.2f} GiB"
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes >= 2**20 / 10 else f"{num_bytes / 2**10:,.1f} KiB"
 
 
 def memory_table(ranks: Sequence[RankMemory]) -> Table:

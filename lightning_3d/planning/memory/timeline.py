@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from lightning_3d.planning.memory.stage_memory import StageMemory
 from lightning_3d.planning.schedule_order import Computation
@@ -23,6 +23,11 @@ class HeldMemory:
     """Buffers of collectives over the replicas."""
     step: int = 0
     """Above all of these, in the optimizer's step."""
+
+    @classmethod
+    def most(cls, ranks: Sequence[HeldMemory]) -> HeldMemory:
+        """The most of each kind that any of these ranks holds."""
+        return cls(**{kind.name: max(getattr(rank, kind.name) for rank in ranks) for kind in fields(cls)})
 
     @property
     def always(self) -> int:

@@ -22,7 +22,7 @@ from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.rules.watched_ops import NotedNumbers, WatchedOps
 from lightning_3d.torch_internals.dispatch import no_dispatch_modes
 from lightning_3d.torch_internals.dtensor import NoRule, ShardingRules
-from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
+from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 _MAX_SIGNATURES = 8192
@@ -132,7 +132,7 @@ def local_form(function: Function, args: Any, kwargs: Any, size: int, differenti
     with no_dispatch_modes(), torch.inference_mode(False), torch.set_grad_enabled(differentiates):
         rules = ShardingRules(size)
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
                 return _decide(function, args, kwargs, rules, size, differentiates=differentiates)
         except torch.OutOfMemoryError:
             raise
