@@ -78,7 +78,7 @@ $(PACKAGES_INSTALLED): pyproject.toml constraints.txt
 
 # Canaries of what torch keeps private, and a sample of the rest, with another version of torch: TORCH=2.15.0
 test-versions: $(VERSIONS_INSTALLED)
-	$(VERSIONS_VENV)/bin/python -m pytest $(VERSIONS_TESTS:%=tests/test_%.py)
+	$(VERSIONS_VENV)/bin/python -m pytest $(SIDE_BY_SIDE) $(VERSIONS_TESTS:%=tests/test_%.py)
 
 $(VERSIONS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VERSIONS_VENV)

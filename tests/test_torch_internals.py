@@ -1629,7 +1629,7 @@ def test_what_load_from_checkpoint_reads(monkeypatch: pytest.MonkeyPatch, tmp_pa
     given = {
         "state_dict": {"weight": torch.ones(1, 1), "bias": torch.ones(1)},
         "hyper_parameters": {"num": 3},
-        "pytorch-lightning_version": "2.6.6",
+        "pytorch-lightning_version": L.__version__,
     }
     monkeypatch.setattr(saving, "pl_load", saving.pl_load)  # undone afterwards
     lightning_helpers.load_folders(lambda path, map_location, weights_only: given if path == "known" else None)
