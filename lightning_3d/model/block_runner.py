@@ -180,6 +180,12 @@ class BlockRunner:
         return self._joined(self._call_alone, args, kwargs)
 
     def _joined(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_in_parts = self.joined is not None or self.sharded is not None or isinstance(self.block, FSDPModule)
+        if is_in_parts and _is_exporting():
+            raise StepError(
+                f"{self.fqn} was exported, but the ranks hold parts of the model: export the module on every rank"
+                f" {SUMMON}."
+            )
         return call(*args, **kwargs) if self.joined is None else self.joined(call, args, kwargs)
 
     def _call_alone(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,11 +211,6 @@ class BlockRunner:
             raise StepError(
                 f"{self.fqn} was called outside of a step, but this rank has shards of its weights (zero.stage=3): call"
                 f" it on every rank {SUMMON}."
-            )
-        if self.sharded is not None and _is_exporting():
-            raise StepError(
-                f"{self.fqn} was exported, but this rank has shards of its weights: export the module on every rank"
-                f" {SUMMON}."
             )
         if not isinstance(self.block, FSDPModule):
             self._meet_others()
