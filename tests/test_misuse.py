@@ -259,6 +259,18 @@ class AnotherPath(TinyMLP):
         return F.mse_loss(x, targets)
 
 
+class Generates(TinyMLP):
+    """Validates by calls each of which depends on what the one before it gave."""
+
+    def val_dataloader(self) -> Any:
+        return _regression()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        x = batch[0]
+        while self(x).sum() < 100:
+            x = x + 1
+
+
 class TracedPath(AnotherPath):
     """Decides by the number of the batch, and the rank."""
 
@@ -528,6 +540,14 @@ MISUSES = [
         model=lambda: AnotherPath(after=0, only_rank=1),
         error="TraceError",
         message=r"Pipeline stage 1: it took another path .*: it called relu, where the trace has layers.1 \(at",
+        only_rank=1,
+    ),
+    Misuse(
+        name="generation in a pipeline",
+        model=Generates,
+        error="TraceError",
+        message=r"layers.0 was called after code that reads data of blocks \(__bool__ at .*test_misuse.py:\d+ in"
+        r" validation_step.*\), as generate\(\) does .* Do it in a hook",
         only_rank=1,
     ),
     Misuse(

@@ -81,6 +81,21 @@ def test_further_fits_leave_nothing_more(workers: WorkerPools, names: list[str])
         assert all(later <= left[0] for later in left[1:])
 
 
+def _uncollected(name: str) -> list[int]:
+    """Open files after each of some fits whose Trainers, which refer to themselves, are not collected."""
+    gc.disable()
+    try:
+        return [len(os.listdir("/proc/self/fd")) for _ in range(4) if fitted(LAYOUTS[name], _model, batches=1)]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["dp2", "pp2"])
+def test_fits_that_are_not_collected_keep_no_sockets(workers: WorkerPools, name: str) -> None:
+    for _, second, *_, last in workers(2).run(_uncollected, name):
+        assert last <= second
+
+
 def _kept(names: list[str]) -> tuple[list[Left], list[bool]]:
     """All Trainers are kept, and used at the end."""
     left, runs, trained = [], [], []

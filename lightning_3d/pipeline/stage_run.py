@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_3d.errors import TraceError
-from lightning_3d.model.block_runner import BlockRunner, Call
+from lightning_3d.model.block_runner import SUMMON, BlockRunner, Call
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.planning.stage_gradients import refused
@@ -189,7 +189,13 @@ class StageRun(StepMode):
 
     def _on_call(self, name: str, is_block: bool, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
         call = self._expected
-        if call is None and self._flow.trace.stopped_by is not None and not is_block:
+        if call is None and (reader := self._flow.trace.stopped_by) is not None:
+            if is_block:
+                raise TraceError(
+                    f"{name} was called after code that reads data of blocks ({reader}), as generate() does for every"
+                    " token, but with a pipeline a step reads them after its last call of a block. Do it in a hook, as"
+                    f" on_validation_epoch_end, {SUMMON}, or use pipeline_parallel_size=1."
+                )
             return run([self._value(leaf) for leaf in leaves])  # past the end of the trace, on the last stage
         if call is None or (call.name, call.is_block) != (name, is_block):
             raise self._changed(f"it called {name}")

@@ -15,6 +15,7 @@ import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,14 +25,22 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_st
 
 from lightning_3d.torch_internals.modules import attributes_replaced
 
+_clients: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()
+
 
 def further_store(name: str) -> Store:
-    """A client of its own of the default process group's store, with names of its own.
+    """A client of the default process group's store, apart from the one of the group, with names of its own.
+
+    It is one per group, whatever the names: each would hold a socket here and one on rank 0 until it is collected.
 
     Args:
         name: Goes before each name.
     """
-    return PrefixStore(name, _get_default_store().clone())  # type: ignore[attr-defined]  # not in its stub
+    group = dist.group.WORLD
+    assert group is not None
+    if group not in _clients:
+        _clients[group] = _get_default_store().clone()  # type: ignore[attr-defined]  # not in its stub
+    return PrefixStore(name, _clients[group])
 
 
 class _OneThread(ProcessGroupGloo):
