@@ -77,6 +77,22 @@ HUGGING_FACE = {
         layouts=(WHOLE,),
     ),
     "gemma": Row(job=hf_job("GemmaConfig", CLM, **_GROUPED)),
+    "gemma3n": Row(  # later layers read keys and values from a dict that earlier ones fill
+        job=hf_job(
+            "Gemma3nTextConfig",
+            CLM,
+            **{**_GROUPED, "num_hidden_layers": 4},
+            vocab_size_per_layer_input=a.VOCABULARY,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            sliding_window=8,
+            laurel_rank=4,
+            activation_sparsity_pattern=[0.0] * 4,
+            altup_num_inputs=2,
+        ),
+        layouts=(Layout(pp=2, tp=2, num_microbatches=2),),
+    ),
     "phi": Row(job=hf_job("PhiConfig", CLM, **_TEXT)),
     "opt": Row(
         job=hf_job(

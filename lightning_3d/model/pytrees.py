@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
@@ -21,9 +21,15 @@ _LISTS: Any = (list, deque)
 
 
 def register_dataclasses(tree: Any) -> None:
-    """Make dataclasses that hold tensors known to torch's pytrees, through which FSDP2 finds the tensors as well."""
+    """Make dataclasses that hold tensors known to torch's pytrees, through which FSDP2 finds the tensors as well.
+
+    The same holds for a ``UserDict``, which blocks may fill, as transformers' layers that share keys and values do.
+    """
     for leaf in tree_leaves(tree):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if isinstance(leaf, UserDict):
+            register_dataclass(type(leaf))
+            register_dataclasses(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             values = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
             register_dataclasses(values)
             if holds_tensors(values):
@@ -71,6 +77,7 @@ def argument_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[C
 
 
 def _containers_of(tree: Any) -> list[Container]:
+    tree = tree.data if isinstance(tree, UserDict) else tree
     if not isinstance(tree, (dict, list, tuple)):
         return []
     children = tree.values() if isinstance(tree, dict) else tree

@@ -30,7 +30,7 @@ _OURS = "lightning_3d:"
 
 
 def register_dataclass(cls: type[Any]) -> None:
-    """Let a dataclass be a container whose attributes are its children, but for those that are None.
+    """Let a dataclass, or another plain class, be a container whose attributes are its children, but for None.
 
     It is put together again without a call of its ``__init__`` and ``__post_init__``, which may need more than its
     fields, and change what they get.
@@ -39,7 +39,7 @@ def register_dataclass(cls: type[Any]) -> None:
     if issubclass(cls, (dict, list, tuple)):  # which hold something, too
         _pytree.register_dataclass(cls, serialized_type_name=name)
         return
-    declared = [field.name for field in dataclasses.fields(cls)]
+    declared = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
     def flatten(value: Any) -> tuple[list[Any], tuple[list[str], list[str]]]:
         own = {name: getattr(value, name) for name in declared if hasattr(value, name)}
