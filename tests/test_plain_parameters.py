@@ -312,14 +312,6 @@ class Gan(L.LightningModule):
         return [torch.optim.Adam(part.parameters(), lr=0.02, eps=1e-3) for part in (self.generator, self.critic)]
 
 
-class Skips(TinyMLP):
-    """Has no loss for some batches."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        return loss if batch_idx % 2 else None
-
-
 class StepsInHook(TinyMLP):
     """Trains once more on each batch when the step has ended."""
 
@@ -387,11 +379,6 @@ def _trained(layout: Layout | None, model: Callable[[], L.LightningModule]) -> d
 def test_a_gan(workers: WorkerPools, stage: Stage, raw: bool) -> None:
     model = partial(Gan, raw)
     assert_same_state(workers(2).run(_trained, Layout(dp=2, zero=stage), model), _trained(None, model))
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(zero=3, zero_settings={"offload_params": "cpu"})], ids=str)
-def test_steps_without_a_loss_are_skipped_on_one_device(workers: WorkerPools, layout: Layout) -> None:
-    assert_same_state(workers(layout.world_size).run(_trained, layout, Skips), _trained(None, Skips))
 
 
 @pytest.mark.parametrize("stage", STAGES)
