@@ -23,7 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Patch, Polygon
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_3d import ThreeDStrategy
 
@@ -104,7 +104,8 @@ def train(name: str, path: str) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, DataLoader(sequences, batch_size=GLOBAL_BATCH_SIZE // replicas))
+    order = DistributedSampler(sequences, 1, 0) if replicas == 1 else None  # of Lightning where there are several
+    trainer.fit(model, DataLoader(sequences, batch_size=GLOBAL_BATCH_SIZE // replicas, sampler=order))
 
 
 def draw(seen: Mapping[str, Any], path: Path) -> None:
