@@ -94,7 +94,7 @@ def _one_process(batch_size: int, replicas: int, num_steps: int) -> list[float]:
     if replicas > 1:
         sampler: Any = DistributedSampler(data.train_set, num_replicas=1, rank=0, seed=1)
         batches = DataLoader(data.train_set, batch_size=batch_size * replicas, sampler=sampler, drop_last=True)
-    trainer.fit(model, batches)
+    trainer.fit(model, batches, data.val_dataloader())
     return losses.values
 
 
