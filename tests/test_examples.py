@@ -13,7 +13,6 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM
 
 from examples.gpt import GPT, Chunks, StdlibText
@@ -68,18 +67,14 @@ class _Losses(L.Callback):
         self.values.append(trainer.callback_metrics["loss"].item())
 
 
-def _one_process(batch_size: int, replicas: int, num_steps: int) -> list[float]:
-    """Losses of the plain Trainer on one device, on the global batches of a run with several replicas.
-
-    Lightning draws those by a DistributedSampler; the same sampler for one replica gives the same global batches. A
-    single replica has the data's own order.
-    """
+def _one_process(batch_size: int, num_steps: int, clip: float | None = None) -> list[float]:
+    """Losses of the plain Trainer on one device, on the batches of a run with one replica."""
     losses = _Losses()
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
         max_steps=num_steps,
-        gradient_clip_val=1.0 if replicas > 1 else None,
+        gradient_clip_val=clip,
         callbacks=[losses],
         limit_val_batches=0,
         logger=False,
@@ -88,13 +83,7 @@ def _one_process(batch_size: int, replicas: int, num_steps: int) -> list[float]:
         enable_model_summary=False,
     )
     L.seed_everything(1, verbose=False)
-    model, data = GPT(), StdlibText(batch_size=batch_size)
-    data.setup("fit")
-    batches = data.train_dataloader()
-    if replicas > 1:
-        sampler: Any = DistributedSampler(data.train_set, num_replicas=1, rank=0, seed=1)
-        batches = DataLoader(data.train_set, batch_size=batch_size * replicas, sampler=sampler, drop_last=True)
-    trainer.fit(model, batches, data.val_dataloader())
+    trainer.fit(GPT(), datamodule=StdlibText(batch_size=batch_size))
     return losses.values
 
 
@@ -105,19 +94,19 @@ def test_minimal_learns_and_goes_on_in_a_pipeline(tmp_path: Path) -> None:
     assert 3 > first[-1] > 1 > second[-1]  # an untrained model has ln 100 = 4.6
 
 
-def test_gpt_trains_in_2x2x2_as_in_one_process(tmp_path: Path) -> None:
-    output = _run(tmp_path, str(EXAMPLES / "gpt.py"), "--max_steps=20", "--batch_size=4")
-    assert "pipeline 2 x data 2 x tensor 2, ZeRO 1" in output
+def test_gpt_trains_as_in_one_process(tmp_path: Path) -> None:
+    output = _run(tmp_path, str(EXAMPLES / "gpt.py"), "--devices=4", "--max_steps=20", "--batch_size=4")
+    assert "pipeline 2 x data 1 x tensor 2, ZeRO 1" in output
     assert "def " in output.split("A sample from")[1]
     (losses,) = _losses(tmp_path)
     assert losses[-1] < losses[0] - 1
-    assert losses == pytest.approx(_one_process(4, 2, 20), abs=1e-4)
+    assert losses == pytest.approx(_one_process(4, 20, clip=1.0), abs=1e-4)
 
 
 @pytest.fixture(scope="module")
 def pipelined() -> list[float]:
     """What the first steps of config.yaml and hydra's pp2 lose in one process."""
-    return _one_process(32, 1, 3)
+    return _one_process(32, 3)
 
 
 def test_hydra(tmp_path: Path, pipelined: list[float]) -> None:
