@@ -210,37 +210,44 @@ class DiffusionUNet(Trained):
         return F.mse_loss(self.out(x), noised)
 
 
+class InvertedResidual(nn.Module):
+    """MobileNet's block; EfficientNet's with a gate that scales the 4 x ``channels`` in its middle."""
+
+    def __init__(
+        self, channels: int, out: int | None = None, *, stride: int = 1, gate: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        width, out = 4 * channels, channels if out is None else out
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU6(inplace=True),
+            nn.Conv2d(width, width, 3, stride, padding=1, groups=width, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU6(inplace=True),
+            nn.Identity() if gate is None else gate,
+            nn.Conv2d(width, out, 1, bias=False),
+            nn.BatchNorm2d(out),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return x + y if x.shape == y.shape else y
+
+
 class DepthwisePyramid(Trained):
     """Inverted residuals whose scales are added up from the coarsest.
 
     In float64: batch normalisation of few pixels makes the rounding of float32 grow with every step.
     """
 
-    class Inverted(nn.Module):
-        def __init__(self, channels: int, out: int, stride: int) -> None:
-            super().__init__()
-            width = 4 * channels
-            self.layers = nn.Sequential(
-                nn.Conv2d(channels, width, 1, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU6(inplace=True),
-                nn.Conv2d(width, width, 3, stride, padding=1, groups=width, bias=False),
-                nn.BatchNorm2d(width),
-                nn.ReLU6(inplace=True),
-                nn.Conv2d(width, out, 1, bias=False),
-                nn.BatchNorm2d(out),
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.layers(x)
-            return x + y if x.shape == y.shape else y
-
     def __init__(self, widths: tuple[int, ...] = (8, 16, 24)) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, widths[0], 3, 2, padding=1, bias=False), nn.BatchNorm2d(widths[0]))
         pairs = zip(widths[:1] + widths, widths, strict=False)
         self.scales = nn.ModuleList(
-            nn.ModuleList([self.Inverted(before, width, 2), self.Inverted(width, width, 1)]) for before, width in pairs
+            nn.ModuleList([InvertedResidual(before, width, stride=2), InvertedResidual(width)])
+            for before, width in pairs
         )
         self.lateral = nn.ModuleList(nn.Conv2d(width, 16, 1) for width in widths)
         self.smooth = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.ReLU())

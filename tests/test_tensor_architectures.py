@@ -406,7 +406,7 @@ TABLE = {
     ),
     "depthwise-pyramid": Row(
         job=small_job(a.DepthwisePyramid, partial(a.images, size=64)),
-        blocks={"Inverted": Expected(forward=1, backward=1, others=1, share=0.97)},
+        blocks={"InvertedResidual": Expected(forward=1, backward=1, others=1, share=0.97)},
         tolerance=1e-11,
     ),
     "wav2vec2-conformer": Row(

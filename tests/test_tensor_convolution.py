@@ -23,6 +23,7 @@ from lightning_3d.checkpoint.box import full_value
 from lightning_3d.tensor import BlockTensorPlan, apply_block, plan_block
 from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import Role
+from tests.architectures import InvertedResidual
 from tests.checkpoints import restore_folder, save_sharded
 from tests.collectives import Collectives, Sent, by_kind, planned
 from tests.models import ADAM_EPS
@@ -78,28 +79,6 @@ class SqueezeExcitation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale = F.silu(self.reduce(F.adaptive_avg_pool2d(x, 1)))
         return x * self.expand(scale).sigmoid()
-
-
-class InvertedResidual(nn.Module):
-    """MobileNet's block, EfficientNet's with squeeze and excitation."""
-
-    def __init__(self, channels: int = 8, *, squeezes: bool = False) -> None:
-        super().__init__()
-        width = 4 * channels
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU6(inplace=True),
-            nn.Conv2d(width, width, 3, padding=1, groups=width, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU6(inplace=True),
-            SqueezeExcitation(width, 4) if squeezes else nn.Identity(),
-            nn.Conv2d(width, channels, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x)
 
 
 class Next(nn.Module):
@@ -324,8 +303,8 @@ EXAMPLES: dict[str, Callable[[], Example]] = {
     "basic-stride": lambda: (Basic(stride=2), (_images(),)),
     "bottleneck": lambda: (Bottleneck(), (_images(32),)),
     "resnext": lambda: (Bottleneck(groups=4), (_images(32),)),
-    "mobilenet": lambda: (InvertedResidual(), (_images(8),)),
-    "efficientnet": lambda: (InvertedResidual(squeezes=True), (_images(8),)),
+    "mobilenet": lambda: (InvertedResidual(8), (_images(8),)),
+    "efficientnet": lambda: (InvertedResidual(8, gate=SqueezeExcitation(32, 4)), (_images(8),)),
     "convnext": lambda: (Next(), (_images(),)),
     "unet": lambda: (TimeConditioned(), (_images(), torch.randn(2, 8, requires_grad=True))),
     "attention": lambda: (ConvAttention(), (_images(),)),
