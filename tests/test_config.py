@@ -240,6 +240,8 @@ def test_a_wrong_keyword_of_the_strategy_names_the_nearest(key: str, nearest: st
 
 
 def test_dataclasses_check_themselves() -> None:
+    with pytest.raises(ConfigError, match=re.escape("key is 'pipeline.num_microbatches'")):
+        PipelineConfig(num_microbatchs=4)  # type: ignore[call-arg]  # the mistake under test
     with pytest.raises(ConfigError, match=re.escape("zero.stage=5 is not allowed")):
         ZeroConfig(stage=5)  # type: ignore[arg-type]  # the mistake under test
     with pytest.raises(ConfigError, match=re.escape("zero={'stage': 1} is not allowed: use a ZeroConfig")):

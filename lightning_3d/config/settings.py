@@ -166,7 +166,16 @@ class ThreeDConfig:
         return self.pipeline.num_microbatches
 
 
-_KEYS = tuple(item.name for item in fields(ThreeDConfig))
+_SECTIONS = (
+    ZeroConfig,
+    PipelineConfig,
+    TensorConfig,
+    ActivationsConfig,
+    CompileConfig,
+    BatchConfig,
+    PrecisionConfig,
+    CheckpointConfig,
+)
 
 
 def _read_section(cls: Any, source: object) -> Any:
@@ -180,13 +189,10 @@ def _read_section(cls: Any, source: object) -> Any:
     if not isinstance(source, Mapping):
         raise ConfigError(f"{cls.section or 'config'}={source!r} is not allowed: use a mapping or a {cls.__name__}")
     annotations = get_type_hints(cls, include_extras=True)
-    names = {item.name for item in fields(cls)}
     values: dict[str, object] = {}
     for key, value in source.items():
-        if key not in names:
-            raise _unknown_key(cls, str(key))
-        annotation = annotations[key]
-        values[key] = _read_section(annotation, value) if is_dataclass(annotation) else value
+        annotation = annotations.get(key)
+        values[str(key)] = _read_section(annotation, value) if is_dataclass(annotation) else value
     return cls(**values)
 
 
@@ -198,38 +204,29 @@ def _plain_container(node: object) -> object:
         raise ConfigError(f"the config can't be resolved: {error}") from error
 
 
-def unknown_keys_named(init: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor that takes the keys of ``ThreeDConfig``, and others, name the nearest key to an unknown one."""
+def unknown_keys_named(init: Callable[P, None], section: str = "") -> Callable[P, None]:
+    """Let the constructor of a section, or one that takes sections, name the nearest key to an unknown one."""
     names = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for key in kwargs.keys() - names:
-            raise _unknown_key(ThreeDConfig, key, others=[name for name in names if name not in _KEYS])
+        for key in kwargs:
+            if key not in names:
+                raise _unknown_key(f"{section}.".lstrip("."), key, names)
         init(*args, **kwargs)
 
     return checked
 
 
-def _unknown_key(cls: Any, key: str, others: Sequence[str] = ()) -> ConfigError:
-    """The error for `key`, which `cls` does not have; searches all sections for the nearest valid key.
+for _config in (ThreeDConfig, *_SECTIONS):
+    _config.__init__ = unknown_keys_named(_config.__init__, _config.section)  # type: ignore[method-assign]
 
-    Args:
-        others: Further keys that are valid here.
-    """
-    prefix = f"{cls.section}." if cls.section else ""
-    here = [prefix + item.name for item in fields(cls)] + [*others]
-    dotted = [*_KEYS, *others]
-    for section in (
-        ZeroConfig,
-        PipelineConfig,
-        TensorConfig,
-        ActivationsConfig,
-        CompileConfig,
-        BatchConfig,
-        PrecisionConfig,
-        CheckpointConfig,
-    ):
+
+def _unknown_key(prefix: str, key: str, names: Sequence[str]) -> ConfigError:
+    """The error for a key that is none of `names`, below `prefix`; searches all sections for the nearest valid key."""
+    here = [prefix + name for name in names]
+    dotted = here + [item.name for item in fields(ThreeDConfig)]
+    for section in _SECTIONS:
         dotted += [f"{section.section}.{item.name}" for item in fields(section)]
     # A section, or a key in it, wins ("compile_backend" -> "compile.backend"); then one of this section; then one with
     # the same last part elsewhere ("stage" -> "zero.stage").
