@@ -1,11 +1,16 @@
 """The versions of torch and Lightning that the tests run with; others may have changed what adapters rely on."""
 
+import warnings
+
 import lightning
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 _TESTED = {"torch": ((2, 13), (2, 15)), "lightning": ((2, 6), (2, 6))}
 """The first and last minor version of each. ``make test-versions`` shows them for torch."""
+
+# Lightning 2.6 makes a `LeafSpec` for each dataloader, of which torch warns on every rank, and no program can mend it.
+warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
 
 
 def warn_of_untested(torch_version: str = torch.__version__, lightning_version: str = lightning.__version__) -> None:
