@@ -122,6 +122,22 @@ def test_a_loss_that_picks_samples_by_outputs_couples_them() -> None:
     assert _found(HardestSample("mean"), _batch(8)).kind == LossKind.WHOLE
 
 
+class Thresholded(LossNet):
+    """Logs what it makes of logits that are greater than a threshold, and trains on these alone."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        logits, wanted = self(batch[0])["logits"], batch[1][..., None] > 2
+        found = logits.sigmoid() > 0.5
+        self.log("iou", (found & wanted).sum() / (found | wanted).sum())
+        return torch.where(logits > 0, logits, 0).sum() / (logits > 0).sum()
+
+
+def test_outputs_on_both_sides_of_a_threshold() -> None:
+    found = _found(Thresholded("mean"), _batch(8))
+    assert found.kind == LossKind.WHOLE
+    assert found.unjoined == ("self.log('iou', reduce_fx='mean')",)
+
+
 class DropsPooled(LossNet):
     """Drops out what the blocks gave."""
 

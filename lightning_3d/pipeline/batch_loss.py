@@ -210,8 +210,8 @@ def _texts(name: str, found: LossFound, num_replicas: int) -> list[str]:
 def _tell(name: str, found: LossFound, num_replicas: int) -> None:
     if found.failure is not None:
         rank_zero_warn(
-            f"How the loss of {name} comes from those of its microbatches could not be found out ({found.failure}). It"
-            " is taken for a mean over samples. If it is none, set pipeline.loss to 'sum' or 'whole'."
+            f"How what {name} gives comes from its microbatches could not be found out ({found.failure}). Its floating-"
+            "point values are taken for means over samples. If the loss is none, set pipeline.loss to 'sum' or 'whole'."
         )
         return
     if found.coupled_inputs:

@@ -1,7 +1,8 @@
 """Finding out how losses, and what else a step gives, come from those of microbatches (``loss_kind.py``).
 
 The code after the blocks runs on two parts of a batch and on both in one, on random outputs of blocks, and values and
-gradients are compared; also for batches whose data are mixed. Nothing of it is applied, and blocks don't run.
+gradients are compared; also for batches whose data are mixed, and on outputs of both signs, as thresholds tell signs
+apart (`logits > 0`). Nothing of it is applied, and blocks don't run.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from lightning_3d.zero.engine import RankModule
 from lightning_3d.zero.master_weights import is_half
 
 _NUM_DRAWS = 3  # of random outputs, for the batch and for mixed data
+_SIGNED = 2 * _NUM_DRAWS  # the last draw, of both signs
+_LOGIT = 4.0  # greatest size of numbers of both signs, whose sigmoid comes near to 0 and to 1
+_OF_PROBABILITIES = "binary_cross_entropy"  # which aborts a GPU's process where it gets other numbers
 _IGNORED = -100  # where torch ignores labels unless told otherwise
 _EXACT = 1e-6
 
@@ -84,6 +88,11 @@ class _Comparison:
     def is_finite(self) -> bool:
         """Whether the loss of the whole is finite."""
         return self.whole.loss is None or bool(self.whole.loss.isfinite())
+
+    @property
+    def is_smooth(self) -> bool:
+        """Whether gradients are finite, which those of roots and logarithms of negative numbers are not."""
+        return all(gradient is None or bool(gradient.isfinite().all()) for gradient in self.whole.of_received)
 
     def without_tensors(self) -> _Comparison:
         """The same, without what takes memory."""
@@ -225,17 +234,19 @@ class LossStudy:
         self._trials.fits = {}
         compared: list[_Comparison] = []
         coupled_before: tuple[str, ...] = ()
-        for draw in range(2 * _NUM_DRAWS):
-            is_mixed = draw >= _NUM_DRAWS
+        for draw in range(_SIGNED + 1):
+            is_mixed = _NUM_DRAWS <= draw < _SIGNED
             batch = _mixed(call.batch, draw) if is_mixed else call.batch
             *parts, whole = self._halves(call, samples_of(batch, 0, size))
+            if draw == _SIGNED and any(c.name == _OF_PROBABILITIES for c in self._runs.flow(whole).trace.calls):
+                continue
             try:
                 comparison = self._compare(whole, parts, seed=draw, trains=trains, is_mixed=is_mixed)
             except Exception:
-                if not is_mixed:
+                if draw < _NUM_DRAWS:
                     raise
-                continue  # the step does not take such data
-            if comparison.is_finite:  # else no label may be valid in both parts
+                continue  # the step does not take such data, or such outputs of blocks
+            if comparison.is_finite and (draw < _SIGNED or comparison.is_smooth):  # else no label may be valid in both
                 self._learn(call.name, comparison)
                 if not compared and not is_mixed:
                     coupled_before = coupled_inputs(comparison.whole.fed, [part.fed for part in comparison.parts])
@@ -311,6 +322,8 @@ def _random_outputs(metas: Sequence[TensorMeta], seed: int, part: int) -> list[T
         seed_of_tensor = ((1 + part) * 2 * _NUM_DRAWS + seed) * len(metas) + position
         tensor = meta.random(torch.Generator(meta.device).manual_seed(seed_of_tensor))
         if tensor.is_floating_point() or tensor.is_complex():
+            if seed == _SIGNED:
+                tensor = (2 * tensor - 1) * _LOGIT
             tensor /= 1 + (part + seed) % 2
         tensors.append(tensor.requires_grad_(meta.requires_grad))
     return tensors
