@@ -23,7 +23,7 @@ class TraceError(ThreeDError, RuntimeError):
     """The user's step can't be followed through pipeline stages; names the call and the place.
 
     Args:
-        lacks_data: Whether it might be followed where all tensors have data.
+        lacks_data: Whether it might be followed where all tensors have data, as a rank with the whole model has them.
     """
 
     def __init__(self, message: str, *, lacks_data: bool = False) -> None:

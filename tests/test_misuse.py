@@ -260,15 +260,13 @@ class AnotherPath(TinyMLP):
 
 
 class Generates(TinyMLP):
-    """Validates by calls each of which depends on what the one before it gave."""
+    """Trains after calls each of which depends on what the one before it gave."""
 
-    def val_dataloader(self) -> Any:
-        return _regression()
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        x = batch[0]
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, loss = batch[0], super().training_step(batch, batch_idx)
         while self(x).sum() < 100:
             x = x + 1
+        return loss
 
 
 class TracedPath(AnotherPath):
@@ -543,11 +541,11 @@ MISUSES = [
         only_rank=1,
     ),
     Misuse(
-        name="generation in a pipeline",
+        name="generation in a training step",
         model=Generates,
         error="TraceError",
         message=r"layers.0 was called after code that reads data of blocks \(__bool__ at .*test_misuse.py:\d+ in"
-        r" validation_step.*\), as generate\(\) does .* Do it in a hook",
+        r" training_step.*\), as generate\(\) does .* Do it in a hook",
         only_rank=1,
     ),
     Misuse(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import StepError
+from lightning_3d.errors import StepError, ThreeDError
 from lightning_3d.pipeline.anomaly import StepWatch
 from lightning_3d.pipeline.batch_loss import BatchLoss
 from lightning_3d.pipeline.effects.join import Joiner
@@ -61,12 +61,12 @@ def share(
         from_all: Whether all stages report, not only the last.
 
     Raises:
-        StepError: on all ranks, if ``make`` raised on one that reports.
+        ThreeDError: on all ranks, if ``make`` raised on one that reports.
     """
-    reports: list[StageReport] | StepError
+    reports: list[StageReport] | ThreeDError
     try:
         reports = make()
-    except StepError as error:
+    except ThreeDError as error:
         reports = error
     except Exception as error:  # the other stages wait for a report: they get this one and raise too
         reports = StepError(f"{type(error).__name__} while joining the microbatches of a batch: {error}")
@@ -78,7 +78,7 @@ def share(
     else:
         dist.broadcast_object_list(gathered, src=source, group=group, device=device)
     for answer in gathered:
-        if isinstance(answer, StepError):
+        if isinstance(answer, ThreeDError):
             raise answer
     return sorted((report for answer in gathered for report in answer), key=lambda report: report.stage)
 
@@ -173,6 +173,9 @@ class PipelineEngine:
 
         Returns:
             What the step returns for the whole batch, the same on every stage; tensors are detached.
+
+        Raises:
+            TraceError: with ``lacks_data`` on all ranks, where stages can't follow the step, of which nothing stays.
         """
         step = self._step(name, batch, rest, number=number, backward=backward, loss_scale=loss_scale, watch=watch)
         schedule = self._schedule(step)

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.errors import StepError
+from lightning_3d.errors import StepError, TraceError
 from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.coupled_buffers import coupled_buffers
 from lightning_3d.pipeline.coupled_inputs import coupled_inputs
@@ -154,7 +154,8 @@ class LossStudy:
         return self._traces.trace(call).is_joint
 
     def find(self, call: StepCall, *, size: int, trains: bool) -> LossFound | None:
-        """Study a step; None where its loss is not finite, which shows nothing.
+        """Study a step; None where that shows nothing: its loss is not finite, or it is an evaluation that stages can't
+        run.
 
         Args:
             size: Samples in its smallest microbatch, of which there are two at least.
@@ -165,6 +166,8 @@ class LossStudy:
             with isolated(self._effects):
                 return self._find(call, 2 * size, trains=trains)
         except Exception as error:
+            if not trains and isinstance(error, TraceError) and error.lacks_data:
+                return None
             return LossFound(kind=LossKind.MEAN, failure=f"{type(error).__name__}: {error}")
 
     def weights(self, whole: StepCall, parts: Sequence[StepCall], found: LossFound) -> list[float]:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
+from lightning_3d.errors import TraceError
 from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
 from lightning_3d.pipeline.batch_loss import Decision
 from lightning_3d.pipeline.effects.effect import Place
@@ -77,6 +78,8 @@ class PipelineStep:
     loss_scale: float
     outputs: dict[int, Any] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
+    unfollowed: list[TraceError] = field(default_factory=list)
+    """Why the last stage could not run an evaluation to its end: the others learn of it from its reports."""
 
     def forward(self, stage: int, index: int, received: tuple[Tensor, ...]) -> Any:
         """Run a microbatch on a stage; returns the tensors to send, or the weighted loss on the last stage."""
@@ -95,6 +98,8 @@ class PipelineStep:
 
     def finish(self) -> None:
         """After all microbatches: run the tail on the whole batch for what it gives besides gradients."""
+        if self.unfollowed:
+            return
         if self.tail is not None and not self.tail.trains and self.stages.last in self.stages.own:
             with torch.no_grad():
                 self._run_tail(self.tail)
@@ -119,8 +124,16 @@ class PipelineStep:
         self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor], weight: float
     ) -> Any:
         """Run the stage, or the tail, that ends the step; returns its loss times a weight if it is differentiated."""
-        with self._watched(stage, index) as watch:
-            output = self._run(stage, index, part, flow, received)
+        if self.unfollowed:
+            return ()
+        try:
+            with self._watched(stage, index) as watch:
+                output = self._run(stage, index, part, flow, received)
+        except TraceError as error:
+            if self.backward or not error.lacks_data:
+                raise
+            self.unfollowed.append(error)
+            return ()
         if not (self.backward and torch.is_grad_enabled()):
             return ()
         loss = _weighted(check_loss(output).reshape(()), weight)
@@ -167,7 +180,10 @@ class PipelineStep:
 
         Raises:
             StepError: the microbatches gave what can't be joined.
+            TraceError: the step is an evaluation that reads data between calls of blocks.
         """
+        if self.unfollowed:
+            raise self.unfollowed[0]
         if self.decision.problem is not None:
             raise self.decision.problem
         joiner, own = self.stages.joiner, self.stages.own

@@ -52,6 +52,7 @@ from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.budget import Budget, accumulates
 from lightning_3d.trainer.example_step import example_step
+from lightning_3d.trainer.full_params import full_params
 from lightning_3d.trainer.heads import fused_heads, tables_in, traced_products
 from lightning_3d.trainer.held_parts import holds_parts
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
@@ -235,6 +236,8 @@ def make_parallel(
             zero,
             engine,
             gradients,
+            randomness=randomness,
+            whole=partial(full_params, module, module, plan, mesh, device, writeback=True),
             splits_backward=config.pipeline.splits_backward,
             loss_scale=lambda: precision.loss_factor,
             anomalies=anomalies,

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import StepError
+from lightning_3d.errors import StepError, TraceError
 from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.loss import check_loss, loss_of
@@ -20,6 +21,7 @@ from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
 from lightning_3d.zero.engine import Zero
@@ -144,6 +146,8 @@ class PipelineRunner(StepRunner):
     """Runs steps in microbatches, forward and backward together.
 
     Args:
+        randomness: Of steps.
+        whole: The model is whole on every rank inside of the context that it gives.
         splits_backward: Whether the schedule computes gradients of weights apart from those of inputs.
         loss_scale: Gives the factor of the losses whose backward comes.
     """
@@ -155,6 +159,8 @@ class PipelineRunner(StepRunner):
         engine: PipelineEngine,
         gradients: Gradients,
         *,
+        randomness: StepRandomness,
+        whole: Callable[[], AbstractContextManager[None]],
         splits_backward: bool,
         anomalies: AnomalyDetection,
         loss_scale: Callable[[], float],
@@ -165,6 +171,8 @@ class PipelineRunner(StepRunner):
         self._module, self._zero, self._engine, self._gradients = module, zero, engine, gradients
         self._anomalies, self._splits_backward = anomalies, splits_backward
         self._pending = PendingGradients(zero)
+        self._randomness, self._whole = randomness, whole
+        self._unfollowed: set[str] = set()  # evaluations that stages can't run
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         loss_scale = self._loss_scale()
@@ -192,10 +200,23 @@ class PipelineRunner(StepRunner):
             raise error
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
-        with self._heads.on():
-            output = self._engine.run(name, batch, rest, number=number, backward=False)
-        self._zero.settle()
-        return output
+        """In stages; where these can't follow the step, on every rank with the whole model."""
+        if name not in self._unfollowed:
+            try:
+                with self._heads.on():
+                    return self._engine.run(name, batch, rest, number=number, backward=False)
+            except TraceError as error:
+                if not error.lacks_data:
+                    raise
+                self._unfollowed.add(name)
+                rank_zero_warn(
+                    f"{name} can't run in pipeline stages. For each of its batches every rank now gathers the whole"
+                    f" model, and runs the whole step. {error}"
+                )
+            finally:
+                self._zero.settle()
+        with self._whole(), self._randomness.replica(number), world_collectives_refused():
+            return getattr(self._module, name)(batch, *rest)
 
     @contextmanager
     def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
