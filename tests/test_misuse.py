@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import pytest
@@ -267,6 +267,28 @@ class Generates(TinyMLP):
         while self(x).sum() < 100:
             x = x + 1
         return loss
+
+
+class _Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.Module) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        return cast(Tensor, layers(x))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layers(x).backward(gradients[0])
+        return cast(Tensor, x.grad), None
+
+
+class WithReversibleLayers(TinyMLP):
+    """Its blocks are called by a custom autograd function, in its backward again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, _Reversible.apply(x, self.layers))  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 class TracedPath(AnotherPath):
@@ -547,6 +569,13 @@ MISUSES = [
         message=r"layers.0 was called after code that reads data of blocks \(__bool__ at .*test_misuse.py:\d+ in"
         r" training_step.*\), as generate\(\) does .* Do it in a hook",
         only_rank=1,
+    ),
+    Misuse(
+        name="reversible layers in a pipeline",
+        model=WithReversibleLayers,
+        error="TraceError",
+        message=r"_Reversible \(called at .*test_misuse.py:\d+ in forward\) is a torch.autograd.Function that gets the"
+        r" blocks layers.0, layers.1, ... and calls them by itself",
     ),
     Misuse(
         name="another traced path on one rank",

@@ -31,16 +31,17 @@ def explained(error: Exception, failed_call: str, missing: Sequence[str], *, in_
     if in_block:
         return TraceError(
             f"Block {failed_call} failed on fake and on random tensors, which tell the shapes of its outputs {cause}."
-            " If it fails in one process too, mend the model; else name finer or coarser blocks with"
-            " pipeline.partition='type:REGEX'.",
+            " If it fails in one process too, mend the model; else its shapes depend on data: name finer or coarser"
+            " blocks with pipeline.partition='type:REGEX', or use pipeline_parallel_size=1.",
             lacks_data=True,
         )
-    before = f"before the blocks {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''} were called"
+    others = f" and {len(missing) - 1} further blocks" if len(missing) > 1 else ""
+    before = f"before the call of {missing[0]}{others}"
     if _needs_data(error, failed_call):
         return TraceError(
-            f"The step can't be traced: {failed_call} needs the data of a tensor that comes from a block, {before}"
-            f" {cause}. With a pipeline the data may be on another rank: move the call into a block, or after the last"
-            " block, or use pipeline_parallel_size=1.",
+            f"The step can't be traced: {failed_call} needs the data of a tensor that comes from a block, {before}."
+            " With a pipeline the data may be on another rank: move the call into a block, or after the last block, or"
+            " use pipeline_parallel_size=1.",
             lacks_data=True,
         )
     return TraceError(

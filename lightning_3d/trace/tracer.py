@@ -190,6 +190,24 @@ class _Tracer(StepMode):
             self._note_gradient(name, args, is_grad=func is torch.autograd.grad)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
 
+    @override
+    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._fakes.fake_mode is not None:
+            self._check_calls_no_blocks(name, args)
+        return super().on_hidden_function(name, call, args, kwargs)
+
+    def _check_calls_no_blocks(self, name: str, args: tuple[Any, ...]) -> None:
+        """Raise for a custom autograd function that gets blocks, which it would call unseen."""
+        inner = {module for leaf in args if isinstance(leaf, nn.Module) for module in leaf.modules()}
+        fqns = [fqn for fqn, block in self._router.blocks.items() if block in inner]
+        if fqns:
+            raise TraceError(
+                f"{name} (called at {user_frame()}) is a torch.autograd.Function that gets the blocks"
+                f" {', '.join(fqns[:2])}{', ...' if len(fqns) > 2 else ''} and calls them by itself, as reversible"
+                " layers are: a pipeline can't cut between them. Use pipeline_parallel_size=1.",
+                lacks_data=True,
+            )
+
     def _run_on_batch(self, func: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
         """Make a call without tensors of blocks; note buffers that it changes by data of the batch."""
         buffers = {tensor for tensor in tensors if tensor in self._names and not tensor.is_inference()}
