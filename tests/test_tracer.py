@@ -117,7 +117,7 @@ def test_reading_data_between_blocks_names_call_and_place(name: str, use: Callab
         use(x)
         return _chain(module, x)
 
-    with pytest.raises(TraceError, match=rf"{name} at .*test_tracer.py:\d+ in .* before the blocks layers.1") as error:
+    with pytest.raises(TraceError, match=rf"{name} at .*test_tracer.py:\d+ in .* before the call of layers.1") as error:
         Traced(Layers(glue), _input())
     assert "another rank" in str(error.value)
 
