@@ -61,7 +61,8 @@ test-matrix: env
 test-signals: env
 	$(BIN)/python -m pytest -m signals
 
-# Lightning's own tests, from the folder `tests` of a checkout: make lightning-suite LIGHTNING_TESTS=/path/to/tests
+# Lightning's own tests, from the folder `tests` of a checkout: make lightning-suite LIGHTNING_TESTS=/path/to/tests,
+# and some of them on two ranks: LIGHTNING_TESTS="/path/to/tests --devices 2"
 lightning-suite: env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[lightning-suite]"
 	$(BIN)/python -m tests.lightning_suite $(LIGHTNING_TESTS)

@@ -34,9 +34,33 @@ def test_has_its_own():
     assert type(Trainer(strategy="ddp", accelerator="cpu", devices=1).strategy) is DDPStrategy
 """
 
+ON_TWO_RANKS = """
+import os
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy
 
-def _run(folder: Path, *files: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.lightning_suite", str(folder), *files]
+def test_trains_in_one_folder(tmp_path):
+    trainer = Trainer(default_root_dir=tmp_path, fast_dev_run=1)
+    (tmp_path / str(trainer.global_rank)).touch()
+    trainer.fit(BoringModel())
+    assert trainer.world_size == 2 and (tmp_path / "0").exists() and (tmp_path / "1").exists()
+
+def test_fails_on_one_rank():
+    assert os.environ["LOCAL_RANK"] == "0"
+
+def test_ends_on_one_rank():
+    is_ddp = type(Trainer().strategy) is DDPStrategy
+    if os.environ["LOCAL_RANK"] == "1" and not is_ddp:
+        os._exit(1)
+
+def test_trains_again(tmp_path):
+    test_trains_in_one_folder(tmp_path)
+"""
+
+
+def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.lightning_suite", str(folder), *arguments]
     environment = os.environ | {"COLUMNS": "200"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
 
@@ -57,3 +81,12 @@ def test_a_folder_without_the_files_is_told(tmp_path: Path) -> None:
     done = _run(tmp_path)
     assert done.returncode == 2
     assert "None of the files" in done.stdout
+
+
+def test_ranks_run_the_same_tests(tmp_path: Path) -> None:
+    (tmp_path / "test_on_two_ranks.py").write_text(ON_TWO_RANKS)
+    done = _run(tmp_path, "test_on_two_ranks.py", "--devices", "2")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "test_on_two_ranks.py::test_ends_on_one_rank" in done.stdout
+    assert "ddp: 1 failed, 3 passed" in done.stdout
+    assert "3d: 2 failed, 2 passed" in done.stdout
