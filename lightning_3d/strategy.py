@@ -99,6 +99,7 @@ from lightning_3d.torch_internals.probes import check_what_is_seen
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
 from lightning_3d.trainer.compiled_code import second_gradients_refused, uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
+from lightning_3d.trainer.early_optimizers import EarlyParameters
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_memory import bytes_now, held_memory
@@ -510,6 +511,7 @@ class ThreeDStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             check_synced(self._module, syncing, self.mesh.shape, self.root_device.type)
         if self._parallel is None:
+            self._early = EarlyParameters(self._module)
             self._precision.convert(self._module, self.config.precision, self.root_device)
             refuse_unsupported(self._module, self.mesh, self.config.zero)
             sync_norms(self._module, syncing, self.mesh.shape)
@@ -590,6 +592,7 @@ class ThreeDStrategy(ParallelStrategy):
         zero.shows_gradients = gradients_seen(trainer, self._module) if shows == "auto" else shows
         self._trained_with, self._unsaved = list(optimizers), list(optimizers)
         self._optimizer_hooks.callback(self._trained_with.clear)
+        self._early.replace(optimizers, self._module)
         check_same_optimizers(optimizers, self.root_device)
         kinds = check_optimizers(optimizers, self._module, self.mesh, self.config.zero, self.root_device)
         zero.divide(kinds)

@@ -184,11 +184,11 @@ class WithPenalty(TinyMLP):
 
 
 class EarlyOptimizer(TinyMLP):
-    """Makes its optimizer before the strategy replaces the parameters."""
+    """Makes its optimizer, which makes states at once, before the strategy replaces the parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer
@@ -494,7 +494,7 @@ MISUSES = [
         model=EarlyOptimizer,
         strategy={"zero": {"stage": 3}},
         error="StepError",
-        message=r"SGD holds 12 parameters that are not the module's \(the first of shape \(32, 8\)\)",
+        message=r"Adagrad holds 12 parameters that are not the module's \(the first of shape \(32, 8\)\)",
     ),
     Misuse(
         name="sync_batchnorm",

@@ -174,6 +174,23 @@ def test_elementwise_optimizers(workers: WorkerPools, name: str, layout: Layout)
             assert 0 < sum(held.optimizer_state.values()) <= 3 * whole / 2 * 1.1
 
 
+class _TrainedEarly(_Trained):
+    """Has its optimizer before there is a Trainer, as LightningCLI makes those of its configuration."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.early = super().configure_optimizers()
+
+    def configure_optimizers(self) -> Any:
+        return self.early
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2)], ids=str)
+def test_an_optimizer_of_before_the_fit(workers: WorkerPools, layout: Layout) -> None:
+    job = replace(_job("Adam"), model=partial(_TrainedEarly, "Adam"))
+    assert_parity(_reference("Adam"), run_layout(workers, job, layout))
+
+
 @pytest.mark.parametrize(("name", "layout"), some_in_matrix(itertools.product(OTHERS, LAYOUTS), _is_in_matrix), ids=str)
 def test_others_step_whole_parameters_or_are_refused(workers: WorkerPools, name: str, layout: Layout) -> None:
     is_whole = layout.zero < 3 and layout.tp == 1 and (layout.pp == 1 or KINDS[name] == "parameters")

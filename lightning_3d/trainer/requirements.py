@@ -213,8 +213,8 @@ def _refuse_strangers(optimizers: Sequence[Optimizer], module: LightningModule) 
         if stale:
             raise StepError(
                 f"{name} holds {len(stale)} parameters that are not the module's (the first of shape"
-                f" {tuple(stale[0].shape)}): the model was made parallel after the optimizer was made. Make it in"
-                " configure_optimizers, from self.parameters()."
+                f" {tuple(stale[0].shape)}): they are another model's, or the model was made parallel after the"
+                " optimizer got its states. Make it in configure_optimizers, from self.parameters()."
             )
 
 
