@@ -947,6 +947,7 @@ class ThreeDStrategy(ParallelStrategy):
         a time; for another file with the whole on rank 0, or on all ranks where hooks of the user's may look at it.
         """
         parts = self._own_parts("a checkpoint was to be saved")
+        self._met.meet(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
         self._met.pass_point()
         parts.zero.average()
         parts.zero.settle()

@@ -319,25 +319,27 @@ def test_a_stage_alone_is_told_what_it_lacks(workers: WorkerPools) -> None:
 
 
 class Sampling(L.Callback):
-    """As in Lightning's example of an autoencoder."""
+    """As in Lightning's example of an autoencoder, or with a checkpoint of its own."""
 
-    def __init__(self, *, summons: bool = False) -> None:
-        self.summons = summons
+    def __init__(self, does: str = "samples") -> None:
+        self.does = does
 
     @rank_zero_only
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         strategy = trainer.strategy
+        if self.does == "saves":
+            trainer.save_checkpoint("alone.ckpt")
         pl_module.eval()
         with torch.no_grad():
-            if self.summons and isinstance(strategy, ThreeDStrategy):
+            if self.does == "summons" and isinstance(strategy, ThreeDStrategy):
                 with strategy.summon_full_params():
                     pass
             cast(Coders, pl_module).seen["sampled"] = cast(Coder, pl_module.decoder)(torch.ones(2, 6))
         pl_module.train()
 
 
-def _sample(layout: Layout | None, summons: bool = False) -> Seen:
-    return _run(layout, _nothing, (partial(Sampling, summons=summons),))
+def _sample(layout: Layout | None, does: str = "samples") -> Seen:
+    return _run(layout, _nothing, (partial(Sampling, does),))
 
 
 def test_rank_zero_samples_alone_where_it_has_the_model(workers: WorkerPools) -> None:
@@ -349,20 +351,21 @@ def test_rank_zero_samples_alone_where_it_has_the_model(workers: WorkerPools) ->
 
 
 ALONE = {
-    "tensor": (TP, False, "came to a call of decoder"),
-    "fully sharded": (ZERO, False, "came to a call of decoder"),
-    "summons": (TP, True, "came to summon_full_params"),
-    "stage": (PP, False, "came to a call of decoder"),
+    "tensor": (TP, "samples", "came to a call of decoder"),
+    "checkpoint": (DP, "saves", "came to a checkpoint"),
+    "fully sharded": (ZERO, "samples", "came to a call of decoder"),
+    "summons": (TP, "summons", "came to summon_full_params"),
+    "stage": (PP, "samples", "came to a call of decoder"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["tensor", *(pytest.param(name, marks=pytest.mark.matrix) for name in list(ALONE)[1:])]
+    "name", [*list(ALONE)[:2], *(pytest.param(name, marks=pytest.mark.matrix) for name in list(ALONE)[2:])]
 )
 def test_a_rank_that_goes_alone_raises(workers: WorkerPools, name: str) -> None:
-    layout, summons, message = ALONE[name]
+    layout, does, message = ALONE[name]
     with pytest.raises(WorkerError) as raised:
-        workers(2).run(_sample, layout, summons, timeout=60)
+        workers(2).run(_sample, layout, does, timeout=60)
     assert message in raised.value.failures[0]
 
 
