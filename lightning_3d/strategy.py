@@ -53,7 +53,7 @@ from lightning_3d.checkpoint import (
     write_full,
 )
 from lightning_3d.checkpoint.atomic import completed, local_path, remove
-from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers, class_names
+from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers, class_names, is_of_lr_finder
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.file_or_folder import file_bytes, is_too_large
 from lightning_3d.checkpoint.folder import TIED
@@ -104,7 +104,7 @@ from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
 from lightning_3d.trainer.held_memory import bytes_now, held_memory
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, is_held_as
-from lightning_3d.trainer.laid_out import Layout, has_layout, is_laid_out, lay_out, leave_layouts
+from lightning_3d.trainer.laid_out import Layout, has_layout, has_some_layout, is_laid_out, lay_out, leave_layouts
 from lightning_3d.trainer.last_step import is_last_step
 from lightning_3d.trainer.launcher import Launcher
 from lightning_3d.trainer.memory_meter import MemoryMeter
@@ -330,7 +330,7 @@ class ThreeDStrategy(ParallelStrategy):
         if self._layout is None:
             raise StepError(
                 f"No run of this Trainer has set up {type(self._module).__name__}, and {what}. Call fit, validate, test"
-                " or predict before; torch.save(model.state_dict(), path) saves a model that no Trainer has run."
+                " or predict before."
             )
         if not has_layout(self._module, self._layout):
             raise StepError(
@@ -338,6 +338,11 @@ class ThreeDStrategy(ParallelStrategy):
                 " by this one. Do it by the Trainer that ran it last."
             )
         return self._parts
+
+    @property
+    def _is_as_built(self) -> bool:
+        """Whether no Trainer has run the model, so that every rank has the whole of it."""
+        return self._layout is None and not has_some_layout(self._module) and not has_deferred(self._module)
 
     @property
     def _is_in_parts(self) -> bool:
@@ -946,6 +951,8 @@ class ThreeDStrategy(ParallelStrategy):
         """All names that one process saves: with this rank's parts for a folder, or a file that is written a tensor at
         a time; for another file with the whole on rank 0, or on all ranks where hooks of the user's may look at it.
         """
+        if self._is_as_built:
+            return super().lightning_module_state_dict()
         parts = self._own_parts("a checkpoint was to be saved")
         self._met.meet(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
         self._met.pass_point()
@@ -981,6 +988,9 @@ class ThreeDStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
+        if self._is_as_built:
+            super().save_checkpoint(checkpoint, os.fspath(filepath), storage_options)
+            return
         filepath = self._lasting(self.broadcast(filepath))
         trainer = self._module.trainer
         is_late, self._is_late = self._is_late, False
@@ -1160,6 +1170,8 @@ class ThreeDStrategy(ParallelStrategy):
         names = checkpoint.get(RUN, {}).get("classes")
         states, of_schedulers = checkpoint["optimizer_states"], checkpoint.get("lr_schedulers", [])
         configs = self.lr_scheduler_configs
+        if any(is_of_lr_finder(config.scheduler) for config in configs):  # whose run failed, and is undone
+            return
         if not lightning_helpers.averages_stochastically(self._module.trainer):  # which takes their place
             check_num_schedulers(len(of_schedulers), len(configs))
         check_classes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -166,11 +167,25 @@ def test_the_trainer_before_says_that_it_has_the_model_no_more(workers: WorkerPo
         assert all("Counts has got the layout of another Trainer" in message for message in said)
 
 
-def test_a_trainer_that_ran_nothing_says_so() -> None:
-    trainer = _trainer(Layout(), max_epochs=1)
-    trainer.strategy.connect(Counts())
+def test_a_trainer_that_ran_nothing_saves_the_model_as_it_was_built(tmp_path: Path) -> None:
+    trainer, module = _trainer(Layout(), max_epochs=1), Counts()
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "built.ckpt")
+    saved = torch.load(tmp_path / "built.ckpt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(saved, dict(module.state_dict()), rtol=0, atol=0)
+
+
+def _asks_one_that_ran_nothing(layout: Layout) -> None:
+    module = Counts()
+    _trainer(layout, max_epochs=1).fit(module, _data(layout)[0])
+    trainer = _trainer(layout, max_epochs=1)
+    trainer.strategy.connect(module)
     with pytest.raises(StepError, match="No run of this Trainer has set up Counts, and a checkpoint was to be saved"):
         trainer.save_checkpoint("x.ckpt")
+
+
+def test_a_trainer_that_ran_nothing_saves_nothing_that_another_ran(workers: WorkerPools) -> None:
+    workers(2).run(_asks_one_that_ran_nothing, LAYOUTS["pp2"])
 
 
 class Finetunes(TinyGPT):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.tuner import lr_finder
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
@@ -36,6 +37,11 @@ def class_names(thing: object) -> list[str]:
     if isinstance(thing, Optimizer) and inner is not None and inner is not thing:
         names += class_names(inner)
     return names
+
+
+def is_of_lr_finder(scheduler: object) -> bool:
+    """Whether Lightning's finder of learning rates has put it in place of the user's."""
+    return type(scheduler).__module__ == lr_finder.__name__
 
 
 def check_classes(

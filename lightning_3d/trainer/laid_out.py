@@ -56,6 +56,11 @@ def has_layout(module: nn.Module, layout: Layout | None) -> bool:
     return layout is not None and vars(module).get(LAYOUT) is layout
 
 
+def has_some_layout(module: nn.Module) -> bool:
+    """Whether any of its modules has one, of whichever Trainer."""
+    return any(LAYOUT in vars(inner) for inner in module.modules())
+
+
 def is_laid_out(module: nn.Module, layout: Layout | None) -> bool:
     """Whether it is this one that the model has, with the modules and parameters that it had: others may have been put
     in between two runs.
