@@ -284,6 +284,7 @@ class Keeping(Net):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.num_batches += 1
+        self.register_buffer("positions", torch.arange(5.0), persistent=False)  # as caches of biases are
         loss, logits, _ = self.loss(batch)
         self.num_samples += len(logits)
         self.total += loss.item()
@@ -295,6 +296,7 @@ class Keeping(Net):
     def on_train_epoch_end(self) -> None:
         self.seen += [self.num_batches, self.num_samples, self.total, self.average.clone(), int(self.num_seen)]
         self.seen += [self.running, self.average.item()]
+        self.seen += [self.get_buffer("positions").clone(), "positions" in self.state_dict()]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss, logits, classes = self.loss(batch)

@@ -57,8 +57,9 @@ class Change:
     """FQN."""
     path: tuple[Any, ...]
     """Name of the attribute, then keys and indices of containers in it."""
-    how: Literal["set", "extend", "copy", "remove"]
-    """``"extend"`` a list, deque or set; ``"copy"`` into the tensor that is there."""
+    how: Literal["set", "extend", "copy", "remove", "register", "register unsaved"]
+    """``"extend"`` a list, deque or set; ``"copy"`` into the tensor that is there; ``"register"`` a buffer, which
+    checkpoints have or not."""
     new: Any
     """The new value, or the new entries."""
 
@@ -77,13 +78,14 @@ class Attributes(Effect):
         self._afters: dict[int, dict[_Name, Any]] = {}  # microbatch -> values that it may have changed
         self._in_place: set[int] = set()  # ids of tensors that were changed in place
         self._code: dict[_Name, Any] = {}  # classes and functions that the present step set
+        self._registered: dict[_Name, bool] = {}  # buffers new in the present step -> whether checkpoints have them
 
     @override
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
         self._snapshot = Snapshot(self._owners.values(), ignored=_FRAMEWORK_NAMES)
         self._before = {fqn: _attributes(owner) for fqn, owner in self._owners.items()}
-        self._afters, self._in_place, self._code = {}, set(), {}
+        self._afters, self._in_place, self._code, self._registered = {}, set(), {}, {}
         yield
 
     @override
@@ -111,6 +113,8 @@ class Attributes(Effect):
 
         for fqn, owner in self._owners.items():
             before, now = self._before[fqn], _attributes(owner)
+            registered = buffers_of(owner).keys() & now.keys() - before.keys()
+            self._registered |= {(fqn, name): name in owner.state_dict() for name in registered}
             for name in dict.fromkeys((*before, *now)):
                 value = now.get(name, _MISSING)
                 if (fqn, name) in self._code:
@@ -163,6 +167,10 @@ class Attributes(Effect):
             setattr(self._owners[fqn], name, value)
         for change in joined:
             new = _map(change.new, lambda tensor: tensor.to(self._module.device))
+            if change.how in ("register", "register unsaved"):
+                owner, is_saved = self._owners[change.module], change.how == "register"
+                owner.register_buffer(change.path[0], new, persistent=is_saved)
+                continue
             holder: Any = _holder(self._owners[change.module], change.path[0])
             for key in change.path[:-1]:
                 holder = holder[key]
@@ -209,8 +217,10 @@ class Attributes(Effect):
             )
         if any(after is _MISSING for after in afters):
             raise StepError(f"{name} is set for some microbatches of a batch only. Set it in every step.")
-        how: Literal["set", "copy"] = "copy" if id(before) in self._in_place else "set"
-        return [Change(module=fqn, path=path, how=how, new=self._join_value(before, afters, sizes, name))]
+        new = self._join_value(before, afters, sizes, name)
+        if before is _MISSING and (is_saved := self._registered.get((fqn, path[0]))) is not None:
+            return [Change(module=fqn, path=path, how="register" if is_saved else "register unsaved", new=new)]
+        return [Change(module=fqn, path=path, how="copy" if id(before) in self._in_place else "set", new=new)]
 
     def _join_added(self, added: Sequence[list[Any]], sizes: Sequence[int], name: str) -> list[Any]:
         """New entries: either one for each sample, or parts that each stand for the batch."""
