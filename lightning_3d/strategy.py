@@ -80,6 +80,7 @@ from lightning_3d.distributed.mesh import (
     shared_mesh,
     warn_of_slow_groups,
 )
+from lightning_3d.distributed.objects import broadcast_object
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.model.deferred import defer_init, has_deferred
@@ -878,9 +879,7 @@ class ThreeDStrategy(ParallelStrategy):
             return obj
         self._collectives.refuse_in_stages("broadcast")
         self._met.pass_point()
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        return broadcast_object(obj, self.root_device, src=src)
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any = None, reduce_op: Any = "mean") -> Any:

@@ -69,6 +69,8 @@ class Job:
     """Global batches of validation; 0 for none."""
 
     seed: int = 1
+    accelerator: str = "cpu"
+    """Of the layout's ranks, as the Trainer takes it; the reference runs on the CPU."""
     sees_gradients: bool = True
     """Whether a callback takes the norm of the gradients before each optimizer step; without one, ZeRO leaves them
     sharded."""
@@ -299,7 +301,7 @@ def assert_same_state(states: Iterable[dict[str, Tensor]], expected: dict[str, T
 
 def _trainer(job: Job, strategy: Strategy | str, num_devices: int, recorder: _Recorder) -> L.Trainer:
     return L.Trainer(
-        accelerator="cpu",
+        accelerator="cpu" if strategy == "auto" else job.accelerator,
         devices=num_devices,
         strategy=strategy,
         precision=job.precision,

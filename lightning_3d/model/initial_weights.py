@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
 from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint, hash_of
-from lightning_3d.torch_internals.modules import named_state, put
+from lightning_3d.torch_internals.modules import move_other_state, named_state, put
 
 
 def check_same_model(module: nn.Module, device: torch.device) -> None:
@@ -71,6 +71,7 @@ def place_weights(
         return tensor if tensor.is_meta else _moved(tensor, elsewhere if isinstance(tensor, nn.Parameter) else device)
 
     _replace(module, moved)
+    move_other_state(module, device)
     _agree({fqn: tensor for tensor, fqn in _state(module).items() if fqn in computed}, module, device)
 
 

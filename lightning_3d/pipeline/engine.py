@@ -17,6 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import StepError, ThreeDError
 from lightning_3d.pipeline.anomaly import StepWatch
@@ -71,12 +72,10 @@ def share(
     except Exception as error:  # the other stages wait for a report: they get this one and raise too
         reports = StepError(f"{type(error).__name__} while joining the microbatches of a batch: {error}")
         reports.__cause__ = error
-    gathered: list[Any] = [reports]
     if from_all:
-        gathered = [None] * dist.get_world_size(group)
-        dist.all_gather_object(gathered, reports, group=group)
+        gathered = all_gather_objects(reports, device, group=group)
     else:
-        dist.broadcast_object_list(gathered, src=source, group=group, device=device)
+        gathered = [broadcast_object(reports, device, src=source, group=group)]
     for answer in gathered:
         if isinstance(answer, ThreeDError):
             raise answer

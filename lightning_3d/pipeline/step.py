@@ -107,7 +107,8 @@ class PipelineStep:
     def _run_tail(self, tail: WholeTail) -> None:
         loss = self._loss(tail.stage, 0, tail.call, tail.flow, tail.received(), weight=1.0)
         if self.backward and tail.trains:
-            loss.backward()
+            with torch.autocast(loss.device.type, enabled=False):  # as a backward after the step is
+                loss.backward()
             tail.end_backward()
 
     def _sent(

@@ -61,6 +61,11 @@ def put(owner: nn.Module, name: str, tensor: Tensor) -> None:
     members[name] = tensor  # type: ignore[assignment]
 
 
+def move_other_state(module: nn.Module, device: torch.device) -> None:
+    """Move what modules keep besides parameters to a device, by their own ways, as metrics have for their states."""
+    module._apply(lambda tensor: tensor if isinstance(tensor, nn.Parameter) or tensor.is_meta else tensor.to(device))
+
+
 def call_of(module: nn.Module) -> Callable[..., Any]:
     """The call of ``module(...)`` otherwise: hooks and forward. A compiler can follow it, unlike an ``attrgetter``."""
     return module._call_impl

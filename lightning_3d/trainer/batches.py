@@ -6,7 +6,6 @@ import zlib
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_3d.config.settings import BatchConfig
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.objects import broadcast_object
 from lightning_3d.errors import BatchError
 from lightning_3d.pipeline.microbatches import leaves_of
 from lightning_3d.torch_internals.lightning_helpers import (
@@ -107,10 +107,8 @@ class BatchGuard:
         return batch
 
     def _broadcast(self, batch: Any) -> Any:
-        objects = [batch]
         source = self._mesh.shape.replica_ranks(self._mesh.dp_rank)[0]
-        dist.broadcast_object_list(objects, src=source, group=self._mesh.group("replica"), device=self._device)
-        return objects[0]
+        return broadcast_object(batch, self._device, src=source, group=self._mesh.group("replica"))
 
     def _compare(self, batch: Any) -> None:
         sums = gather_numbers(checksum(batch), self._device)
