@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import lightning as L
 import pytest
 import torch.distributed as dist
 
-from tests.parity import Job, Layout, LayoutRun, ReferenceRun, assert_parity, run_layout, run_reference
+from tests.models import TinyGPT
+from tests.parity import Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import build, device
 from tests.workers import WorkerPools
 
@@ -35,7 +38,7 @@ class OnDevice:
 
 
 def _with_device(library: Path, function: Callable[..., Any], *args: Any) -> Any:
-    if not hasattr(__import__("torch"), device.NAME):
+    if not device.is_loaded():
         device.load(library)
         dist.destroy_process_group()  # the strategy makes one with the device's backend
     return function(*args)
@@ -66,3 +69,34 @@ def test_parity(ranks: OnDevice, references: dict[str, ReferenceRun], name: str)
     if "tiny" not in references:
         references["tiny"] = run_reference(JOB)
     assert_parity(references["tiny"], run_layout(ranks, JOB, LAYOUTS[name]))
+
+
+class _BytesPlaced(L.Callback):
+    """Counts what is on the device when training starts, and what was at most until then."""
+
+    def __init__(self, library: ModuleType) -> None:
+        self.library = library
+        self.kept = self.peak = self.of_block = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.of_block = sum(p.nbytes for p in pl_module.get_submodule("blocks.0").parameters())
+        self.before = self.library.allocated_bytes()
+        self.library.reset_peak()
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.kept = self.library.allocated_bytes() - self.before
+        self.peak = self.library.peak_bytes() - self.before
+
+
+def _bytes_placed(layout: Layout) -> tuple[int, int, int]:
+    counted = _BytesPlaced(device.library())
+    model = partial(TinyGPT, width=128, num_layers=6)
+    fitted(layout, model, callbacks=[counted], batches=1, epochs=1, accelerator=device.NAME)
+    return counted.kept, counted.peak, counted.of_block
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(tp=2, verify=False)], ids=["zero3", "tp2"])
+def test_no_more_is_placed_than_is_kept_and_one_block(ranks: OnDevice, layout: Layout) -> None:
+    for kept, peak, of_block in ranks(2).run(_bytes_placed, layout):
+        assert 3 * of_block < kept < 4.5 * of_block, "half of six blocks, and what is around them"
+        assert peak <= kept + 1.2 * of_block

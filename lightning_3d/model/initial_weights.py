@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import zip_longest
 
 import torch
@@ -68,7 +68,7 @@ def place_weights(
     elsewhere = parameters_on or device
 
     def moved(_: str, tensor: Tensor) -> Tensor:
-        return tensor if tensor.is_meta else _moved(tensor, elsewhere if isinstance(tensor, nn.Parameter) else device)
+        return _moved(tensor, elsewhere if isinstance(tensor, nn.Parameter) else device)
 
     _replace(module, moved)
     move_other_state(module, device)
@@ -127,13 +127,30 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def move_parameters(module: nn.Module, parameters: Collection[Tensor], device: torch.device) -> dict[Tensor, Tensor]:
+    """Put parameters of a module on a device, wherever it has them; ties stay ties.
+
+    Returns:
+        Each one that was elsewhere -> the new one in its place.
+    """
+    if all(parameter.device == device or parameter.is_meta for parameter in parameters):
+        return {}
+    return _replace(module, lambda _, tensor: _moved(tensor, device) if tensor in parameters else tensor)
+
+
+def put_back(module: nn.Module, moved: Mapping[Tensor, Tensor]) -> None:
+    """Undo ``move_parameters``, which returned this."""
+    before = {new: old for old, new in moved.items()}
+    _replace(module, lambda _, tensor: before.get(tensor, tensor))
+
+
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     plain = tensor.plain() if isinstance(tensor, DeferredTensor) else tensor
-    return plain if plain.device == device else plain.detach().to(device)
+    return plain if plain.device == device or plain.is_meta else plain.detach().to(device)
 
 
-def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Put ``change(fqn, tensor)`` in place of every parameter and buffer; ties stay ties."""
+def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> dict[Tensor, Tensor]:
+    """Put ``change(fqn, tensor)`` in place of every parameter and buffer; returns what changed. Ties stay ties."""
     changed: dict[Tensor, Tensor] = {}
     for fqn, tensor, owner in list(named_state(module)):
         if tensor not in changed:
@@ -145,3 +162,4 @@ def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None
             changed[tensor] = new
         if changed[tensor] is not tensor:
             put(owner, fqn.rpartition(".")[2], changed[tensor])
+    return {old: new for old, new in changed.items() if new is not old}

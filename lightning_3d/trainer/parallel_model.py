@@ -34,7 +34,7 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
 from lightning_3d.model.block_runner import Dense, running
 from lightning_3d.model.dense_compiler import DenseCompiler
-from lightning_3d.model.initial_weights import check_same_model, place_weights
+from lightning_3d.model.initial_weights import check_same_model, move_parameters, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.planning.budget.step_memory import step_memory
@@ -62,7 +62,7 @@ from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeMo
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.waits import CountedWait, Wait
 from lightning_3d.zero.engine import Zero
-from lightning_3d.zero.fully_sharded import FullySharded
+from lightning_3d.zero.fully_sharded import FullySharded, is_shardable
 from lightning_3d.zero.gradients import Gradients
 from lightning_3d.zero.optimizer_kind import OptimizerKind, is_known
 from lightning_3d.zero.plain_parameters import PlainParameters
@@ -158,20 +158,23 @@ def make_parallel(
     if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
         with generators.preserved():
             observed = observer.of_blocks(blocks)
-    offloads = config.zero.offload_params != "none"
-    first = torch.device("cpu") if offloads and mesh.shape.tp == 1 else device  # FSDP2 takes them unit by unit
+    is_fully_sharded = config.zero.stage == 3 and (mesh.shape.dp > 1 or config.zero.offload_params != "none")
+    first = torch.device("cpu") if is_fully_sharded or mesh.shape.tp > 1 else device  # and then block by block
     with wait("Placing weights"):
         place_weights(module, partial(plan.holds, mesh.pp_rank), device, parameters_on=first)
     set_device(module, device=device)
     if mesh.shape.tp > 1:
         compiler = BlockCompiler(mesh.axis("tp"), config.compile, compiling) if config.compile.enabled else None
         with generators.preserved():
-            plan = prove_blocks(plan, observed, mesh, config.tensor, compiler, wait) if config.tensor.verify else plan
-        apply_blocks(plan, module, blocks, mesh, compiler)
+            if config.tensor.verify:
+                plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiler, wait)
+        apply_blocks(plan, module, blocks, mesh, device, compiler)
+    # FSDP2 takes those that it shards unit by unit.
+    move_parameters(module, {p for p in module.parameters() if not (is_fully_sharded and is_shardable(p))}, device)
     own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     router = Router(blocks, absent=blocks.keys() - own.keys(), compiled=_compiled_by(config.compile, mesh, compiling))
     zero: Zero
-    if config.zero.stage == 3 and (mesh.shape.dp > 1 or offloads):
+    if is_fully_sharded:
         place = config.zero.offload_params
         chains = [[blocks[block.fqn] for block in plan.blocks_of(i)] for i in plan.stages_on(mesh.pp_rank)]
         policy = offload_policy(place, device)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.model.initial_weights import move_parameters, put_back
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
@@ -30,6 +33,7 @@ def prove_blocks(
     observed: Observation,
     mesh: Mesh,
     config: TensorConfig,
+    device: torch.device,
     compiler: BlockCompiler | None,
     wait: Wait = not_told,
 ) -> Plan:
@@ -39,6 +43,7 @@ def prove_blocks(
 
     Args:
         observed: The plan's blocks, traced.
+        device: Where a block's weights are moved to for its proof.
 
     Returns:
         The same plan on all ranks, in which blocks that did not prove out have their safer sharding, if that does, or
@@ -48,12 +53,12 @@ def prove_blocks(
     if left := {fqn: tensor for fqn, tensor in tensors.items() if tensor.not_sequence_parallel is not None}:
         reasons = {fqn: f"{tensor.not_sequence_parallel} ({tensor.summary})" for fqn, tensor in left.items()}
         _warn("Sequence parallelism", reasons)
-    failed = _failures(plan, observed, mesh, config, compiler, wait)
+    failed = _failures(plan, observed, mesh, config, device, compiler, wait)
     safer = {block.fqn: block.safer for block in plan.blocks if block.fqn in failed and block.safer is not None}
     if safer:
         _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
         plan = plan.with_tensor(safer)
-        failed |= _failures(plan, observed, mesh, config, compiler, wait, only=safer.keys())
+        failed |= _failures(plan, observed, mesh, config, device, compiler, wait, only=safer.keys())
     if failed:
         failed = _with_partners(failed, plan)
         _warn("Tensor parallel", failed)
@@ -67,6 +72,7 @@ def _failures(
     observed: Observation,
     mesh: Mesh,
     config: TensorConfig,
+    device: torch.device,
     compiler: BlockCompiler | None,
     wait: Wait,
     *,
@@ -79,7 +85,6 @@ def _failures(
     """
     assert observed.trace is not None
     inputs, read = observed.trace.block_inputs, observed.trace.read_attributes
-    excluded = excluded_parameters(plan, observed.module)
     proofs: dict[Hashable, Verification] = {}
     failed: dict[str, str] = {}
     own = plan.blocks_on(mesh.pp_rank)
@@ -91,7 +96,7 @@ def _failures(
         key = block_signature(block, tensor), frozenset(read[fqn].items())
         if key not in proofs:
             args, kwargs = example_inputs(inputs[fqn])
-            with wait(f"Proving {fqn}, block {number} of {len(own)}"):
+            with wait(f"Proving {fqn}, block {number} of {len(own)}"), _on_device(observed.module, block, device):
                 proofs[key] = verify_block(
                     block,
                     tensor,
@@ -99,7 +104,7 @@ def _failures(
                     kwargs,
                     mesh.axis("tp"),
                     tolerance=None if config.verify_tolerance == "auto" else config.verify_tolerance,
-                    excluded=excluded,
+                    excluded=excluded_parameters(plan, observed.module),
                     compiler=compiler,
                 )
         if not proofs[key].passed:
@@ -116,15 +121,36 @@ def _warn(what: str, failed: Mapping[str, str]) -> None:
         warnings.warn(f"{what} is left out of blocks whose sharding differs from dense: {listed}", stacklevel=3)
 
 
+@contextmanager
+def _on_device(module: nn.Module, block: nn.Module, device: torch.device) -> Iterator[None]:
+    """Have a block's parameters on a device inside."""
+    moved = move_parameters(module, set(block.parameters()), device)
+    try:
+        yield
+    finally:
+        put_back(module, moved)
+
+
 def apply_blocks(
-    plan: Plan, module: nn.Module, blocks: Mapping[str, nn.Module], mesh: Mesh, compiler: BlockCompiler | None
+    plan: Plan,
+    module: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    mesh: Mesh,
+    device: torch.device,
+    compiler: BlockCompiler | None,
 ) -> None:
-    """Shard the blocks of this rank's stage, and compile them if there is a compiler."""
+    """Shard the blocks of this rank's stage, and compile them if there is a compiler.
+
+    Args:
+        device: Where a block's weights are moved to, before this rank takes its shards.
+    """
     excluded, tied = excluded_parameters(plan, module), set(parameters_of(module, plan.ties))
     made: dict[nn.Parameter, nn.Parameter] = {}
     for block_plan in plan.blocks_on(mesh.pp_rank):
         if block_plan.tensor is not None and block_plan.tensor.is_sharded:
             block = blocks[block_plan.fqn]
+            if move_parameters(module, set(block.parameters()) - made.keys(), device):
+                excluded, tied = excluded_parameters(plan, module), set(parameters_of(module, plan.ties))
             tp = mesh.axis("tp")
             apply_block(block, block_plan.tensor, tp, excluded=excluded, made=made, compiler=compiler)
             made = {parameter: new for parameter, new in made.items() if parameter in tied}

@@ -34,6 +34,11 @@ from lightning_3d.zero.shard import RankShard
 from lightning_3d.zero.written_back import Slot, WrittenBack
 
 
+def is_shardable(parameter: nn.Parameter) -> bool:
+    """Whether FSDP2 can shard a parameter; the others stay on all ranks."""
+    return parameter.dim() > 0 and parameter.numel() > 0
+
+
 class FullySharded(Zero):
     """Stage 3 with several replicas, or with offloaded parameters.
 
@@ -93,7 +98,7 @@ class FullySharded(Zero):
         blocks = dict.fromkeys(block for chain in chains for block in chain)
         modules = [block for block in blocks if not tied.intersection(block.parameters())]
         left = {p for p in self.root.parameters() if not p.is_meta}
-        replicated = {p for p in left if p.dim() == 0 or not p.numel()}
+        replicated = {p for p in left if not is_shardable(p)}
         apart: set[nn.Parameter] = set()
         for module in (*modules, self.root):
             own = [p for p in module.parameters() if p in left - replicated]

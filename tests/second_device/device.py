@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.utils import swap_tensors
 
 NAME = "accel"
 """Of devices ("accel:1"), the accelerator and the backend of its collectives."""
@@ -20,11 +23,24 @@ NAME = "accel"
 NUM_DEVICES = 4
 
 
-def load(library: Path) -> ModuleType:
-    """Let this process have the device, for good; what it returns counts bytes."""
-    if hasattr(torch, NAME):
-        return getattr(torch, NAME).library
-    loader = ExtensionFileLoader("second_device", str(library))
+def is_loaded() -> bool:
+    """Whether this process has the device."""
+    return hasattr(torch, NAME)
+
+
+def library() -> ModuleType:
+    """What was loaded; counts bytes."""
+    loaded: ModuleType = getattr(torch, NAME).library
+    return loaded
+
+
+def load(path: Path) -> None:
+    """Let this process have the device, for good.
+
+    Args:
+        path: The library.
+    """
+    loader = ExtensionFileLoader("second_device", str(path))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
     torch.utils.rename_privateuse1_backend(NAME)
@@ -35,7 +51,16 @@ def load(library: Path) -> ModuleType:
     dist.Backend.register_backend(NAME, lambda *args: device.backend_of(ProcessGroupGloo(*args)), devices=[NAME])
     dist.Backend.default_device_backend_map[NAME] = NAME
     AcceleratorRegistry.register(NAME, SecondAccelerator)
-    return device
+    _fsdp_init._move_states_to_device = _move_states
+
+
+def _move_states(parameters: list[nn.Parameter], buffers: list[Tensor], device: torch.device) -> None:
+    """What FSDP2 does by ``tensor.data = tensor.to(device)``, which torch has only for devices that it knows."""
+    for tensor in (*parameters, *buffers):
+        if not tensor.is_meta and tensor.device != device:
+            moved = tensor.detach().to(device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
 
 
 def _torch_module(device: ModuleType) -> ModuleType:
