@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import pytest
@@ -16,7 +16,7 @@ from lightning_3d import PrecisionConfig, ThreeDPrecision, ThreeDStrategy
 from lightning_3d.precision.stochastic_rounding import round_stochastically
 from lightning_3d.zero.master_weights import MASTER
 from tests.models import TinyGPT, loader, reference_loader, tokens, training_loader
-from tests.parity import QUIET, Layout, whole_state
+from tests.parity import QUIET, Layout, fitted, whole_state
 from tests.tables import some_in_matrix
 from tests.workers import WorkerError, WorkerPools
 
@@ -559,6 +559,51 @@ def test_modules_are_kept_in_fp32_in_every_layout(workers: WorkerPools, layout: 
         ("mlp", torch.float32),
         ("mlp", half),
     }
+
+
+class _Multiplies(torch.autograd.Function):
+    """Multiplies matrices in its backward."""
+
+    seen: ClassVar[set[torch.dtype]] = set()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        one = torch.eye(gradient.shape[-1])
+        _Multiplies.seen.add((one @ one).dtype)
+        return gradient
+
+
+class MultipliesInBackward(TinyGPT):
+    """In each block and, on the way to the loss, outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        for block in self.blocks:
+            block.mlp.append(_Custom())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _Multiplies.apply(super().forward(tokens))
+
+
+class _Custom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Multiplies.apply(x)
+
+
+def _dtypes_in_backward(layout: Layout) -> set[torch.dtype]:
+    _Multiplies.seen.clear()
+    fitted(layout, MultipliesInBackward, batches=1, epochs=1, precision="bf16-mixed")
+    return _Multiplies.seen
+
+
+@pytest.mark.parametrize("loss", ["auto", "whole"])
+def test_a_pipelines_backward_is_outside_of_autocast(workers: WorkerPools, loss: Literal["auto", "whole"]) -> None:
+    layout = Layout(pp=2, zero=0, loss=loss)
+    assert workers(2).run(_dtypes_in_backward, layout) == [{torch.float32}] * 2
 
 
 def test_a_pattern_without_a_module_is_refused(workers: WorkerPools) -> None:

@@ -11,13 +11,17 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
-from tests.models import TinyGPT
-from tests.parity import Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
+from lightning_3d import ThreeDStrategy
+from tests.models import TinyGPT, loader, tokens
+from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import build, device
 from tests.workers import WorkerPools
 
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason=f"the device is built by {build.COMPILER}, which is missing")
+pytestmark = pytest.mark.skipif(
+    build.compiler() is None, reason=f"the device is built by {build.COMPILER}, which is missing"
+)
 
 
 class OnDevice:
@@ -100,3 +104,46 @@ def test_no_more_is_placed_than_is_kept_and_one_block(ranks: OnDevice, layout: L
     for kept, peak, of_block in ranks(2).run(_bytes_placed, layout):
         assert 3 * of_block < kept < 4.5 * of_block, "half of six blocks, and what is around them"
         assert peak <= kept + 1.2 * of_block
+
+
+class Predicting(TinyGPT):
+    """Predicts logits."""
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        logits: Tensor = self(batch[0])
+        return logits
+
+
+class _Devices(L.Callback):
+    """The devices of batches and of what steps return."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, *_: Any) -> None:
+        self.seen |= {str(tensor.device) for tensor in batch}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.seen.add(str(outputs["loss"].device))
+
+    def on_predict_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.seen.add(str(outputs.device))
+
+
+def _where(**sizes: int) -> tuple[set[str], list[int]]:
+    """The devices that were seen, and the indices on which this rank allocated memory."""
+    before = [device.library().num_allocations(index) for index in range(device.NUM_DEVICES)]
+    seen, strategy = _Devices(), ThreeDStrategy(**sizes, batch={"broadcast": True})
+    settings: dict[str, Any] = {**QUIET, "accelerator": device.NAME, "devices": 2, "max_epochs": 1}
+    trainer = L.Trainer(strategy=strategy, callbacks=[seen], enable_checkpointing=False, **settings)
+    model, data = Predicting(num_layers=2), loader(tokens(8), global_batch_size=8)
+    trainer.fit(model, data, data)
+    trainer.predict(model, data)
+    after = [device.library().num_allocations(index) for index in range(device.NUM_DEVICES)]
+    return seen.seen, [index for index, numbers in enumerate(zip(before, after, strict=True)) if len(set(numbers)) > 1]
+
+
+@pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_a_rank_uses_its_own_index_alone(ranks: OnDevice, axis: str) -> None:
+    found = ranks(2).run(partial(_where, **{axis: 2}))
+    assert found == [({f"{device.NAME}:{index}"}, [index]) for index in range(2)]

@@ -125,7 +125,8 @@ class TailRuns:
         loss = check_loss(output) if trains else None
         gradients: Sequence[Tensor | None] = ()
         if loss is not None:
-            gradients = torch.autograd.grad(loss, [*trained, *parameters], allow_unused=True)
+            with torch.autocast(loss.device.type, enabled=False):  # as the backward after a step is
+                gradients = torch.autograd.grad(loss, [*trained, *parameters], allow_unused=True)
         of_trained = iter(gradients)
         return TailRun(
             output=output,

@@ -123,6 +123,7 @@ class Blocks {
   std::unordered_map<void*, size_t> bytes_;
   size_t live_ = 0, peak_ = 0;
 };
+std::array<std::atomic<size_t>, kDevices> allocations{};  // by index
 Blocks& on_device = *new Blocks;  // both outlive the tensors that end with the process
 Blocks& pinned = *new Blocks;
 
@@ -130,6 +131,7 @@ struct DeviceAllocator final : c10::Allocator {
   static void release(void* address) { on_device.free(address); }
   c10::DataPtr allocate(size_t bytes) override {
     void* address = on_device.allocate(bytes);
+    allocations[current] += bytes > 0;
     return {address, address, &release, Device(kDevice, current)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -409,6 +411,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("allocated_bytes", [] { return on_device.live(); });
   module.def("peak_bytes", [] { return on_device.peak(); });
+  module.def("num_allocations", [](int index) { return allocations.at(index).load(); });
   module.def("reset_peak", [] { on_device.reset_peak(); });
   second_device::define_backend(module);
 }
