@@ -574,6 +574,14 @@ def test_what_changes_tensors_of_a_module() -> None:
     assert plain.double() == torch.float64
 
 
+@canary(modules, "move_other_state")
+def test_states_of_metrics_move_and_parameters_stay() -> None:
+    module = nn.ModuleList([nn.Linear(1, 1), torchmetrics.MeanMetric()])
+    modules.move_other_state(module, torch.device("meta"))
+    assert module[0].weight.device.type == "cpu"
+    assert module[1].mean_value.device.type == "meta"
+
+
 @canary(modules, "observer_registries")
 def test_hooks_that_look() -> None:
     layer, called, seen = nn.Linear(2, 2), list[str](), list[str]()
@@ -1765,6 +1773,14 @@ def _two_stores(path: Path) -> str:
 @canary(process_groups, "further_store")
 def test_a_further_store_shares_the_names_of_the_first(tmp_path: Path) -> None:
     assert _two_stores(tmp_path / "store") == "text"
+
+
+@canary(process_groups, "abort_process_group")
+def test_aborted_groups_are_gone(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.new_group([0])
+    process_groups.abort_process_group()
+    assert not dist.is_initialized()
 
 
 def _groups_of_gloo(path: Path) -> list[dist.ProcessGroup]:

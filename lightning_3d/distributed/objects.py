@@ -6,12 +6,10 @@ Pickled as it is, a tensor of one GPU would be opened on that GPU by every rank,
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import UntypedStorage
 
 
 def broadcast_object(value: Any, device: torch.device, *, src: int, group: dist.ProcessGroup | None = None) -> Any:
@@ -23,7 +21,7 @@ def broadcast_object(value: Any, device: torch.device, *, src: int, group: dist.
         src: Global rank.
     """
     is_source = dist.get_rank() == src
-    sent = [_packed(value) if is_source else None]
+    sent = [_packed(value) if is_source else b""]
     dist.broadcast_object_list(sent, src=src, group=group, device=device)
     return value if is_source else _unpacked(sent[0], device)
 
@@ -47,9 +45,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _unpacked(packed: bytes, device: torch.device) -> Any:
-    return torch.load(io.BytesIO(packed), map_location=_to(device), weights_only=False)  # of ranks of this very run
+    def to(storage: Any, location: str) -> Any:  # a storage that was read into the memory of the host
+        return storage if location == "cpu" else storage.to(device=device)
 
-
-def _to(device: torch.device) -> Callable[[UntypedStorage, str], UntypedStorage]:
-    """What puts storages, which were read into the memory of the host, where they belong."""
-    return lambda storage, location: storage if location == "cpu" else storage.to(device=device)
+    return torch.load(io.BytesIO(packed), map_location=to, weights_only=False)  # of ranks of this very run

@@ -14,9 +14,12 @@ from functools import cache
 
 import torch.distributed as dist
 
+from lightning_3d.torch_internals.process_groups import abort_process_group
+
 _UNTIL_LEFT = 2.0  # seconds that rank 0, which may keep the board, stays for others that end
 _UNTIL_RELEASED = 0.05  # seconds in which threads of gloo let go of their last tensors, which takes microseconds
 
+_aborts: list[bool] = []  # not empty once ranks have failed
 _have_left: list[Callable[[], bool]] = []  # tells it of the last run
 
 
@@ -32,6 +35,11 @@ def stay_until(have_left: Callable[[], bool]) -> None:
     _have_left[:] = [have_left]
 
 
+def abort_at_end() -> None:
+    """Let the end of the process not wait for ranks that have failed, with which NCCL would end its groups together."""
+    _aborts.append(True)
+
+
 def _stay() -> None:
     end = time.monotonic() + _UNTIL_LEFT
     while time.monotonic() < end and not all(have_left() for have_left in _have_left):
@@ -40,6 +48,8 @@ def _stay() -> None:
 
 def destroy_groups() -> None:
     """Destroy all process groups, and give their threads the time to end."""
-    if dist.is_initialized():
+    if dist.is_initialized() and _aborts and dist.get_backend() != "gloo":  # which waits for nobody, and has no abort
+        abort_process_group()
+    elif dist.is_initialized():
         dist.destroy_process_group()
     time.sleep(_UNTIL_RELEASED)

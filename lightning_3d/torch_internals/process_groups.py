@@ -25,6 +25,9 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_st
 
 from lightning_3d.torch_internals.modules import attributes_replaced
 
+abort_process_group = distributed_c10d._abort_process_group
+"""Ends all groups without waiting for other ranks, as NCCL can."""
+
 _clients: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()
 
 

@@ -22,7 +22,7 @@ from lightning_3d.ranks.board import Board
 from lightning_3d.ranks.ending import settle
 from lightning_3d.ranks.epochs import Epochs
 from lightning_3d.ranks.failure import Failure, ended_by, is_lost_connection
-from lightning_3d.ranks.process_exit import stay_until
+from lightning_3d.ranks.process_exit import abort_at_end, stay_until
 from lightning_3d.ranks.stops import Stops
 from lightning_3d.ranks.tracebacks import print_frames_of_user, print_line, print_nothing
 from lightning_3d.ranks.watchdog import Post, Watchdog
@@ -157,6 +157,7 @@ class RunControl:
                 print_nothing(error)
             return None
         self.has_failed = True
+        abort_at_end()
         patches.enter_context(_saving_refused(self._trainer, ending.first))
         place = self._post.failed("").place
         if ending.first.rank == self._post.rank:
