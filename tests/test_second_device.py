@@ -11,10 +11,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_3d import ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens
+from tests.optimizers import ByHand
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import build, device
 from tests.workers import WorkerPools
@@ -104,6 +106,30 @@ def test_no_more_is_placed_than_is_kept_and_one_block(ranks: OnDevice, layout: L
     for kept, peak, of_block in ranks(2).run(_bytes_placed, layout):
         assert 3 * of_block < kept < 4.5 * of_block, "half of six blocks, and what is around them"
         assert peak <= kept + 1.2 * of_block
+
+
+class _OnDevice(ByHand):
+    """Has no kernel for CPUs."""
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.device.type == gradient.device.type == device.NAME
+        super().update(parameter, gradient, group)
+
+
+class _SteppedOnDevice(TinyGPT):
+    def configure_optimizers(self) -> Optimizer:
+        return _OnDevice(self.parameters())
+
+
+def _kind_on_device() -> str:
+    trainer, _ = fitted(Layout(dp=2), _SteppedOnDevice, batches=1, epochs=1, accelerator=device.NAME)
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    (planned,) = trainer.strategy.plan.optimizers
+    return planned.kind
+
+
+def test_optimizers_are_tried_where_they_step(ranks: OnDevice) -> None:
+    assert ranks(2).run(_kind_on_device) == ["rows", "rows"]
 
 
 class Predicting(TinyGPT):

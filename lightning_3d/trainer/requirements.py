@@ -184,7 +184,10 @@ def check_optimizers(
     _refuse_strangers(optimizers, module)
     cuts = (0, 1) if mesh.shape.tp > 1 else (0,)
     if config.optimizer_steps == "auto":
-        found = on_rank_zero(lambda: [optimizer_kind(optimizer, cuts=cuts) for optimizer in optimizers], device)
+        on = device if config.offload_optimizer == "none" else torch.device("cpu")
+        found = on_rank_zero(
+            lambda: [optimizer_kind(optimizer, cuts=cuts, device=on) for optimizer in optimizers], device
+        )
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))

@@ -32,6 +32,7 @@ OptimizerKind = Literal["rows", "parameters", "all"]
 whole parameters (their norms, their singular vectors). ``"all"``: it needs all parameters together, holds them
 elsewhere than in its groups, or was not understood."""
 
+_CPU = torch.device("cpu")
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, RMSprop, Adadelta, Adamax, ASGD, Rprop)
 _STEPS = 30  # some begin to do other things after a while
 _SHORT = 20  # of those that do not work element by element, which cost more
@@ -46,7 +47,7 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def optimizer_kind(optimizer: Optimizer, *, cuts: Sequence[int] = (0,)) -> OptimizerKind:
+def optimizer_kind(optimizer: Optimizer, *, cuts: Sequence[int] = (0,), device: torch.device = _CPU) -> OptimizerKind:
     """Find the kind of an optimizer. Nothing of it is changed.
 
     Optimizers of its class with the settings of each of its groups step random tensors: whole, cut in two, beside
@@ -54,17 +55,18 @@ def optimizer_kind(optimizer: Optimizer, *, cuts: Sequence[int] = (0,)) -> Optim
 
     Args:
         cuts: Dims along which ranks share parameters.
+        device: Where it steps.
     """
     if is_known(optimizer):
         return "rows"
     with random_states_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kinds = {_kind(make, dim, cuts) for make, dim in _cases(optimizer)}
+        kinds = {_kind(make, dim, cuts, device) for make, dim in _cases(optimizer)}
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
 
 
 def steps_apart(optimizer: Optimizer) -> bool:
-    """Whether it makes no difference that a step is several calls, each for some of the parameters.
+    """Whether it makes no difference on CPUs that a step is several calls, each for some of the parameters.
 
     Settings in the groups are in each call those from before the step; the optimizer is of another kind than "all".
     """
@@ -77,7 +79,7 @@ def steps_apart(optimizer: Optimizer) -> bool:
 
 def _steps_apart(make: _Make, dim: int) -> bool:
     torch.manual_seed(0)
-    problems = [Problem.random(dim, _STEPS, torch.float32) for _ in range(2)]
+    problems = [Problem.random(dim, _STEPS, torch.float32, _CPU) for _ in range(2)]
     together, apart = Trial(make, [problems]), Trial(make, [problems])
     for step in range(_SHORT):
         together.step(step)
@@ -104,7 +106,7 @@ def num_states(optimizer: Optimizer) -> int:
 
 
 def _most_states(optimizer: Optimizer, *, by_closure: bool) -> int:
-    problem = Problem.random(2, 1, torch.float32)
+    problem = Problem.random(2, 1, torch.float32, _CPU)
     if by_closure:  # which takes many iterations
         problem = Problem(torch.randn(8, 12), torch.empty(0))
     trial = Trial(maker(optimizer, optimizer.param_groups[0], _LRS[0]), [[problem]])
@@ -135,18 +137,18 @@ def _cases(optimizer: Optimizer) -> Iterator[tuple[_Make, int]]:
             seen.add(case)
 
 
-def _kind(make: _Make, dim: int, cuts: Sequence[int]) -> OptimizerKind:
+def _kind(make: _Make, dim: int, cuts: Sequence[int], device: torch.device) -> OptimizerKind:
     for dtype in _TOLERANCES:
         torch.manual_seed(0)
         try:
-            return _compare(make, dim, [cut for cut in cuts if cut < dim], dtype)
+            return _compare(make, dim, [cut for cut in cuts if cut < dim], dtype, device)
         except Exception:  # of the user's class: whatever it can't do with such tensors
             continue
     return "all"
 
 
-def _compare(make: _Make, dim: int, cuts: Sequence[int], dtype: torch.dtype) -> OptimizerKind:
-    first, second = (Problem.random(dim, _STEPS, dtype) for _ in range(2))
+def _compare(make: _Make, dim: int, cuts: Sequence[int], dtype: torch.dtype, device: torch.device) -> OptimizerKind:
+    first, second = (Problem.random(dim, _STEPS, dtype, device) for _ in range(2))
     alone, tolerance = Trial(make, [[first]]), _TOLERANCES[dtype]
     full, empty = Trial(make, [[first], [second]]), Trial(make, [[first], [second]], left_out=1)
     same = [Trial(make, [[first, second]]), Trial(make, [[first]], moves=True), full, empty]

@@ -25,18 +25,18 @@ class Problem:
         self.values, self._gradients = values, gradients
 
     @staticmethod
-    def random(num_dims: int, num_steps: int, dtype: torch.dtype) -> Problem:
+    def random(num_dims: int, num_steps: int, dtype: torch.dtype, device: torch.device) -> Problem:
         """A problem whose last rows, and columns, are larger, so that the norms of parts differ."""
-        shape = _SHAPES[num_dims]
-        scale = torch.ones(shape, dtype=dtype)
+        shape, on = _SHAPES[num_dims], {"dtype": dtype, "device": device}
+        scale = torch.ones(shape, **on)
         for dim in range(min(num_dims, 2)):
             start = _cut(shape[dim])
             scale.narrow(dim, start, shape[dim] - start).mul_(10.0)
-        gradients = (torch.randn(shape, dtype=dtype) + torch.randn(num_steps, *shape, dtype=dtype)) * scale
+        gradients = (torch.randn(shape, **on) + torch.randn(num_steps, *shape, **on)) * scale
         for step, gradient in enumerate(gradients):
             gradient *= 0.5 ** (step % 10)  # some change large steps after small ones, or small after large
         gradients[-1].view(-1)[0] = torch.inf
-        return Problem(torch.randn(shape, dtype=dtype) * scale, gradients)
+        return Problem(torch.randn(shape, **on) * scale, gradients)
 
     def parts(self, dim: int) -> list[Problem]:
         """Its first rows (dim 0) or columns (dim 1), and the others."""
@@ -109,9 +109,9 @@ class Trial:
         """Step once down a bowl around each goal, which is steeper along some elements than along others."""
 
         def closure() -> Tensor:
-            height = torch.zeros(())
+            height = goals[0].new_zeros(())
             for parameter, goal in zip(self._parameters, goals, strict=True):
-                steepness = torch.linspace(0.1, 1.0, goal.numel()).view_as(goal)
+                steepness = torch.linspace(0.1, 1.0, goal.numel(), device=goal.device).view_as(goal)
                 parameter.grad = (parameter.detach() - goal) * steepness
                 height += (parameter.grad * (parameter.detach() - goal)).sum() / 2
             return height
