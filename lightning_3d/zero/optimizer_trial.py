@@ -27,16 +27,17 @@ class Problem:
     @staticmethod
     def random(num_dims: int, num_steps: int, dtype: torch.dtype, device: torch.device) -> Problem:
         """A problem whose last rows, and columns, are larger, so that the norms of parts differ."""
-        shape, on = _SHAPES[num_dims], {"dtype": dtype, "device": device}
-        scale = torch.ones(shape, **on)
+        shape = _SHAPES[num_dims]
+        scale = torch.ones(shape, dtype=dtype, device=device)
         for dim in range(min(num_dims, 2)):
             start = _cut(shape[dim])
             scale.narrow(dim, start, shape[dim] - start).mul_(10.0)
-        gradients = (torch.randn(shape, **on) + torch.randn(num_steps, *shape, **on)) * scale
+        common = torch.randn(shape, dtype=dtype, device=device)
+        gradients = (common + torch.randn(num_steps, *shape, dtype=dtype, device=device)) * scale
         for step, gradient in enumerate(gradients):
             gradient *= 0.5 ** (step % 10)  # some change large steps after small ones, or small after large
         gradients[-1].view(-1)[0] = torch.inf
-        return Problem(torch.randn(shape, **on) * scale, gradients)
+        return Problem(torch.randn(shape, dtype=dtype, device=device) * scale, gradients)
 
     def parts(self, dim: int) -> list[Problem]:
         """Its first rows (dim 0) or columns (dim 1), and the others."""

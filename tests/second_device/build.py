@@ -28,7 +28,7 @@ def compiler() -> str | None:
 def library() -> Path:
     """The library for this torch and Python, which is built where it is not there yet; takes a minute."""
     versions = torch.__version__, sys.implementation.cache_tag
-    contents = [path.read_bytes() for path in sorted(HERE.glob("*.*")) if path.suffix in {".cpp", ".h"}]
+    contents = [path.read_bytes() for path in sorted(HERE.glob("*.*")) if path.suffix in {".cpp", ".h", ".py"}]
     digest = hashlib.sha256(b"".join([repr(versions).encode(), *contents])).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"lightning-3d-second-device-{os.getuid()}")
     folder.mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ def library() -> Path:
 
 def _build(built: Path) -> None:
     headers = [*include_paths(), sysconfig.get_paths()["include"]]
-    options = ["-std=c++20", "-O1", "-fPIC", "-DTORCH_EXTENSION_NAME=second_device", "-DUSE_DISTRIBUTED"]
+    options = ["-std=c++20", "-O0", "-fPIC", "-DTORCH_EXTENSION_NAME=second_device", "-DUSE_DISTRIBUTED"]
     options += [f"-isystem{path}" for path in headers]
     linked = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:

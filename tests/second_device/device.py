@@ -15,7 +15,6 @@ from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 from torch.distributed.fsdp._fully_shard import _fsdp_init
-from torch.utils import swap_tensors
 
 NAME = "accel"
 """Of devices ("accel:1"), the accelerator and the backend of its collectives."""
@@ -58,9 +57,7 @@ def _move_states(parameters: list[nn.Parameter], buffers: list[Tensor], device: 
     """What FSDP2 does by ``tensor.data = tensor.to(device)``, which torch has only for devices that it knows."""
     for tensor in (*parameters, *buffers):
         if not tensor.is_meta and tensor.device != device:
-            moved = tensor.detach().to(device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+            torch._C._swap_tensor_impl(tensor, nn.Parameter(tensor.detach().to(device), tensor.requires_grad))
 
 
 def _torch_module(device: ModuleType) -> ModuleType:
