@@ -80,7 +80,7 @@ from lightning_3d.distributed.mesh import (
     shared_mesh,
     warn_of_slow_groups,
 )
-from lightning_3d.distributed.objects import broadcast_object
+from lightning_3d.distributed.objects import broadcast_object, default_backends
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.model.deferred import defer_init, has_deferred
@@ -157,7 +157,8 @@ class ThreeDStrategy(ParallelStrategy):
         checkpoint: A ``CheckpointConfig`` or a dict of its keys.
         save_distributed_checkpoint: ``True`` writes a folder with every rank's part, ``False`` one ``.ckpt`` file;
             ``"auto"`` a file, or a folder where that would be larger than ``checkpoint.max_file_size``.
-        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default the one for the device.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; by default the one for the device, beside gloo for objects:
+            ``"cpu:gloo,cuda:nccl"``.
         timeout: The timeout of collectives.
         heartbeat_timeout: All ranks end when the process of one has given no sign of life for so long.
 
@@ -382,7 +383,7 @@ class ThreeDStrategy(ParallelStrategy):
         if shape.dp > 1:  # as DDP does; a single replica goes on with the random numbers of one process
             reset_seed()
         self.set_world_ranks()
-        self._process_group_backend = self._process_group_backend or lightning_helpers.default_backend(self.root_device)
+        self._process_group_backend = self._process_group_backend or default_backends(self.root_device)
         assert self.cluster_environment is not None
         device_id = None if self.root_device.type == "cpu" else self.root_device
         if not dist.is_initialized():

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from tests.models import TinyGPT, loader, tokens
 from tests.optimizers import ByHand
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import build, device
+from tests.second_device.host_reads import StepReads
 from tests.workers import WorkerPools
 
 pytestmark = pytest.mark.skipif(
@@ -173,3 +175,37 @@ def _where(**sizes: int) -> tuple[set[str], list[int]]:
 def test_a_rank_uses_its_own_index_alone(ranks: OnDevice, axis: str) -> None:
     found = ranks(2).run(partial(_where, **{axis: 2}))
     assert found == [({f"{device.NAME}:{index}"}, [index]) for index in range(2)]
+
+
+READS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
+    "dp2": ({}, {}),
+    "dp2-zero0": ({}, {}),
+    "zero3": ({}, {}),
+    "tp2": ({}, {}),
+    "pp2": (
+        {"read: trainer/pending_gradients.py:_release": 1},
+        {"read: trainer/pending_gradients.py:_release": 1, "read: pipeline/denominators.py:_weights_of_labels": 2},
+    ),
+}
+"""Layout -> where a step makes the host of each rank wait for its device, and how often; there should be none."""
+
+
+class LogsLoss(TinyGPT):
+    """Logs nothing that ranks share."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        self.log("loss", loss)
+        return loss
+
+
+def _reads(layout: Layout) -> dict[str, float]:
+    seen = StepReads(first=4, last=5)  # the steps before are traced and studied
+    fitted(layout, LogsLoss, callbacks=[seen], batches=8, epochs=1, accelerator=device.NAME)
+    return seen.by_step()
+
+
+@pytest.mark.parametrize("name", READS)
+def test_steps_wait_for_the_device_where_is_known(ranks: OnDevice, name: str) -> None:
+    assert tuple(ranks(2).run(_reads, LAYOUTS[name])) == READS[name]

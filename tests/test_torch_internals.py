@@ -862,6 +862,16 @@ def test_norms_of_a_list() -> None:
     assert [norm.item() for norm in norms] == [5.0, 2.0]
 
 
+@canary(dispatch, "foreach_multiply")
+def test_products_of_a_list() -> None:
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-2.0], dtype=torch.bfloat16)]
+    dispatch.foreach_multiply(tensors, torch.tensor(0.5))
+    assert [(tensor.tolist(), tensor.dtype) for tensor in tensors] == [
+        ([1.5, 2.0], torch.float32),
+        ([-1.0], torch.bfloat16),
+    ]
+
+
 @canary(dispatch, "unscale_and_check")
 def test_unscaling_finds_what_is_not_finite() -> None:
     for last, found in ((1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)):
@@ -1781,6 +1791,13 @@ def test_aborted_groups_are_gone(tmp_path: Path) -> None:
     dist.new_group([0])
     process_groups.abort_process_group()
     assert not dist.is_initialized()
+
+
+@canary(process_groups, "object_device")
+def test_objects_go_by_the_host_where_they_can(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    assert process_groups.object_device(dist.group.WORLD) == "cpu"
+    dist.destroy_process_group()
 
 
 def _groups_of_gloo(path: Path) -> list[dist.ProcessGroup]:

@@ -50,7 +50,7 @@ def on_one_rank(
         except Exception as error:
             outcome = _Outcome(error=error)
     sent = [_portable(outcome)]
-    dist.broadcast_object_list(sent, group_src=rank, group=group, device=device)
+    dist.broadcast_object_list(sent, group_src=rank, group=group)
     outcome = outcome if decides else sent[0]
     if outcome.error is not None:
         raise outcome.error

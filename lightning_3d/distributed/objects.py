@@ -1,15 +1,27 @@
-"""Python objects that ranks exchange, in which tensors arrive on the device of the rank that gets them.
+"""Python objects that ranks exchange: their structure by way of the hosts, and their tensors from device to device.
 
-Pickled as it is, a tensor of one GPU would be opened on that GPU by every rank, each with a context of its own there.
+Pickled as it is, a tensor would wait for its device, and be opened by every rank on the device of the one that sent it,
+each with a context of its own there.
 """
 
 from __future__ import annotations
 
 import io
+import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_3d.torch_internals.lightning_helpers import default_backend
+
+
+def default_backends(device: torch.device) -> str:
+    """Backends of collectives: torch's for the device, and gloo for objects, so that no host waits for its device."""
+    backend = default_backend(device)
+    return backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
 
 
 def broadcast_object(value: Any, device: torch.device, *, src: int, group: dist.ProcessGroup | None = None) -> Any:
@@ -17,13 +29,22 @@ def broadcast_object(value: Any, device: torch.device, *, src: int, group: dist.
 
     Args:
         value: Is sent by the source, and ignored elsewhere. Must be picklable.
-        device: Where tensors go that were not on the CPU of the source.
+        device: Where tensors arrive that are not in host memory at the source.
         src: Global rank.
     """
-    is_source = dist.get_rank() == src
-    sent = [_packed(value) if is_source else b""]
-    dist.broadcast_object_list(sent, src=src, group=group, device=device)
-    return value if is_source else _unpacked(sent[0], device)
+    if dist.get_rank() == src:
+        packed = _Packed(value)
+        dist.broadcast_object_list([packed.structure, packed.metas], src=src, group=group)
+        for tensor in packed.tensors:
+            dist.broadcast(tensor, src=src, group=group)
+        return value
+    received: list[Any] = [None, None]
+    dist.broadcast_object_list(received, src=src, group=group)
+    structure, metas = received
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in metas]
+    for tensor in tensors:
+        dist.broadcast(tensor, src=src, group=group)
+    return _Unpickler(structure, tensors).load()
 
 
 def all_gather_objects(value: Any, device: torch.device, *, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -31,21 +52,39 @@ def all_gather_objects(value: Any, device: torch.device, *, group: dist.ProcessG
 
     Args:
         value: Must be picklable.
-        device: Where tensors go that were not on the CPU of their rank.
+        device: Where tensors arrive that are not in host memory at their rank.
     """
-    packed: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(packed, _packed(value), group=group)
-    return [_unpacked(one, device) for one in packed]
+    ranks = dist.get_process_group_ranks(group)
+    return [broadcast_object(value, device, src=rank, group=group) for rank in ranks]
 
 
-def _packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+class _Packed(pickle.Pickler):
+    """An object as bytes, and the tensors in it that lie on devices, in their order."""
+
+    def __init__(self, value: Any) -> None:
+        buffer = io.BytesIO()
+        super().__init__(buffer)
+        self.tensors: list[Tensor] = []
+        self._indices: dict[int, int] = {}
+        self.dump(value)
+        self.structure = buffer.getvalue()
+        self.metas = [(tensor.shape, tensor.dtype) for tensor in self.tensors]
+
+    @override
+    def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) is not Tensor or obj.device.type in ("cpu", "meta"):
+            return None
+        if id(obj) not in self._indices:
+            self._indices[id(obj)] = len(self.tensors)
+            self.tensors.append(obj.detach().contiguous())
+        return self._indices[id(obj)]
 
 
-def _unpacked(packed: bytes, device: torch.device) -> Any:
-    def to(storage: Any, location: str) -> Any:  # a storage that was read into the memory of the host
-        return storage if location == "cpu" else storage.to(device=device)
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, structure: bytes, tensors: list[Tensor]) -> None:
+        super().__init__(io.BytesIO(structure))
+        self._tensors = tensors
 
-    return torch.load(io.BytesIO(packed), map_location=to, weights_only=False)  # of ranks of this very run
+    @override
+    def persistent_load(self, pid: int) -> Tensor:
+        return self._tensors[pid]

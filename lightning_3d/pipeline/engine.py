@@ -38,6 +38,7 @@ from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.planning.stage_gradients import check_gradients
+from lightning_3d.torch_internals.process_groups import object_device
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.tracer import StepTracing
@@ -258,7 +259,7 @@ class PipelineEngine:
         return cached(self._flows, (with_tail, call.kind), cut_anew)
 
     def _numbers_of_stages(self, numbers: Numbers) -> tuple[Numbers, ...]:
-        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        own = torch.tensor(numbers, dtype=torch.int64, device=object_device(self._group))
         everyone = own.new_empty(dist.get_world_size(self._group), len(numbers))
         dist.all_gather(list(everyone.unbind()), own, group=self._group)
         return tuple((state, lists) for state, lists in everyone.tolist())

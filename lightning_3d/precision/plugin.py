@@ -20,6 +20,7 @@ from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.precision.kept_fp32 import keep_fp32
 from lightning_3d.precision.loss_scaling import LossScaling
 from lightning_3d.precision.stochastic_rounding import StochasticRounding
+from lightning_3d.torch_internals.dispatch import foreach_multiply
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.master_weights import MasterWeights
 from lightning_3d.zero.optimizer_kind import OptimizerKind
@@ -281,8 +282,8 @@ class ThreeDPrecision(Precision):
         assert self._norm is not None
         norm = self._norm(list(self.main_params(optimizer)))
         scale = (clip_val / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ does
-        for gradient in gradients:
-            gradient.mul_(scale.to(gradient.device))
+        for device in {gradient.device for gradient in gradients}:
+            foreach_multiply([gradient for gradient in gradients if gradient.device == device], scale.to(device))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

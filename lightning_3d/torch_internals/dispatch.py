@@ -54,6 +54,9 @@ TO_COPY = torch.ops.aten._to_copy.default
 UNIQUE2 = torch.ops.aten._unique2.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
+foreach_multiply = torch._foreach_mul_
+"""Multiply each of a list of tensors in place, in one call."""
+
 foreach_norm = torch._foreach_norm
 """The norm of each of a list of tensors, in one call."""
 

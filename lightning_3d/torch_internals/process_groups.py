@@ -28,6 +28,9 @@ from lightning_3d.torch_internals.modules import attributes_replaced
 abort_process_group = distributed_c10d._abort_process_group
 """Ends all groups without waiting for other ranks, as NCCL can."""
 
+object_device = distributed_c10d._get_object_coll_device
+"""The type of the device by which a group exchanges objects: that of CPUs where it has a backend for them."""
+
 _clients: WeakKeyDictionary[dist.ProcessGroup, Store] = WeakKeyDictionary()
 
 

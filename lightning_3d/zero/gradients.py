@@ -84,7 +84,7 @@ class Gradients:
                 torch.zeros_like(self._zero.shards[parameter].own(parameter)) if gradient is None else gradient
                 for parameter, gradient in zip(parameters, found, strict=True)
             ]
-            there = torch.tensor([gradient is not None for gradient in found]).to(local[0])
+            there = torch.stack([local[0].new_full((), gradient is not None) for gradient in found])
             flat = torch.cat([*(gradient.reshape(-1) for gradient in local), there]).to(self._device)
             dist.all_reduce(flat, group=self._groups[stages])
             *totals, numbers = flat.split([*(gradient.numel() for gradient in local), len(local)])

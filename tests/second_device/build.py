@@ -28,7 +28,7 @@ def compiler() -> str | None:
 def library() -> Path:
     """The library for this torch and Python, which is built where it is not there yet; takes a minute."""
     versions = torch.__version__, sys.implementation.cache_tag
-    contents = [path.read_bytes() for path in sorted(HERE.glob("*.*")) if path.suffix in {".cpp", ".h", ".py"}]
+    contents = [path.read_bytes() for path in (Path(__file__), HERE / "device.h", *(HERE / name for name in SOURCES))]
     digest = hashlib.sha256(b"".join([repr(versions).encode(), *contents])).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"lightning-3d-second-device-{os.getuid()}")
     folder.mkdir(exist_ok=True)

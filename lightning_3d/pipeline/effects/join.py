@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, Literal
 
 import numpy as np
@@ -175,15 +176,18 @@ def averaged(
 
     Those of microbatches that weigh nothing may be anything.
     """
-    stacked = torch.stack([torch.as_tensor(value) for value in values])
-    dtype = stacked.dtype if stacked.is_floating_point() or stacked.is_complex() else torch.get_default_dtype()
-    weights = torch.ones(len(values), device=stacked.device, dtype=torch.float64)
+    tensors = [torch.as_tensor(value) for value in values]
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    dtype = dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
+    weights: Sequence[float] = [1.0] * len(tensors)
     if how == "samples":
-        weights = torch.tensor(counts, device=stacked.device, dtype=torch.float64) / sum(counts)
+        weights = [count / sum(counts) for count in counts]
     elif how == "loss":
-        weights = torch.tensor(loss_weights, device=stacked.device, dtype=torch.float64)
-    wide = (stacked if stacked.is_complex() else stacked.double())[weights != 0]
-    joined: Tensor = torch.tensordot(weights[weights != 0].to(wide.dtype), wide, dims=1)
+        weights = loss_weights
+    joined = torch.zeros_like(tensors[0], dtype=torch.promote_types(dtype, torch.float64))
+    for tensor, weight in zip(tensors, weights, strict=True):
+        if weight != 0:
+            joined.add_(tensor, alpha=weight)
     return joined.to(dtype)
 
 
