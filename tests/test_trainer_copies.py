@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_3d import StepError, ThreeDStrategy
@@ -43,6 +44,18 @@ def _train_on(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_a_copy_of_the_trainer_trains_on(workers: WorkerPools, layout: Layout) -> None:
     for of_copy, of_original in workers(layout.world_size).run(_train_on, layout):
         assert_same_state([of_copy], of_original)
+
+
+def _saved_with_trainer() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    _, module = fitted(Layout(), TinyMLP, data=features, epochs=1)
+    torch.save(module, "module.pt")
+    loaded = torch.load("module.pt", weights_only=False)
+    return loaded.state_dict(), module.state_dict()
+
+
+def test_a_model_is_pickled_with_its_trainer(workers: WorkerPools) -> None:
+    for of_loaded, of_module in workers(1).run(_saved_with_trainer):
+        assert_same_state([of_loaded], of_module)
 
 
 def _train_parts_on(layout: Layout) -> None:

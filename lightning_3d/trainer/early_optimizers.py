@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +19,10 @@ class EarlyParameters:
 
     def __init__(self, module: nn.Module) -> None:
         self._known = {id(p): (weakref.ref(p), fqn) for fqn, p in module.named_parameters()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle of the Trainer's, knows no names: its parameters are others."""
+        return {"_known": {}}
 
     def replace(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         """Let optimizers without states hold the parameters that the module has now."""
