@@ -47,13 +47,13 @@ def test_a_copy_of_the_trainer_trains_on(workers: WorkerPools, layout: Layout) -
 
 
 def _saved_with_trainer() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    _, module = fitted(Layout(), TinyMLP, data=features, epochs=1)
-    torch.save(module, "module.pt")
-    loaded = torch.load("module.pt", weights_only=False)
-    return loaded.state_dict(), module.state_dict()
+    trainer, module = fitted(Layout(), TinyMLP, data=features, epochs=1)
+    torch.save(trainer, "trainer.pt")
+    loaded = torch.load("trainer.pt", weights_only=False)
+    return loaded.lightning_module.state_dict(), module.state_dict()
 
 
-def test_a_model_is_pickled_with_its_trainer(workers: WorkerPools) -> None:
+def test_a_trainer_is_pickled_with_its_model(workers: WorkerPools) -> None:
     for of_loaded, of_module in workers(1).run(_saved_with_trainer):
         assert_same_state([of_loaded], of_module)
 
