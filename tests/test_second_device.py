@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchmetrics import MeanMetric
 
-from lightning_3d import ThreeDStrategy
+from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens
 from tests.optimizers import ByHand
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
@@ -177,19 +178,6 @@ def test_a_rank_uses_its_own_index_alone(ranks: OnDevice, axis: str) -> None:
     assert found == [({f"{device.NAME}:{index}"}, [index]) for index in range(2)]
 
 
-READS: dict[str, tuple[dict[str, float], dict[str, float]]] = {
-    "dp2": ({}, {}),
-    "dp2-zero0": ({}, {}),
-    "zero3": ({}, {}),
-    "tp2": ({}, {}),
-    "pp2": (
-        {"read: trainer/pending_gradients.py:_release": 1},
-        {"read: trainer/pending_gradients.py:_release": 1, "read: pipeline/denominators.py:_weights_of_labels": 2},
-    ),
-}
-"""Layout -> where a step makes the host of each rank wait for its device, and how often; there should be none."""
-
-
 class LogsLoss(TinyGPT):
     """Logs nothing that ranks share."""
 
@@ -200,12 +188,42 @@ class LogsLoss(TinyGPT):
         return loss
 
 
-def _reads(layout: Layout) -> dict[str, float]:
+class UpdatesMetric(LogsLoss):
+    """Has a metric that looks at its inputs for numbers that are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.mean.update(loss)
+        return loss
+
+
+SHARES = {"to the host: pipeline/denominators.py:read": 1.0}
+"""The shares of the microbatches in the valid labels, as the host leaves out those that have none."""
+READS: list[tuple[str, type[TinyGPT], str, tuple[dict[str, float], dict[str, float]]]] = [
+    ("dp2", LogsLoss, "32-true", ({}, {})),
+    ("dp2-zero0", LogsLoss, "32-true", ({}, {})),
+    ("zero3", LogsLoss, "32-true", ({}, {})),
+    ("tp2", LogsLoss, "32-true", ({}, {})),
+    ("pp2", LogsLoss, "32-true", ({}, SHARES)),
+    ("pp2", UpdatesMetric, "32-true", ({}, {**SHARES, "read: pipeline/effects/metrics.py:_made": 2.0})),
+    ("zero3", LogsLoss, "16-mixed", ({"read: precision/loss_scaling.py:unscale": 1.0},) * 2),
+]
+"""Layout, model, precision -> where a step makes the host of each rank wait for its device, and how often."""
+
+
+def _reads(layout: Layout, model: type[TinyGPT], precision: Any) -> dict[str, float]:
     seen = StepReads(first=4, last=5)  # the steps before are traced and studied
-    fitted(layout, LogsLoss, callbacks=[seen], batches=8, epochs=1, accelerator=device.NAME)
+    plugins = [ThreeDPrecision(precision)]  # Lightning's flag turns scaling off where there is no CUDA
+    fitted(layout, model, callbacks=[seen], batches=8, epochs=1, accelerator=device.NAME, plugins=plugins)
     return seen.by_step()
 
 
-@pytest.mark.parametrize("name", READS)
-def test_steps_wait_for_the_device_where_is_known(ranks: OnDevice, name: str) -> None:
-    assert tuple(ranks(2).run(_reads, LAYOUTS[name])) == READS[name]
+@pytest.mark.parametrize(("layout", "model", "precision", "expected"), READS)
+def test_steps_wait_for_the_device_where_is_known(
+    ranks: OnDevice, layout: str, model: type[TinyGPT], precision: str, expected: Any
+) -> None:
+    assert tuple(ranks(2).run(_reads, LAYOUTS[layout], model, precision)) == expected

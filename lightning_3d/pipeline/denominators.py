@@ -63,7 +63,8 @@ class _NotedTail(StageRun):
 
     def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw) -> None:
         super().__init__(router, flow, TAIL, received, lambda call: nullcontext(), draw)
-        self.denominators: list[float] = []
+        self.denominators: list[float | Tensor] = []
+        """Numbers, and 0-d tensors of float64 that are yet to be read."""
 
     @override
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,16 +194,22 @@ def _is_named(func: Call, names: frozenset[str]) -> bool:
     return getattr(func, "__name__", "").strip("_").removeprefix("i").removeprefix("r") in names
 
 
-def _scalars(func: Call, tensors: Sequence[Tensor]) -> list[float]:
+def _scalars(func: Call, tensors: Sequence[Tensor]) -> list[float | Tensor]:
     """By what scalars this function divides, where it divides or multiplies; nan where there is no data."""
-    scalars = [tensor for tensor in tensors if tensor.ndim == 0 and not tensor.requires_grad]
-    found = [math.nan if _is_empty(scalar) else float(scalar) for scalar in scalars]
-    if _is_named(func, _TIMES):
-        return [1 / scalar if scalar else 0.0 for scalar in found]
-    return found if _is_named(func, _DIVIDED) else []
+    is_product = _is_named(func, _TIMES)
+    if not is_product and not _is_named(func, _DIVIDED):
+        return []
+    found: list[float | Tensor] = []
+    for scalar in tensors:
+        if scalar.ndim == 0 and not scalar.requires_grad and not scalar.is_complex():
+            number = math.nan if _is_empty(scalar) else scalar.to(torch.float64, copy=True)
+            if is_product and isinstance(number, Tensor):
+                number = torch.where(number == 0, 0.0, 1 / number)
+            found.append(number)
+    return found
 
 
-def _weights_of_labels(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
+def _weights_of_labels(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | Tensor]:
     """The sum of the weights of valid labels, of a mean over them."""
     if func not in (F.cross_entropy, F.nll_loss):
         return []
@@ -211,11 +218,19 @@ def _weights_of_labels(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any
     labels, weight = given.arguments["target"], given.arguments["weight"]
     if given.arguments["reduction"] != "mean" or _is_empty(labels) or labels.is_floating_point():
         return []
-    labels = labels[labels != given.arguments["ignore_index"]]
-    return [float(labels.numel() if weight is None else weight[labels].sum())]
+    is_valid = labels != given.arguments["ignore_index"]
+    counted = is_valid if weight is None else weight[torch.where(is_valid, labels, 0)] * is_valid
+    return [counted.sum(dtype=torch.float64)]
 
 
-def _sizes_of_means(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float]:
+def read(denominators: Sequence[Sequence[float | Tensor]]) -> list[list[float]]:
+    """Those of several runs as numbers, read from the device at once."""
+    tensors = [number for own in denominators for number in own if isinstance(number, Tensor)]
+    numbers = iter(torch.stack([number.to(tensors[0].device) for number in tensors]).tolist() if tensors else [])
+    return [[next(numbers) if isinstance(number, Tensor) else number for number in own] for own in denominators]
+
+
+def _sizes_of_means(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | Tensor]:
     """The number of elements of a mean over all of them."""
     is_mean = func in _MEANS and len(args) == 1 and not kwargs
     is_mean |= func in _MEAN_LOSSES and kwargs.get("reduction", "mean") == "mean"

@@ -23,7 +23,7 @@ from lightning_3d.errors import StepError, TraceError
 from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.coupled_buffers import coupled_buffers
 from lightning_3d.pipeline.coupled_inputs import coupled_inputs
-from lightning_3d.pipeline.denominators import TAIL
+from lightning_3d.pipeline.denominators import TAIL, read
 from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.evidence import Number
 from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
@@ -118,9 +118,9 @@ class _Comparison:
         return self.weights is not None and not _are_close(self.weights, shares, self.rtol)
 
 
-def _shares(of_parts: Sequence[Sequence[float] | None], denominator: int) -> list[float] | None:
+def _shares(of_parts: Sequence[Sequence[float]], denominator: int) -> list[float] | None:
     """The parts' shares in the sum of what they divide by; None if that is not known of all, or zero."""
-    numbers = [own[denominator] for own in of_parts if own is not None and len(own) > denominator]
+    numbers = [own[denominator] for own in of_parts if len(own) > denominator]
     total = sum(numbers)
     return [number / total for number in numbers] if total and len(numbers) == len(of_parts) else None
 
@@ -220,7 +220,7 @@ class LossStudy:
         self._trace(parts)
         with isolated(self._effects):
             of_parts = [self._runs.denominators(part) for part in parts]
-        return _shares(of_parts, found.denominator)
+        return _shares(read(of_parts), found.denominator)
 
     def _trace(self, calls: Sequence[StepCall]) -> None:
         """Trace steps, apart from what is done with them."""
@@ -260,7 +260,7 @@ class LossStudy:
         denominators = set.intersection(*(comparison.denominators for comparison in compared))
         if denominators and any(comparison.tells_apart for comparison in compared):
             self._trusted.add(call.name)
-        seen = self._runs.denominators(compared[-1].call) or []
+        (seen,) = read([self._runs.denominators(compared[-1].call)])
         seen_alike = zip(seen, compared[-1].whole.denominators, strict=False)
         known = {k for k, (without, with_data) in enumerate(seen_alike) if without == with_data}
         return LossFound(

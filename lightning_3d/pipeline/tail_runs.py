@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.coupled_inputs import Fed
-from lightning_3d.pipeline.denominators import TAIL, GhostTail, WatchedTail, is_like_input
+from lightning_3d.pipeline.denominators import TAIL, GhostTail, WatchedTail, is_like_input, read
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
@@ -130,7 +131,7 @@ class TailRuns:
         of_trained = iter(gradients)
         return TailRun(
             output=output,
-            denominators=run.denominators,
+            denominators=read([run.denominators])[0],
             has_kink=run.has_kink,
             fed=run.fed,
             is_traced=flow.trace.stopped_by is None,
@@ -139,17 +140,14 @@ class TailRuns:
             of_parameters=list(of_trained),
         )
 
-    def denominators(self, call: StepCall) -> list[float] | None:
-        """By what data of the batch the loss may be divided; None if that depends on what blocks give.
+    def denominators(self, call: StepCall) -> list[float | Tensor]:
+        """By what data of the batch the loss may be divided, up to where the step reads what blocks give.
 
         Nothing is computed of that.
         """
         place, flow = Place(stage=0, microbatch=0, is_last=True, also_whole=True), self.flow(call)
         run = GhostTail(self._router, flow)
         kept = attributes_kept(self._router.blocks, flow.trace.sides)
-        try:
-            with self._effects.microbatch(place), kept, run:
-                call.run(self._module)
-        except Exception:
-            return None
+        with suppress(Exception), self._effects.microbatch(place), kept, run:
+            call.run(self._module)
         return run.denominators

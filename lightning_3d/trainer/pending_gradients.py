@@ -76,7 +76,7 @@ class PendingGradients:
         """Add the step's gradients, scaled like its loss."""
         assert self._new is not None
         assert loss.grad is not None
-        self._zero.add_gradients(self._new, scale=float(loss.grad))
+        self._zero.add_gradients(self._new, scale=loss.grad.reshape(()))
         self._zero.show_gradients()
         self._new = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.torch_internals.dispatch import foreach_multiply
 from lightning_3d.zero.master_weights import MasterWeights, is_half
 from lightning_3d.zero.offload.store import HostMemory, Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind
@@ -44,6 +45,17 @@ class HeldGradients:
 
 
 NO_GRADIENTS = HeldGradients({}, {})
+
+
+def _multiply(gradients: Sequence[Tensor], scale: Tensor) -> None:
+    """Multiply in place by a 0-d tensor, without reading it; 16-bit ones in fp32, as by a number of Python."""
+    held = [plain(gradient) for gradient in gradients]
+    for device in {tensor.device for tensor in held}:
+        factor, own = scale.to(device), [tensor for tensor in held if tensor.device == device]
+        for tensor in filter(is_half, own):
+            tensor.copy_(tensor.float().mul_(factor))
+        if others := [tensor for tensor in own if not is_half(tensor)]:
+            foreach_multiply(others, factor)
 
 
 class Zero(ABC):
@@ -181,11 +193,10 @@ class Zero(ABC):
         for parameter, gradient in held.grads.items():
             parameter.grad = gradient
 
-    def add_gradients(self, held: HeldGradients, scale: float) -> None:
-        """Add `scale` times what was taken; it may be used up."""
+    def add_gradients(self, held: HeldGradients, scale: Tensor) -> None:
+        """Add `scale`, a 0-d tensor, times what was taken; it may be used up."""
+        _multiply([*held.grads.values(), *held.shards.values()], scale)
         for parameter, gradient in held.grads.items():
-            if scale != 1.0:
-                gradient.mul_(scale)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     @abstractmethod

@@ -281,11 +281,11 @@ class PlainParameters(Zero):
         self._held = dict(held.shards)
 
     @override
-    def add_gradients(self, held: HeldGradients, scale: float) -> None:
+    def add_gradients(self, held: HeldGradients, scale: Tensor) -> None:
         super().add_gradients(held, scale)
         for parameter, own in held.shards.items():
             before = self._held.get(parameter)
-            self._held[parameter] = own.mul_(scale) if before is None else before.add_(own, alpha=scale)
+            self._held[parameter] = own if before is None else before.add_(own)
 
     @override
     def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
