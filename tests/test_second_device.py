@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
 from lightning_3d import ThreeDPrecision, ThreeDStrategy
+from lightning_3d.model import initial_weights
 from tests.models import TinyGPT, loader, tokens
 from tests.optimizers import ByHand
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
@@ -109,6 +112,31 @@ def test_no_more_is_placed_than_is_kept_and_one_block(ranks: OnDevice, layout: L
     for kept, peak, of_block in ranks(2).run(_bytes_placed, layout):
         assert 3 * of_block < kept < 4.5 * of_block, "half of six blocks, and what is around them"
         assert peak <= kept + 1.2 * of_block
+
+
+class _BuiltLate(L.LightningModule):
+    """Builds its weights where it trains."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "model"):
+            self.model = TinyGPT(width=128)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _num_weights_sent() -> int:
+    with mock.patch.object(initial_weights, "of_rank", wraps=initial_weights.of_rank) as sent:
+        fitted(Layout(pp=2), _BuiltLate, batches=1, epochs=1, accelerator=device.NAME)
+    return sent.call_count
+
+
+def test_ranks_that_build_alike_compute_their_weights_themselves(ranks: OnDevice) -> None:
+    assert ranks(2).run(_num_weights_sent) == [0, 0]
 
 
 class _OnDevice(ByHand):

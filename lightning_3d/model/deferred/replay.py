@@ -170,13 +170,17 @@ def effort(wanted: Contents) -> int:
 
 
 def fingerprint(wanted: Iterable[Contents]) -> int:
-    """A checksum of all that the computation of ``wanted`` depends on: equal records give equal contents."""
+    """A checksum of all that the computation of ``wanted`` depends on: equal records give equal contents, on devices of
+    one type, of whatever index.
+    """
     checksum = 0
     names: dict[Operation, int] = {}
     for operation in _operations(_needed(wanted)):
         names[operation] = len(names)
         inputs = [
-            (names[source.operation], source.is_result, source.position) if isinstance(source, Contents) else source
+            (names[source.operation], source.is_result, source.position)
+            if isinstance(source, Contents)
+            else (source.num_bytes, source.device.type)
             for source in operation.inputs
         ]
         described = [str(operation.func), inputs, operation.default_dtype]
@@ -205,6 +209,8 @@ def hash_of(tensor: Tensor) -> int:
 
 
 def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return leaf.type
     state = leaf.get_state() if isinstance(leaf, torch.Generator) else leaf
     return hash_of(state) if isinstance(state, Tensor) else leaf
 
