@@ -37,7 +37,7 @@ Sent = Counter[tuple[str, int]]
 
 
 class Collectives(TorchDispatchMode):
-    """Notes collectives; a kind that it does not know raises."""
+    """Notes collectives; a kind that it does not know raises. Broadcasts of what is decided are in no plan."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +47,8 @@ class Collectives(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and not name.startswith("wait") and "wrap" not in name:
+            if name == "broadcast_":
+                return output
             kind, size = _KINDS[name], _group_size((args, kwargs))
             tensors = [leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)]
             if size == 1:

@@ -1,4 +1,4 @@
-"""One axis of the mesh as sharded computations see it: how many ranks, which one this is, and three collectives.
+"""One axis of the mesh as sharded computations see it: how many ranks, which one this is, and their collectives.
 
 `MeshAxis` communicates. Planning has an axis of its own, whose collectives only write down what they would send.
 """
@@ -42,6 +42,9 @@ class Axis(Protocol):
 
     def reduce_scatter(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's shard along `dim` of the sum over the ranks."""
+
+    def of_first_rank(self, tensor: Tensor) -> Tensor:
+        """The tensor of the first rank, whose others are about the same; new, contiguous, outside of autograd."""
 
     def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
         """Note that the backward of `result` communicates the gradient of a full `tensor`."""
@@ -88,6 +91,13 @@ class MeshAxis:
         own = full.new_empty(full.shape[0] // self.size, *full.shape[1:])
         dist.reduce_scatter_single(own, full, group=self._group)
         return own
+
+    def of_first_rank(self, tensor: Tensor) -> Tensor:
+        if is_captured(tensor):
+            return self.all_reduce(tensor if self.rank == 0 else torch.zeros_like(tensor))
+        copied = tensor.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(copied, group=self._group, group_src=0)
+        return copied
 
     def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
         """Nothing: what the backward communicates is seen when it runs."""

@@ -10,6 +10,7 @@ keeps that: where ranks contribute different parts of a gradient, its backward s
     gather              all-gather           take one's part
     gather_sequence     all-gather           reduce-scatter
     scatter             reduce-scatter       all-gather
+    of_first_rank       broadcast            nothing
     own_shard           a DTensor's shard    a DTensor of the shard's gradient
 """
 
@@ -117,6 +118,16 @@ class _Scatter(torch.autograd.Function):
         return ctx.axis.all_gather(gradient, ctx.dim), None, None
 
 
+class _OfFirstRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis) -> Tensor:
+        return collective(functools.partial(axis.of_first_rank, tensor.detach()))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 def _apply(function: type[torch.autograd.Function], *args: object) -> Tensor:
     return cast(Tensor, function.apply(*args))
 
@@ -169,6 +180,11 @@ def scatter(partial: Tensor, axis: Axis, dim: int) -> Tensor:
     if partial.requires_grad:
         axis.expect_backward(own, "all-gather", partial)
     return own
+
+
+def of_first_rank(tensor: Tensor, axis: Axis) -> Tensor:
+    """A plain tensor, which may differ by rounding from rank to rank, with the values of the first rank."""
+    return _apply(_OfFirstRank, tensor, axis)
 
 
 class _OwnShard(torch.autograd.Function):

@@ -25,6 +25,7 @@ from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Partial, Placement, Shard, Whole
 from lightning_3d.tensor.rules.call import Call, LocalCall, Need, RunningStatistic, on_whole
 from lightning_3d.tensor.rules.function import (
+    DECIDES,
     METADATA,
     ON_WHOLE,
     SET_DATA,
@@ -59,14 +60,19 @@ class Interpreter(TorchFunctionMode):
         axis: The axis that the block is sharded over.
         sequence: Full shape (B, T, D) of the block's input that is cut along its sequence; None if none is.
         defers_sums: Whether what row weights of experts give is summed later (`partial_sums`).
+        routes: Whether data decides which weights a row meets, or which calls are made. Then whatever is decided on
+            plain tensors is decided on those of the first rank: they are computed on every rank, and kernels that add
+            in any order, or that each rank tunes for itself, round differently.
     """
 
     sees_all = False
     """Whether calls are answered that have no sharded tensor among their arguments, too."""
 
-    def __init__(self, axis: Axis, sequence: torch.Size | None = None, *, defers_sums: bool = False) -> None:
+    def __init__(
+        self, axis: Axis, sequence: torch.Size | None = None, *, defers_sums: bool = False, routes: bool = False
+    ) -> None:
         super().__init__()
-        self.axis, self._sequence, self._defers_sums = axis, sequence, defers_sums
+        self.axis, self._sequence, self._defers_sums, self._routes = axis, sequence, defers_sums, routes
         self.statistics = RunningStatistics(axis)
         """To be entered with this mode."""
         self._entered: _ByTensor[Tensor] = _ByTensor()
@@ -80,6 +86,8 @@ class Interpreter(TorchFunctionMode):
         if func == SET_DATA and isinstance(args[0], nn.Parameter):
             raise PlanError("parameter.data = ... inside of a block would change this forward's shard alone: use copy_")
         if not (self.sees_all or _holds(args) or (kwargs and _holds(kwargs.values()))):
+            if self._routes and function_name(func) in DECIDES:
+                args, kwargs = map_tensors(self._of_first_rank, (args, kwargs))
             return func(*args, **kwargs)
         name = function_name(func)
         if name in METADATA:
@@ -255,6 +263,9 @@ class Interpreter(TorchFunctionMode):
     def reduce_deferred(self, partial: Tensor, tensor: ShardedTensor) -> Tensor:
         """The sum of the parts of a deferred sum."""
         return collectives.reduce(partial, self.axis)
+
+    def _of_first_rank(self, tensor: Tensor) -> Tensor:
+        return collectives.of_first_rank(tensor, self.axis) if tensor.is_floating_point() else tensor
 
     def _of_parameter(self, tensor: Tensor) -> Tensor:
         """Parameters that reach a call past their module, as those of recurrent layers do."""

@@ -72,7 +72,8 @@ class ShardedForward:
 
     @contextmanager
     def _modes(self, sequence: torch.Size | None) -> Iterator[Interpreter]:
-        interpreter = Interpreter(self._axis, sequence, defers_sums=self._plan.defers_sums)
+        plan = self._plan
+        interpreter = Interpreter(self._axis, sequence, defers_sums=plan.defers_sums, routes=plan.routes)
         vocabulary = (
             VocabularyCalls(interpreter, self._vocabulary, gathers_logits=self._plan.gathers_logits)
             if self._vocabulary

@@ -5,12 +5,12 @@
 
 So blocks whose routing depends on data (mixtures of experts) can be planned. Only planning sees such values: the proof
 of a plan and the training see the real ones. There all ranks of a tp group must read the same, as it decides which
-collectives they make. They do: what they read is replicated, computed alike from replicated tensors, and a collective
-that makes a tensor whole leaves the same bits on all ranks.
+collectives they make: such a block reads what the first rank has (`Interpreter`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,11 +42,14 @@ class AssumedValues(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
         self._num_reads = 0
+        self.were_read = False
+        """Whether anything was."""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _INDEXING:
+            self.were_read |= any(index is not None and index.dtype == torch.bool for index in args[1])
             args = (args[0], _without_masks(args[1]), *args[2:])
         try:
             return func(*args, **(kwargs or {}))
@@ -55,6 +58,7 @@ class AssumedValues(TorchDispatchMode):
 
     def _assumed(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         self._num_reads += 1
+        self.were_read = True
         if self._num_reads > _MAX_READS:
             raise PlanError(f"it reads more than {_MAX_READS} values of its data ({func})")
         tensor: Tensor = args[0]
@@ -91,9 +95,10 @@ def grouped_mm(input: Tensor, weight: Tensor, *args: object, **kwargs: object) -
 
 def tolist(tensor: Tensor) -> Any:
     """Zeros in place of ``tensor.tolist()``, which takes no subclasses of tensors."""
-    if tensor.dim() == 0:
-        return _zero(tensor.dtype)
-    return [tolist(row) for row in tensor.unbind()]
+    values: Any = tensor.new_empty(()).item()  # assumed, and so noted, once for all
+    for length in reversed(tensor.shape):
+        values = [copy.copy(values) for _ in range(length)]
+    return values
 
 
 def _zero(dtype: torch.dtype) -> bool | int | float:

@@ -103,6 +103,10 @@ class BlockTensorPlan:
     defers_sums: bool = False
     """Whether outputs of row weights of experts are summed once they are small (`partial_sums`), not at once."""
 
+    routes: bool = False
+    """Whether data decides which weights a row meets, or which calls are made. What is decided is then broadcast from
+    the first rank, beside ``collectives``: scores of experts, for instance, which are small."""
+
     unread: frozenset[int] = frozenset()
     """Leaves of the block's output, by position, that nothing reads and that stay on shards."""
 

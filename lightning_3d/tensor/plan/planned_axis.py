@@ -72,6 +72,9 @@ class PlannedAxis:
         full = tensor.contiguous() if dim == 0 else torch.cat(tensor.chunk(self.size, dim))
         return full.chunk(self.size)[0].clone()
 
+    def of_first_rank(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
     def expect_backward(self, result: Tensor, kind: Kind, tensor: Tensor) -> None:
         self._expected.append((result.grad_fn, self._caused(kind, tensor, is_backward=True)))
 

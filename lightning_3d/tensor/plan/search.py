@@ -262,5 +262,6 @@ def _plan(simulated: Simulated, size: int) -> BlockTensorPlan:
         collectives=tuple(caused.collective for caused in (*simulated.forward, *simulated.backward)),
         is_sequence_parallel=simulated.is_sequence_parallel,
         defers_sums=simulated.defers_sums,
+        routes=simulated.routes,
         unread=simulated.unread,
     )

@@ -79,6 +79,9 @@ class Simulated:
     defers_sums: bool
     """Whether outputs of row weights of experts were summed later (`partial_sums`)."""
 
+    routes: bool
+    """Whether it read data, or picked experts by it."""
+
     unread: frozenset[int]
     """Leaves of the output, by position, that are on shards and that nothing reads."""
 
@@ -147,7 +150,8 @@ def simulate_block(
         own_args, sequence = cut_sequence(fakes.args, axis) if sequence_parallel else (fakes.args, None)
         simulation = _Simulation(weights, axis, sequence, defers_sums=defers_sums)
         seen = custom_functions_seen(simulation.on_custom_function)
-        with AssumedValues(), axis.caused_by(call="running statistics"), simulation.statistics, simulation, seen:
+        assumed = AssumedValues()
+        with assumed, axis.caused_by(call="running statistics"), simulation.statistics, simulation, seen:
             output = block.forward(*own_args, **fakes.kwargs)
         leaves = tree_leaves(output)
         unread &= {i for i, leaf in enumerate(leaves) if shard_dim(leaf) is not None}
@@ -162,6 +166,7 @@ def simulate_block(
         backward=tuple(backward),
         is_sequence_parallel=sequence is not None,
         defers_sums=defers_sums,
+        routes=assumed.were_read or bool(weights.stacked),
         unread=unread,
         output_bytes=simulation.output_bytes,
         stacked=weights.stacked,

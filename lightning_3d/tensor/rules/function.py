@@ -89,6 +89,33 @@ _READS_DATA = frozenset(
 )
 """Functions whose result, or its shape, depends on data."""
 
+_CHOICES = frozenset(
+    {
+        *("amax", "amin", "argmax", "argmin", "argsort", "kthvalue", "max", "median", "min", "mode"),
+        *(
+            "bucketize",
+            "int",
+            "long",
+            "multinomial",
+            "searchsorted",
+            "sort",
+            "topk",
+            "eq",
+            "ge",
+            "gt",
+            "le",
+            "lt",
+            "ne",
+            "__eq__",
+            "__ne__",
+        ),
+        *("greater", "greater_equal", "isclose", "less", "less_equal", "not_equal"),
+    }
+)
+
+DECIDES = _CHOICES | _READS_DATA
+"""Calls that choose among floating-point numbers, or make integers, booleans or Python's numbers of them."""
+
 ON_WHOLE = _RANDOM | _READS_DATA | EXPERTS_MATMULS
 """Calls that run on full tensors, alike on all ranks, if no rule answers them.
 
