@@ -72,6 +72,7 @@ from lightning_3d.config.settings import BatchConfig, ThreeDConfig, unknown_keys
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import (
     Mesh,
     MeshShape,
@@ -610,7 +611,10 @@ class ThreeDStrategy(ParallelStrategy):
         zero.average_with(masters)
         offload = offloaded_steps(self.config.zero, zero, kinds, self.root_device, masters)
         check = self._precision.refuse_unchecked
-        self._local_steps = LocalSteps(zero, self.root_device, check=check, offload=offload, masters=masters)
+        alike = KeptAlike(self.mesh.group("tp")) if self.mesh.shape.tp > 1 else None
+        self._local_steps = LocalSteps(
+            zero, self.root_device, check=check, offload=offload, masters=masters, alike=alike
+        )
         self._optimizer_hooks.enter_context(self._local_steps.hooked(optimizers))
         self._parallel = self._parts.within_budget(kinds, self._module, self.config, self.mesh, self.root_device)
         self._meter = None

@@ -313,9 +313,9 @@ def forget_meshes() -> None:
         shared.pool.spoil()
 
 
-def is_shard(tensor: Tensor) -> bool:
-    """Whether the data-parallel ranks share out the rows of a tensor, and this is a part of them."""
+def is_shard(tensor: Tensor, axis: Literal["dp_shard", "tp"] = "dp_shard") -> bool:
+    """Whether the ranks of an axis, by default the data-parallel ones, share out a tensor, and this is a part of it."""
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
-    return any(name == "dp_shard" and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))
+    return any(name == axis and not p.is_replicate() for name, p in zip(names, tensor.placements, strict=True))

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.distributed.agreement import raise_alike
+from lightning_3d.distributed.kept_alike import KeptAlike
+from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
@@ -35,6 +37,7 @@ class LocalSteps:
         check: Called with an optimizer before its step; raises if it must not step now.
         offload: Steps them elsewhere than on the device, if that is wanted.
         masters: Steps 16-bit parameters in fp32, if that is wanted.
+        alike: Keeps what tensor parallel does not shard the same on its ranks; not in host memory.
     """
 
     def __init__(
@@ -45,8 +48,9 @@ class LocalSteps:
         check: Callable[[Optimizer], None],
         offload: OffloadedSteps | None,
         masters: MasterWeights | None,
+        alike: KeptAlike | None,
     ) -> None:
-        self._check = check
+        self._check, self._alike = check, alike
         self._zero, self._device, self._offload, self._masters = zero, device, offload, masters
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
         self._swapped: dict[Optimizer, _Swapped | Window] = {}
@@ -184,15 +188,20 @@ class LocalSteps:
             self._swapped[optimizer] = self._offload.enter(optimizer, parts, *closure)
             return
         swapped: dict[nn.Parameter, nn.Parameter | None] = {}
+        whole: list[Tensor] = []
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards):
             if self._zero.shards[parameter].is_elsewhere:
                 swapped[parameter] = None
                 continue
             gradient = self._gradient(parameter)
             part = self._part(optimizer, parameter, widens=gradient is not None)
+            if parameter.requires_grad and not is_shard(parameter, "tp"):
+                whole.append(part)
             if part is not parameter:
                 part.grad = gradient
                 swapped[parameter] = part
+        if self._alike is not None:
+            self._alike.before_step(optimizer, whole)
         self._swapped[optimizer] = _Swapped(optimizer, swapped)
 
     def _offloaded(self, optimizer: Optimizer, offload: OffloadedSteps) -> list[Part]:
