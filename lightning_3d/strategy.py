@@ -403,7 +403,7 @@ class ThreeDStrategy(ParallelStrategy):
             self._rendezvous = Rendezvous.open(self._timeout.total_seconds())
         if shape.world_size > 1:
             self._control = self._open_control(shape)
-            check_same_settings(self._module.trainer, self.config, self.root_device)
+            check_same_settings(self._module.trainer, self.config)
         warn_of_slow_groups(shape, self.num_processes)
         zero = self.config.zero
         self._mesh = shared_mesh(
@@ -513,7 +513,7 @@ class ThreeDStrategy(ParallelStrategy):
                 "checkpoint.async_save=True writes checkpoints in the background, but a CheckpointIO of yours,"
                 f" {type(self.checkpoint_io).__name__}, is to write them: leave out one of them."
             )
-        check_same_training(self._module, self.root_device)
+        check_same_training(self._module)
         self.config.precision.check_for(self._precision.precision)
         syncing = lightning_helpers.layer_sync_of(self)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -601,7 +601,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._trained_with, self._unsaved = list(optimizers), list(optimizers)
         self._optimizer_hooks.callback(self._trained_with.clear)
         self._early.replace(optimizers, self._module)
-        check_same_optimizers(optimizers, self.root_device)
+        check_same_optimizers(optimizers)
         kinds = check_optimizers(optimizers, self._module, self.mesh, self.config.zero, self.root_device)
         zero.divide(kinds)
         self._parallel = self._parts.with_optimizers(kinds, self._module, self.config.zero)
@@ -612,9 +612,7 @@ class ThreeDStrategy(ParallelStrategy):
         offload = offloaded_steps(self.config.zero, zero, kinds, self.root_device, masters)
         check = self._precision.refuse_unchecked
         alike = KeptAlike(self.mesh.group("tp")) if self.mesh.shape.tp > 1 else None
-        self._local_steps = LocalSteps(
-            zero, self.root_device, check=check, offload=offload, masters=masters, alike=alike
-        )
+        self._local_steps = LocalSteps(zero, check=check, offload=offload, masters=masters, alike=alike)
         self._optimizer_hooks.enter_context(self._local_steps.hooked(optimizers))
         self._parallel = self._parts.within_budget(kinds, self._module, self.config, self.mesh, self.root_device)
         self._meter = None

@@ -21,7 +21,7 @@ from torchmetrics import MeanMetric
 from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.model import initial_weights
 from tests.models import TinyGPT, loader, tokens
-from tests.optimizers import ByHand
+from tests.optimizers import ByHand, Lars
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import build, device
 from tests.second_device.host_reads import StepReads
@@ -229,6 +229,13 @@ class UpdatesMetric(LogsLoss):
         return loss
 
 
+class SteppedByOwners(LogsLoss):
+    """Each parameter is stepped whole by one rank."""
+
+    def configure_optimizers(self) -> Optimizer:
+        return Lars(self.parameters(), lr=0.01)
+
+
 SHARES = {"to the host: pipeline/denominators.py:read": 1.0}
 """The shares of the microbatches in the valid labels, as the host leaves out those that have none."""
 READS: list[tuple[str, type[TinyGPT], str, tuple[dict[str, float], dict[str, float]]]] = [
@@ -236,6 +243,7 @@ READS: list[tuple[str, type[TinyGPT], str, tuple[dict[str, float], dict[str, flo
     ("dp2-zero0", LogsLoss, "32-true", ({}, {})),
     ("zero3", LogsLoss, "32-true", ({}, {})),
     ("tp2", LogsLoss, "32-true", ({}, {})),
+    ("dp2", SteppedByOwners, "32-true", ({}, {})),
     ("pp2", LogsLoss, "32-true", ({}, SHARES)),
     ("pp2", UpdatesMetric, "32-true", ({}, {**SHARES, "read: pipeline/effects/metrics.py:_made": 2.0})),
     ("zero3", LogsLoss, "16-mixed", ({"read: precision/loss_scaling.py:unscale": 1.0},) * 2),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_3d.errors import PlanError
+from lightning_3d.torch_internals.process_groups import object_device
 
 T = TypeVar("T")
 
@@ -58,21 +59,22 @@ def on_one_rank(
     return value
 
 
-def gather_numbers(number: int, device: torch.device) -> list[int]:
-    """One 64-bit integer of every rank, by rank; every rank calls it."""
-    mine = torch.tensor([number], dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return [int(value) for value in everyone]
+def gather_numbers(number: int) -> list[int]:
+    """One 64-bit integer of every rank, by rank; every rank calls it. The hosts exchange them, where they can."""
+    mine = torch.tensor([number], dtype=torch.int64, device=object_device())
+    everyone = mine.new_empty(dist.get_world_size())
+    dist.all_gather_single(everyone, mine)
+    numbers: list[int] = everyone.tolist()
+    return numbers
 
 
-def raise_alike(error: Exception | None, device: torch.device) -> None:
+def raise_alike(error: Exception | None) -> None:
     """Raise on every rank what a rank ran into; every rank calls it.
 
     Args:
         error: What this rank ran into, if anything.
     """
-    if not any(gather_numbers(int(error is not None), device)):
+    if not any(gather_numbers(int(error is not None))):
         return
     everyone: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, _portable(_Outcome(error=error)).error)

@@ -16,7 +16,7 @@ from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint,
 from lightning_3d.torch_internals.modules import move_other_state, named_state, put
 
 
-def check_same_model(module: nn.Module, device: torch.device) -> None:
+def check_same_model(module: nn.Module) -> None:
     """Check that names, shapes and dtypes are the same on all ranks, which every later collective relies on.
 
     Raises:
@@ -27,7 +27,7 @@ def check_same_model(module: nn.Module, device: torch.device) -> None:
         f"{fqn} {tuple(tensor.shape)} {tensor.dtype}" + (" on the meta device" if tensor.is_meta else "")
         for tensor, fqn in state.items()
     ]
-    sums = gather_numbers(zlib.crc32("\n".join(described).encode()), device)
+    sums = gather_numbers(zlib.crc32("\n".join(described).encode()))
     other = next((rank for rank, value in enumerate(sums) if value != sums[0]), None)
     if other is not None:
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
@@ -60,7 +60,7 @@ def place_weights(
         parameters_on: Where parameters go, if elsewhere.
     """
     state = _state(module)
-    if len(set(gather_numbers(_checksum(state), device))) > 1:
+    if len(set(gather_numbers(_checksum(state)))) > 1:
         _broadcast(state, holds, device)
     del state
     _replace(module, lambda fqn, tensor: tensor if holds(fqn) else _on_meta(tensor))

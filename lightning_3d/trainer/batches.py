@@ -111,7 +111,7 @@ class BatchGuard:
         return broadcast_object(batch, self._device, src=source, group=self._mesh.group("replica"))
 
     def _compare(self, batch: Any) -> None:
-        sums = gather_numbers(checksum(batch), self._device)
+        sums = gather_numbers(checksum(batch))
         for dp in range(self._mesh.shape.dp):
             ranks = self._mesh.shape.replica_ranks(dp)
             if len({sums[rank] for rank in ranks}) > 1:

@@ -35,7 +35,7 @@ def copies_of(model: nn.Module, callbacks: Iterable[Callback]) -> list[nn.Module
 
 def lay_out_copies(copies: Sequence[nn.Module], model: nn.Module, device: torch.device, rendezvous: Rendezvous) -> None:
     """Give copies of a model that are whole the model's layout; every rank calls it."""
-    if len(set(nums := gather_numbers(len(copies), device))) > 1:
+    if len(set(nums := gather_numbers(len(copies)))) > 1:
         raise StepError(
             f"The callbacks hold different numbers of copies of {type(model).__name__} (by rank: {nums}), but each rank"
             " averages a part of it. Give every rank the same callbacks."

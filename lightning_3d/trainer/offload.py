@@ -30,7 +30,7 @@ def offload_policy(place: str, device: torch.device) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=place == "cpu" and device.type != "cpu")  # a file can't be pinned
 
 
-def offload_parameters(place: str, root: nn.Module, device: torch.device) -> Store:
+def offload_parameters(place: str, root: nn.Module) -> Store:
     """Move FSDP2's shards to where ``zero.offload_params`` says; every rank calls it.
 
     Returns:
@@ -53,7 +53,7 @@ def offload_parameters(place: str, root: nn.Module, device: torch.device) -> Sto
             when_gathered(unit, store.let_go)
     except OffloadError as error:
         failure = error
-    raise_alike(failure, device)
+    raise_alike(failure)
     return store
 
 
@@ -82,7 +82,7 @@ def offloaded_steps(
         store.reserve(sum(_num_bytes(optimizer, zero, store, masters) for optimizer in kinds))
     except OffloadError as error:
         failure = error
-    raise_alike(failure, device)
+    raise_alike(failure)
     assert store is not None
     zero.keep_states(store.zeros)
     window_bytes = 2**20 * (_WINDOW if config.offload_window == "auto" else config.offload_window)

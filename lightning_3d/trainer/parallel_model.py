@@ -144,7 +144,7 @@ def make_parallel(
         PlanError: no layout of this model fits the mesh.
         ConfigError: the ranks were given different models.
     """
-    check_same_model(module, device)
+    check_same_model(module)
     join_replica(mesh, device)
     compiling = CountedWait(wait)
     step = example_step(trainer, module, config, mesh.shape, precision)
@@ -187,7 +187,7 @@ def make_parallel(
             device=device,
             optimizes_manually=not module.automatic_optimization,
         )
-        zero.parameter_store = offload_parameters(place, zero.root, device)
+        zero.parameter_store = offload_parameters(place, zero.root)
     else:
         stages = _pipeline_stages(plan, blocks) if mesh.shape.pp > 1 else {}
         pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}

@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
@@ -64,7 +63,7 @@ _FLAGS = (
 )
 
 
-def check_same_settings(trainer: Trainer, config: ThreeDConfig, device: torch.device) -> None:
+def check_same_settings(trainer: Trainer, config: ThreeDConfig) -> None:
     """Check that all ranks have the same settings, before hooks rely on it. Every rank calls it.
 
     Raises:
@@ -77,10 +76,10 @@ def check_same_settings(trainer: Trainer, config: ThreeDConfig, device: torch.de
         "callbacks": _listed([callback.state_key for callback in callbacks]),
     }
     flags: Mapping[str, object] = {name: getattr(trainer, name, None) for name in _FLAGS}
-    _compare(settings | {f"Trainer({name}=...)": str(value) for name, value in flags.items()}, device)
+    _compare(settings | {f"Trainer({name}=...)": str(value) for name, value in flags.items()})
 
 
-def check_same_training(module: LightningModule, device: torch.device) -> None:
+def check_same_training(module: LightningModule) -> None:
     """Check that all ranks train the same parameters in the same way, as hooks have left them. Every rank calls it.
 
     Raises:
@@ -88,10 +87,10 @@ def check_same_training(module: LightningModule, device: torch.device) -> None:
     """
     frozen = [fqn for fqn, parameter in module.named_parameters() if not parameter.requires_grad]
     automatic = str(module.automatic_optimization)
-    _compare({"frozen parameters": _listed(frozen), "automatic_optimization": automatic}, device)
+    _compare({"frozen parameters": _listed(frozen), "automatic_optimization": automatic})
 
 
-def check_same_optimizers(optimizers: Sequence[Optimizer], device: torch.device) -> None:
+def check_same_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Check that all ranks step in the same way: a collective of a step that one rank makes alone is waited for.
 
     Raises:
@@ -102,7 +101,7 @@ def check_same_optimizers(optimizers: Sequence[Optimizer], device: torch.device)
         for optimizer in optimizers
         for index, group in enumerate(optimizer.param_groups)
     ]
-    _compare({"optimizers": _listed(groups)}, device)
+    _compare({"optimizers": _listed(groups)})
 
 
 def _settings(group: Mapping[str, Any]) -> str:
@@ -110,8 +109,8 @@ def _settings(group: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
-def _compare(mine: dict[str, str], device: torch.device) -> None:
-    sums = gather_numbers(zlib.crc32(json.dumps(mine).encode()), device)
+def _compare(mine: dict[str, str]) -> None:
+    sums = gather_numbers(zlib.crc32(json.dumps(mine).encode()))
     other = next((rank for rank, value in enumerate(sums) if value != sums[0]), None)
     if other is None:
         return

@@ -1,16 +1,14 @@
 """Gathering the shards that every rank stepped into whole parameters, while the program goes on.
 
 Large parameters whose rows divide evenly, or that one rank owns, are gathered in place; the others travel together in
-one buffer. Until its
-collective has been waited for, a parameter is of the class `PendingParameter`, which waits as soon as anything reads
-its values: a block's forward, a callback, a checkpoint.
+one buffer. Until its collective has been waited for, a parameter is of the class `PendingParameter`, which waits as
+soon as anything reads its values: a block's forward, a callback, a checkpoint.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -106,47 +104,47 @@ class Gathering:
             shards: Of parameters.
             tensors: For each shard a tensor like its parameter, of which this rank's rows are valid.
         """
-        together: dict[tuple[torch.dtype, torch.device, int | None], list[tuple[RankShard, Tensor]]] = {}
+        together: dict[tuple[torch.dtype, torch.device], list[tuple[RankShard, Tensor]]] = {}
         for shard, tensor in zip(shards, tensors, strict=True):
             held = plain(tensor.detach())
             is_even = shard.owner is not None or shard.num_rows % shard.size == 0
             if not is_even or held.nbytes < _IN_PLACE_BYTES or not held.is_contiguous():
-                together.setdefault((held.dtype, held.device, shard.owner), []).append((shard, tensor))
+                together.setdefault((held.dtype, held.device), []).append((shard, tensor))
             elif shard.owner is not None:
                 self._arrivals.append(_Arrival([tensor], self._replicas.broadcast(held, shard.owner), None))
             else:
                 self._arrivals.append(_Arrival([tensor], self._replicas.all_gather(held, shard.own(tensor)), None))
-        for (_, _, owner), alike in together.items():
-            begin = self._begin_together if owner is None else partial(self._begin_from_owner, owner)
-            self._arrivals.append(begin(alike))
+        self._arrivals += map(self._begin_together, together.values())
 
     def _begin_together(self, together: Sequence[tuple[RankShard, Tensor]]) -> _Arrival:
-        size = self._replicas.num_shards
-        widths = [shard.elements_per_rank for shard, _ in together]
-        row = plain(together[0][1].detach()).new_empty(sum(widths))
-        for (shard, tensor), part in zip(together, row.split(widths), strict=True):
+        """A row from each rank: its rows of those that are dealt, then all of those that it owns.
+
+        Ranks own about as many elements, so that little of the buffer is empty.
+        """
+        size, rank = self._replicas.num_shards, self._replicas.shard_rank
+        offsets, ends = [], [0] * size
+        for shard, _ in together:
+            sending = range(size) if shard.owner is None else [shard.owner]
+            offsets.append(start := max(ends[sender] for sender in sending))
+            for sender in sending:
+                ends[sender] = start + shard.elements_per_rank
+        row = plain(together[0][1].detach()).new_empty(max(ends))
+        for (shard, tensor), start in zip(together, offsets, strict=True):
             own = shard.own(tensor)
-            part[: own.numel()] = own.reshape(-1)
+            row[start : start + own.numel()] = own.reshape(-1)
         result = row.new_empty(size, row.numel())
 
         def place() -> None:
-            for (shard, tensor), values in zip(together, result.split(widths, dim=1), strict=True):
+            for (shard, tensor), start in zip(together, offsets, strict=True):
                 held = plain(tensor.detach())
-                rows = values.reshape(size * shard.rows_per_rank, -1)[: shard.num_rows]
-                held.copy_(rows.view(held.shape))
+                parts = result[:, start : start + shard.elements_per_rank]
+                if shard.owner is None:
+                    rows = parts.reshape(size * shard.rows_per_rank, -1)[: shard.num_rows]
+                    held.copy_(rows.view(held.shape))
+                elif shard.owner != rank:
+                    held.copy_(parts[shard.owner].view(held.shape))
 
         return _Arrival([tensor for _, tensor in together], self._replicas.all_gather(result, row), place)
-
-    def _begin_from_owner(self, owner: int, together: Sequence[tuple[RankShard, Tensor]]) -> _Arrival:
-        tensors = [plain(tensor.detach()) for _, tensor in together]
-        values = torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-        def place() -> None:
-            if owner != self._replicas.shard_rank:
-                for tensor, own in zip(tensors, values.split([tensor.numel() for tensor in tensors]), strict=True):
-                    tensor.copy_(own.view(tensor.shape))
-
-        return _Arrival([tensor for _, tensor in together], self._replicas.broadcast(values, owner), place)
 
     def go_on(self) -> None:
         """Let the program go on: values arrive when they are read."""

@@ -33,7 +33,6 @@ class LocalSteps:
     """Lets optimizers step this rank's shards.
 
     Args:
-        device: The strategy's.
         check: Called with an optimizer before its step; raises if it must not step now.
         offload: Steps them elsewhere than on the device, if that is wanted.
         masters: Steps 16-bit parameters in fp32, if that is wanted.
@@ -43,7 +42,6 @@ class LocalSteps:
     def __init__(
         self,
         zero: Zero,
-        device: torch.device,
         *,
         check: Callable[[Optimizer], None],
         offload: OffloadedSteps | None,
@@ -51,7 +49,7 @@ class LocalSteps:
         alike: KeptAlike | None,
     ) -> None:
         self._check, self._alike = check, alike
-        self._zero, self._device, self._offload, self._masters = zero, device, offload, masters
+        self._zero, self._offload, self._masters = zero, offload, masters
         self._parts: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
         self._swapped: dict[Optimizer, _Swapped | Window] = {}
         self._lent: dict[Optimizer, list[nn.Parameter]] = {}  # parameters that are stepped in fp32 now
@@ -159,7 +157,7 @@ class LocalSteps:
         self._zero.begin_gather(p for p in parameters if p.requires_grad)
         self._zero.drop_gradients([*parameters, *self._unused()])
         if self._has_owners(optimizer):
-            raise_alike(error, self._device)
+            raise_alike(error)
 
     def _unused(self) -> list[nn.Parameter]:
         """Parameters of no optimizer, which may get one: their gradients until then are not to be stepped."""

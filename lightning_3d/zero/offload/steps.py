@@ -44,7 +44,7 @@ class OffloadedSteps:
         device: torch.device,
         kinds: Mapping[Optimizer, OptimizerKind],
     ) -> None:
-        self._stores, self._window_bytes, self._device = (store, parameters), window_bytes, device
+        self._stores, self._window_bytes = (store, parameters), window_bytes
         self._kinds = kinds
         self._states, self._copies = OffloadedStates(store), HostCopies(device)
         self._stepped: dict[tuple[nn.Parameter, int], nn.Parameter] = {}  # the same in every step
@@ -141,7 +141,7 @@ class OffloadedSteps:
         self._copies.finish()
         failure, self._failure = self._failure, None
         if any(store.can_fail for store in self._stores):
-            raise_alike(failure, self._device)
+            raise_alike(failure)
 
 
 class KnownLoss:
