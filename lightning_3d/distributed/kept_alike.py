@@ -1,4 +1,4 @@
-"""What every rank of the tp axis holds whole stays the same there: norms, biases, whatever lies outside of blocks.
+"""Keeping what every rank of the tp axis holds whole the same there: norms, biases, whatever lies outside of blocks.
 
 Each rank computes the gradients of such parameters itself, from equal values. Kernels that add in any order, or that
 each rank tunes for itself, round them differently, so that the parameters would part, a bit more in every step. So the
