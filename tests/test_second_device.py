@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -137,6 +138,36 @@ def _num_weights_sent() -> int:
 
 def test_ranks_that_build_alike_compute_their_weights_themselves(ranks: OnDevice) -> None:
     assert ranks(2).run(_num_weights_sent) == [0, 0]
+
+
+class _PeakOfStep(L.Callback):
+    """The most bytes on the device in the last training step, above those before it."""
+
+    peak = 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before = device.library().allocated_bytes()
+        device.library().reset_peak()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.peak = device.library().peak_bytes() - self.before
+
+
+def _peaks_of_step(layout: Layout, *nums_microbatches: int) -> list[int]:
+    peaks = []
+    for number in nums_microbatches:
+        counted, model = _PeakOfStep(), partial(TinyGPT, width=256, num_layers=2)
+        settings: dict[str, Any] = {"batches": 3, "epochs": 1, "precision": "bf16-mixed", "accelerator": device.NAME}
+        fitted(replace(layout, num_microbatches=number), model, callbacks=[counted], **settings)
+        peaks.append(counted.peak)
+    return peaks
+
+
+def test_microbatches_share_the_copies_of_weights_that_autocast_makes(ranks: OnDevice) -> None:
+    copies = 2 * 12 * 256**2  # bytes of a stage's one block in 16 bits
+    for of_two, of_eight in ranks(2).run(_peaks_of_step, Layout(pp=2, schedule="gpipe"), 2, 8):
+        assert of_two > copies
+        assert abs(of_eight - of_two) < copies, "the samples are the same"
 
 
 class _OnDevice(ByHand):

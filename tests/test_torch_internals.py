@@ -69,6 +69,7 @@ from torch.utils.data import DataLoader
 from lightning_3d import StepError, ThreeDStrategy, torch_internals
 from lightning_3d.torch_internals import (
     attention,
+    autocast,
     autograd,
     backends,
     capture,
@@ -379,23 +380,48 @@ def test_compiled_code_refuses_second_gradients() -> None:
     assert not autograd.is_refusal_of_compiled_code(RuntimeError("another"))
 
 
-@canary(autograd, "is_cast")
+@canary(autograd, "is_cast", "is_cast_of_leaf")
 def test_casts_are_known() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     assert autograd.is_cast(weight.to(torch.bfloat16))
     assert not autograd.is_cast(weight * 2)
     assert not autograd.is_cast(weight)
-    seen: list[bool] = []
+    seen: list[tuple[bool, bool]] = []
 
     def see(tensor: Tensor) -> Tensor:
         base = tensors.base_of(tensor)
-        seen.append(autograd.is_cast(tensor if base is None else base))
+        seen.append((autograd.is_cast(tensor if base is None else base), autograd.is_cast_of_leaf(tensor)))
         return tensor
 
     x = torch.ones(2, 2, requires_grad=True) * 1.0
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(see, see):
         F.linear(x, weight)
-    assert seen == [True, True], "x and the weight, transposed"
+    assert seen == [(True, True), (True, False)], "the weight, transposed, and x"
+
+
+@canary(autocast, "autocast_cache")
+def test_autocast_keeps_copies_of_weights_while_autograd_records() -> None:
+    x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
+    kept: set[int] = set()
+
+    def see(tensor: Tensor) -> Tensor:
+        kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        with autocast.autocast_cache(enabled=True):
+            with torch.no_grad():
+                F.linear(x, weight)
+            x.requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+                outputs = [(F.linear(x * 1.0, weight) * 3).sum() for _ in range(2)]
+            for output in outputs:
+                output.backward()
+            assert weight.grad is not None
+            assert weight.grad.unique().tolist() == [12.0], "of both, though the copy is the same"
+        weight.data.fill_(2.0)
+        assert F.linear(x, weight).unique().tolist() == [4.0], "no copy is left"
+    assert len(kept) == 3, "x twice, the weight once"
 
 
 @canary(autograd, "is_in_backward")

@@ -38,6 +38,7 @@ from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.planning.stage_gradients import check_gradients
+from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.process_groups import object_device
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
@@ -184,7 +185,8 @@ class PipelineEngine:
                 torch.distributed.barrier(self._group)
                 self._recorder.begin()
                 self._planned = schedule.planned()
-            schedule.run(step.forward, self._effects.backward, self._around_backward, self._recorder)
+            with autocast_cache(enabled=backward):  # all microbatches read the same copies of weights
+                schedule.run(step.forward, self._effects.backward, self._around_backward, self._recorder)
             step.finish()
         computed()
         smallest = step.parts[-1].size

@@ -149,7 +149,8 @@ class PipelineStep:
         return self.watch.microbatch(min(stage, self.stages.last), index, len(self.parts))
 
     def _run(self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor]) -> Any:
-        return self.stages.rank_module(partial(self._run_inside, stage, index, part, flow), *received)
+        views = [tensor.view_as(tensor) for tensor in received]  # of leaves autocast would keep copies, as of weights
+        return self.stages.rank_module(partial(self._run_inside, stage, index, part, flow), *views)
 
     def _run_inside(self, stage: int, index: int, part: StepCall, flow: StageFlow, *received: Tensor) -> Any:
         counts = self.tail is None or part is self.tail.call

@@ -231,7 +231,7 @@ class ThreeDPrecision(Precision):
     def _computing(self) -> AbstractContextManager[Any]:
         if self.precision not in _AUTOCAST:
             return self._lightnings.forward_context()
-        # Kept casts would outlive a step of their weights in this context, and have no gradients if made without them.
+        # Kept casts would outlive a step of their weights in this context; a pipeline keeps them among microbatches.
         return torch.autocast(self._device.type, dtype=_AUTOCAST[self.precision], cache_enabled=False)
 
     # ---- backward and step

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.checkpoint import _checkpoint_hook, _recomputation_hook, _StopRecomputationError
 
 from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.tensors import base_of
 
 Function = Callable[..., Any]
 Generator = Callable[..., Iterator[None]]
@@ -152,6 +153,16 @@ def has_saved_tensor_hooks() -> bool:
 def is_cast(tensor: Tensor) -> bool:
     """Whether a tensor was made by a conversion to another dtype, as ``autocast`` converts weights, or device."""
     return tensor.grad_fn is not None and tensor.grad_fn.name().startswith("ToCopyBackward")
+
+
+def is_cast_of_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor, or what it is a view of, was made so of one without history that has a gradient."""
+    base = base_of(tensor)
+    made = tensor if base is None else base
+    if made.grad_fn is None or not is_cast(made):
+        return False
+    ((source, _),) = made.grad_fn.next_functions
+    return source is not None and source.name().endswith("AccumulateGrad")
 
 
 def is_refusal_of_hooks(error: RuntimeError) -> bool:

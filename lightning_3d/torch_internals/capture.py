@@ -17,6 +17,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.backends import compile_graph
 from lightning_3d.torch_internals.dispatch import OpOverload, TorchDispatchMode
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode, FunctionalTensor
@@ -57,7 +58,8 @@ def capture(
     )
     # A mode that refuses tensors which are no arguments: they would become constants, and get no gradients.
     stand_ins = TracingContext(FakeTensorMode())
-    with _without_autocast_cache(), settings, tracing(stand_ins), _known_failures():
+    # Casts of stand-ins must not be handed to later calls.
+    with autocast_cache(enabled=False), settings, tracing(stand_ins), _known_failures():
         compiled: Computation = compile_graph(module, list(tensors), backend, mode, is_kept)
     del module.computation  # what is compiled refers to the module
     return compiled
@@ -115,14 +117,3 @@ def _known_failures() -> Iterator[None]:
         if "convert all Tensors to FakeTensors" not in str(error):
             raise
         raise NotCompilable("it reads a tensor that neither its arguments nor its modules hold") from error
-
-
-@contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Casts of stand-ins must not be handed to later calls."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_3d.activations.selective import is_costly
+from lightning_3d.torch_internals.autograd import is_cast_of_leaf
 from lightning_3d.torch_internals.dispatch import TorchDispatchMode
 from lightning_3d.torch_internals.pytree import tree_leaves
 
@@ -26,6 +27,8 @@ class CallStorages:
     """Storages of its results."""
     saved: frozenset[int]
     """Storages that autograd keeps for its backward."""
+    casts: frozenset[int]
+    """Of these, the copies that autocast made of weights."""
     costly: frozenset[int]
     """Results of the operators that selective recomputation keeps."""
     slices: Mapping[int, int] = field(default_factory=dict)
@@ -68,6 +71,11 @@ class StepStorages:
             calls[position] = replace(calls[position], slices=slices)
         return replace(self, sizes=tuple(sizes), of_calls=tuple(calls))
 
+    def without_casts(self) -> StepStorages:
+        """The same where the copies that autocast makes of weights are not kept for each call."""
+        calls = (replace(call, saved=call.saved - call.casts) for call in self.of_calls)
+        return replace(self, of_calls=tuple(calls))
+
     def divided(self, storages: Collection[int], number: int) -> StepStorages:
         """The same with some storages shared by a number of ranks."""
         sizes = (size // number if i in storages else size for i, size in enumerate(self.sizes))
@@ -79,6 +87,7 @@ class _Noted:
     """A call while it runs."""
 
     saved: set[int] = field(default_factory=set)
+    casts: set[int] = field(default_factory=set)
     costly: set[int] = field(default_factory=set)
 
 
@@ -102,7 +111,10 @@ class StorageNotes:
         noted = _Noted()
 
         def note(tensor: Tensor) -> Tensor:
-            noted.saved |= self._numbers_of([tensor])
+            numbers = self._numbers_of([tensor])
+            noted.saved |= numbers
+            if is_cast_of_leaf(tensor):
+                noted.casts |= numbers
             return tensor
 
         with saved_tensors_hooks(note, lambda tensor: tensor), _CostlyResults(self, noted):
@@ -120,6 +132,7 @@ class StorageNotes:
                 inputs=self._numbers_of(inputs),
                 outputs=self._numbers_of(outputs),
                 saved=frozenset(noted.saved),
+                casts=frozenset(noted.casts),
                 costly=frozenset(noted.costly),
             )
         )

@@ -78,6 +78,7 @@ class StepMemory:
                 unsplit=frozenset(numbers if self.is_unsplit else recomputing),
             )
             buffers = plan.num_microbatches * sum(stage.received for stage in stages.values())
+            activations += sum(stage.casts for stage in stages.values())
             peaks.append(own.always + max(activations + buffers, own.gradients + buffers + own.step))
         return peaks
 
@@ -137,7 +138,7 @@ def step_memory(
     """
     assert trace.storages is not None, "the trace notes its memory"
     flow = cut(trace, plan.stages_of_calls, plan.num_stages)
-    storages = trace.storages
+    storages = trace.storages if plan.shape.pp == 1 or plan.shape.tp > 1 else trace.storages.without_casts()
     measured: dict[object, BlockMemory] = {}
     of_calls, gradients, heads = {}, {}, {}
     tensor_plans = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}

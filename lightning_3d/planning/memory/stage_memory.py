@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_3d.config.activations import Mode
@@ -47,6 +47,8 @@ class StageMemory:
     """Sent to another rank in its forward."""
     sent_back: int
     """Sent to another rank in its backward."""
+    casts: int
+    """Copies that autocast makes of weights, which all microbatches of a step share."""
 
     @property
     def kept(self) -> int:
@@ -113,7 +115,13 @@ class MicrobatchMemory:
             received=_size(flow.metas(received)) + _size_of_gradients(flow.metas(sent)),
             sent=gives * _size(flow.metas(sent)),
             sent_back=gets * _size_of_gradients(flow.metas(received)),
+            casts=self.storages.num_bytes(self._casts(stage)),
         )
+
+    def _casts(self, stage: int) -> Iterator[int]:
+        for own, of_call in zip(self.storages.of_calls, self.flow.call_stages, strict=True):
+            if of_call == stage:
+                yield from own.casts - own.saved
 
     def _storages_of(self, tensors: Iterable[int]) -> frozenset[int]:
         of_tensors = self.storages.of_tensors
