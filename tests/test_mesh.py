@@ -11,10 +11,12 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore  # groups of any size in one process, torch 2.13
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -142,6 +144,22 @@ def test_dp_axis_follows_the_zero_stage(make_mesh: MakeMesh, zero_stage: int, si
     mesh = make_mesh(CUBE, 0, zero_stage)
     assert mesh.device_mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     assert mesh.device_mesh.shape == sizes
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (MeshShape(pp=1, dp=64, cp=1, tp=1), 1),  # alone; dp has the default group
+        (MeshShape(pp=1, dp=8, cp=1, tp=8), 1 + 2 * 8),  # one of each rank alone, dp and tp
+        (MeshShape(pp=4, dp=4, cp=1, tp=4), 1 + 3 * 16 + 4),
+    ],
+)
+def test_a_group_of_one_rank_is_made_once(make_mesh: MakeMesh, shape: MeshShape, expected: int) -> None:
+    made = mock.Mock(wraps=dist.new_group)
+    with mock.patch.object(distributed_c10d, "new_group", made), mock.patch.object(dist, "new_group", made):
+        mesh = make_mesh(shape, 5, 1)
+    assert made.call_count == expected
+    assert dist.get_process_group_ranks(mesh.group("cp")) == [5]
 
 
 def _sums_along_axes(shape: MeshShape, zero_stage: int) -> dict[str, int]:

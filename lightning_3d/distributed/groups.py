@@ -84,7 +84,11 @@ class GroupPool:
             if is_alike and not kept.is_spoilt and kept not in besides:
                 return kept
         with nullcontext() if runs_callbacks else one_gloo_thread():
-            group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sets], timeout=timeout)
+            if sets == tuple((rank,) for rank in range(dist.get_world_size())):
+                # One call on each rank, not one for each rank: they have one name, but nobody to meet under it.
+                group = dist.new_group([dist.get_rank()], timeout=timeout)
+            else:
+                group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sets], timeout=timeout)
         kept = _Kept(sets=sets, timeout=timeout, runs_callbacks=runs_callbacks, group=group)
         self._kept.append(kept)
         return kept

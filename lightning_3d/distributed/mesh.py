@@ -244,7 +244,10 @@ def build_mesh(
         of_axes, device_type, ranks, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp")
     )
     # Slicing an axis flattened from `device_mesh` is deprecated (torch 2.13), so the replica has a group of its own.
-    replica_group = _own(groups.take([shape.replica_ranks(dp) for dp in range(shape.dp)]))
+    # With tensor parallel alone it is that of tp, whose collectives come one after the other, too.
+    is_tp = shape.pp * shape.cp == 1
+    replicas = [shape.replica_ranks(dp) for dp in range(shape.dp)]
+    replica_group = of_axes[-1] if is_tp else _own(groups.take(replicas))
     if dp_shard in (1, shape.dp):
         dp_group = device_mesh["dp_replicate" if dp_shard == 1 else "dp_shard"].get_group()
     else:
