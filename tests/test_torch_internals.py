@@ -61,6 +61,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -733,7 +734,7 @@ def test_the_stack_of_function_modes() -> None:
     assert mode.calls == [Tensor.neg], "the last one keeps modes on"
 
 
-class _Operators(dispatch.TorchDispatchMode):
+class _Operators(dispatch.OperatorMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Any] = []
@@ -743,7 +744,7 @@ class _Operators(dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@canary(dispatch, "TorchDispatchMode", "dispatch_modes", "no_dispatch_modes")
+@canary(dispatch, "OperatorMode", "TorchDispatchMode", "dispatch_modes", "no_dispatch_modes")
 def test_dispatch_modes() -> None:
     with _Operators() as mode, fake_tensors.FakeTensorMode() as fake, _Operators() as inner:
         assert dispatch.dispatch_modes() == [fake, mode, inner]
@@ -755,6 +756,23 @@ def test_dispatch_modes() -> None:
     with _Operators() as mode:
         torch.zeros(2).neg()
     assert mode.calls == [torch.ops.aten.zeros.default, torch.ops.aten.neg.default]
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, pytest.warns(UserWarning, match="flex_attention"), _Operators() as mode:
+        flex_attention(*[torch.zeros(1, 1, 2, 2)] * 3)
+    assert torch.ops.higher_order.flex_attention in mode.calls
+
+
+@canary(dispatch, "HigherOrderOperator", "name_of")
+def test_names_of_operators() -> None:
+    assert isinstance(torch.ops.higher_order.flex_attention, dispatch.HigherOrderOperator)
+    operators = torch.ops.aten.mm.default, torch.ops.aten.mm.dtype, torch.ops.higher_order.flex_attention
+    assert [dispatch.name_of(op) for op in operators] == ["aten::mm", "aten::mm.dtype", "flex_attention"]
+
+
+@canary(dispatch, "GROUPED_MM", "SCALED_GROUPED_MM")
+def test_products_per_expert() -> None:
+    names = [dispatch.name_of(packet.default) for packet in (dispatch.GROUPED_MM, dispatch.SCALED_GROUPED_MM)]
+    assert names == ["aten::_grouped_mm", "aten::_scaled_grouped_mm"]
 
 
 @canary(dispatch, "OpOverload", "schema_of", "written_arguments")
@@ -847,6 +865,8 @@ def test_operators_that_draw_or_hide_what_they_write() -> None:
     assert dispatch.draws_random_numbers(attend, (*arguments, 0.1), {})
     assert dispatch.draws_random_numbers(torch.ops.aten.native_dropout.default, (None, 0.5, True), {})
     assert not dispatch.draws_random_numbers(torch.ops.aten.mm.default, (None, None), {})
+    recur = torch.ops.aten._cudnn_rnn.default
+    assert [dispatch.draws_random_numbers(recur, (None,) * 11 + (p,), {}) for p in (0.0, 0.1)] == [False, True]
     reduce = torch.ops.c10d.allreduce_.default
     assert dispatch.may_write_any(reduce)
     assert not dispatch.may_write_any(torch.ops.aten.add_.Tensor)

@@ -12,10 +12,10 @@ from functools import partial
 
 from torch import Tensor
 
-from lightning_3d.torch_internals.dispatch import TorchDispatchMode, dispatch_modes
+from lightning_3d.torch_internals.dispatch import OperatorMode, dispatch_modes
 
 
-class CollectiveMode(TorchDispatchMode, ABC):
+class CollectiveMode(OperatorMode, ABC):
     """A dispatch mode that answers collectives, too."""
 
     @abstractmethod

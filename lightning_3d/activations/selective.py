@@ -15,6 +15,7 @@ The slices of a sequence are gathered again: all of it takes as many times their
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -29,11 +30,13 @@ from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import (
     RESHAPE_ALIAS,
     UNSAFE_VIEW,
+    Operator,
     OpOverload,
     TorchDispatchMode,
     alias_below_autograd,
     draws_random_numbers,
     may_write_any,
+    name_of,
     schema_of,
     version_counter,
     written_arguments,
@@ -49,36 +52,31 @@ _NAMES = (
     " aten._scaled_dot_product_attention_math aten._flash_attention_forward aten._efficient_attention_forward"
     " _c10d_functional.all_reduce _c10d_functional.all_gather_into_tensor"
     " _c10d_functional.reduce_scatter_tensor _c10d_functional.all_to_all_single _c10d_functional.wait_tensor"
+    " flex_attention torch_attn._varlen_attn flash_attn._flash_attn_forward flash_attn._flash_attn_varlen_forward"
 )
 """Matrix products, convolutions, attention, and the collectives that return new tensors."""
 
+_COSTLY = frozenset(name.replace(".", "::") for name in _NAMES.split())
 
-def _operators(names: str) -> frozenset[OpOverload]:
-    found = set()
-    for name in names.split():
-        namespace, _, operator = name.partition(".")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None and "default" in packet.overloads():
-            found.add(packet.default)
-    return frozenset(found)
+_aten = torch.ops.aten
 
-
-_COSTLY = _operators(_NAMES)
-
-_VIEWS = _operators("aten.view aten.detach aten.alias aten.t aten.permute aten.unsqueeze") | {
-    RESHAPE_ALIAS,
-    UNSAFE_VIEW,
-    torch.ops.aten.transpose.int,
-}
+_VIEWS = frozenset(
+    {
+        *(_aten.view.default, _aten.detach.default, _aten.alias.default, _aten.t.default, _aten.permute.default),
+        *(_aten.unsqueeze.default, _aten.transpose.int, RESHAPE_ALIAS, UNSAFE_VIEW),
+    }
+)
 """Operators that read no values, as they stand between a matrix product and its sum over the ranks."""
 
 Call = tuple[OpOverload | None, int]
 """An operator, or None for a collective, and the number of this call of it."""
 
 
-def is_costly(operator: OpOverload) -> bool:
-    """Whether its results are kept."""
-    return operator in _COSTLY
+@functools.cache
+def is_costly(operator: Operator) -> bool:
+    """Whether its results are kept; those that it writes into its arguments are not."""
+    is_mutable = isinstance(operator, OpOverload) and schema_of(operator).is_mutable
+    return not is_mutable and name_of(operator).partition(".")[0] in _COSTLY
 
 
 class _Results:
@@ -206,7 +204,7 @@ class KeptResults:
 
 class _Keeping(CollectiveMode):
     def __init__(self, results: KeptResults) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
         self._results, self._numbers = results, Counter[OpOverload | None]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -214,10 +212,8 @@ class _Keeping(CollectiveMode):
         if func in _VIEWS:
             return func(*args, **kwargs)
         self._results.before_read()
-        if func not in _COSTLY:
-            written = args if may_write_any(func) else ()
-            if schema_of(func).is_mutable:
-                written = tuple(written_arguments(func, args, kwargs))
+        if not is_costly(func):
+            written = args if may_write_any(func) else written_arguments(func, args, kwargs)
             self._results.before_change(leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
             return func(*args, **kwargs)
         answer = func(*args, **kwargs)
@@ -233,11 +229,11 @@ class _Keeping(CollectiveMode):
 
 class _Giving(CollectiveMode):
     def __init__(self, results: KeptResults) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
         self._results, self._numbers = results, Counter[OpOverload | None]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func not in _COSTLY:
+        if not is_costly(func):
             return func(*args, **(kwargs or {}))
         given = self._results.find((func, self._numbers[func]))
         self._numbers[func] += 1

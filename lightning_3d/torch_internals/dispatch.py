@@ -18,7 +18,7 @@ from torch._C import (
     _push_on_torch_function_stack,
     _SetExcludeDispatchKeyGuard,
 )
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -26,7 +26,13 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-__all__ = ["DisableTorchFunction", "DisableTorchFunctionSubclass", "OpOverload", "TorchDispatchMode"]
+__all__ = [
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+]
 
 no_dispatch_modes = _disable_current_modes
 """A context in which no dispatch mode is active, fake tensors' included."""
@@ -44,12 +50,26 @@ dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mo
 """The dispatch modes that are active: fake tensors', then others, the innermost last."""
 
 
+Operator = OpOverload | HigherOrderOperator
+
+
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode that sees higher-order operators, too; FlexAttention's is one, and no ``OpOverload``."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+
+
 FUSED_RMS_NORM = torch.ops.aten._fused_rms_norm.default
+GROUPED_MM = torch.ops.aten._grouped_mm
 INDEX_PUT_IMPL = torch.ops.aten._index_put_impl_.default
 LOCAL_SCALAR_DENSE = torch.ops.aten._local_scalar_dense.default
 LOG_SOFTMAX = torch.ops.aten._log_softmax.default
 RESHAPE_ALIAS = torch.ops.aten._reshape_alias.default
 SOFTMAX = torch.ops.aten._softmax.default
+SCALED_GROUPED_MM = torch.ops.aten._scaled_grouped_mm
 TO_COPY = torch.ops.aten._to_copy.default
 UNIQUE2 = torch.ops.aten._unique2.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -67,8 +87,15 @@ unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply tensors of one device in place by a factor, and set a flag to 1 where one of them is not finite."""
 
 
-def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def name_of(op: Operator) -> str:
+    """``"aten::mm"``, ``"aten::mm.dtype"``, ``"flex_attention"``."""
+    return str(op.name())  # type: ignore[no-untyped-call]  # torch 2.13
+
+
+def written_arguments(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operator writes to; optional ones that were not given are left out."""
+    if not isinstance(op, OpOverload) or not schema_of(op).is_mutable:
+        return []
     names = {
         argument.name: i
         for i, argument in enumerate(schema_of(op).arguments)
@@ -101,15 +128,14 @@ def version_counter(tensor: Tensor) -> Tensor:
     return counter
 
 
-def draws_random_numbers(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call of an operator draws random numbers; those of attention do for dropout alone."""
-    if torch.Tag.nondeterministic_seeded not in op.tags:
+def draws_random_numbers(op: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of an operator draws random numbers; attention and cuDNN's RNNs do for dropout alone."""
+    if not isinstance(op, OpOverload):
         return False
-    names = [argument.name for argument in schema_of(op).arguments]
-    if "dropout_p" not in names:
-        return True
-    i = names.index("dropout_p")
-    return bool(args[i] if i < len(args) else kwargs.get("dropout_p", 0.0))
+    for i, argument in enumerate(schema_of(op).arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            return bool(args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value))
+    return torch.Tag.nondeterministic_seeded in op.tags
 
 
 def may_write_any(op: OpOverload) -> bool:

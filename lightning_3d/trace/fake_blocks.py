@@ -25,7 +25,7 @@ from typing_extensions import override
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import Call, own_forward
 from lightning_3d.model.pytrees import copied, is_opaque
-from lightning_3d.torch_internals.dispatch import TorchDispatchMode, schema_of
+from lightning_3d.torch_internals.dispatch import OperatorMode, draws_random_numbers
 from lightning_3d.torch_internals.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
@@ -153,26 +153,17 @@ def random_like(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-class RandomnessSeen(TorchDispatchMode):
+class RandomnessSeen(OperatorMode):
     """Notes whether an operator that draws random numbers was called."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.seen |= torch.Tag.nondeterministic_seeded in func.tags and not _drops_nothing(func, args, kwargs)
+        self.seen |= draws_random_numbers(func, args, kwargs)
         return func(*args, **kwargs)
-
-
-def _drops_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is an attention whose dropout is off: those count as random whatever their dropout."""
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.name == "dropout_p":
-            given = args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return given == 0.0
-    return False
 
 
 class StandIns(Protocol):

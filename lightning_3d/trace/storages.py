@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_3d.activations.selective import is_costly
 from lightning_3d.torch_internals.autograd import is_cast_of_leaf
-from lightning_3d.torch_internals.dispatch import TorchDispatchMode
+from lightning_3d.torch_internals.dispatch import OperatorMode
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 
@@ -163,11 +163,11 @@ class StorageNotes:
         noted.costly |= self._numbers_of(tree_leaves(results))
 
 
-class _CostlyResults(TorchDispatchMode):
+class _CostlyResults(OperatorMode):
     """Notes the results of costly operators."""
 
     def __init__(self, notes: StorageNotes, noted: _Noted) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
         self._notes, self._noted = notes, noted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

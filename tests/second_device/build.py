@@ -1,4 +1,4 @@
-"""Building the library of the second device, by the C++ compiler alone."""
+"""Building a library of C++ for torch, by the compiler alone: that of the second device, and others for tests."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent
-SOURCES = ("device.cpp", "backend.cpp")
+SECOND_DEVICE = (HERE / "device.cpp", HERE / "backend.cpp", HERE / "device.h")
 COMPILER = os.environ.get("CXX", "c++")
 
 
@@ -25,33 +26,39 @@ def compiler() -> str | None:
     return shutil.which(COMPILER)
 
 
-def library() -> Path:
-    """The library for this torch and Python, which is built where it is not there yet; takes a minute."""
+def library(name: str = "second_device", files: Sequence[Path] = SECOND_DEVICE) -> Path:
+    """The library for this torch and Python, which is built where it is not there yet; takes a minute.
+
+    Args:
+        name: Of the library; of the Python module, if it is one.
+        files: Sources and headers.
+    """
     versions = torch.__version__, sys.implementation.cache_tag
-    contents = [path.read_bytes() for path in (Path(__file__), HERE / "device.h", *(HERE / name for name in SOURCES))]
+    contents = [path.read_bytes() for path in (Path(__file__), *files)]
     digest = hashlib.sha256(b"".join([repr(versions).encode(), *contents])).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"lightning-3d-second-device-{os.getuid()}")
     folder.mkdir(exist_ok=True)
-    built = folder / f"second_device-{digest}.so"
-    with (folder / "lock").open("w") as lock:  # of the processes that share out the tests
+    built = folder / f"{name}-{digest}.so"
+    with (folder / f"lock-{name}").open("w") as lock:  # of the processes that share out the tests
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            _build(built)
+            _build(built, name, [path for path in files if path.suffix == ".cpp"])
     return built
 
 
-def _build(built: Path) -> None:
+def _build(built: Path, name: str, sources: Sequence[Path]) -> None:
     headers = [*include_paths(), sysconfig.get_paths()["include"]]
-    options = ["-std=c++20", "-O0", "-fPIC", "-DTORCH_EXTENSION_NAME=second_device", "-DUSE_DISTRIBUTED"]
+    options = ["-std=c++20", "-O0", "-fPIC", f"-DTORCH_EXTENSION_NAME={name}", "-DUSE_DISTRIBUTED"]
     options += [f"-isystem{path}" for path in headers]
-    linked = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    linked = [*(f"-L{path}" for path in library_paths()), *(f"-Wl,-rpath,{path}" for path in library_paths())]
+    linked += ["-lc10", "-ltorch_cpu", "-ltorch", "-Wl,--as-needed", "-ltorch_python"]
     with tempfile.TemporaryDirectory(dir=built.parent) as folder:
-        objects = [Path(folder, source).with_suffix(".o") for source in SOURCES]
+        objects = [Path(folder, source.name).with_suffix(".o") for source in sources]
         running = [
-            subprocess.Popen([COMPILER, "-c", HERE / source, "-o", made, *options])
-            for source, made in zip(SOURCES, objects, strict=True)
+            subprocess.Popen([COMPILER, "-c", source, "-o", made, *options])
+            for source, made in zip(sources, objects, strict=True)
         ]
-        for source, process in zip(SOURCES, running, strict=True):
+        for source, process in zip(sources, running, strict=True):
             if process.wait(timeout=600):
                 raise RuntimeError(f"{COMPILER} failed on {source}")
         shared = Path(folder, built.name)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -14,7 +17,17 @@ from lightning_3d.planning.loads import Inputs
 from lightning_3d.planning.memory.block_run import BlockRun, KeptStorages
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_forward import PlannedForward
+from lightning_3d.torch_internals.dispatch import GROUPED_MM, SCALED_GROUPED_MM
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
+
+
+def _flops_of_grouped(input: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """Floating-point operations of a product per expert, [M, K] and [G, K, N]."""
+    return 2 * math.prod(input) * weight[-1]
+
+
+FORMULAS = {op: _flops_of_grouped for op in (GROUPED_MM, SCALED_GROUPED_MM)}
+"""Formulas of products that torch's counter of operations does not know."""
 
 _FLOPS_PER_BYTE = 32
 """Operations of a device while it writes a byte, about; weighs products of matrices against other operators."""
@@ -70,7 +83,7 @@ def measure_memory(
     """
     with isolate_rng(), preserved(block), on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
         run = BlockRun(block, inputs, device, None if tensor is None else PlannedForward(tensor))
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             forward_alone = run.alone()
         forward, cheap, backward = run.whole()
         input_backward, held, weight_backward = run.split() or (backward, 0, 0)

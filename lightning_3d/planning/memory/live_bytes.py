@@ -17,7 +17,7 @@ class LiveBytes(CollectiveMode):
     """Follows the storages that operators make inside, fake ones too."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
         self.sizes: dict[StorageWeakRef, int] = {}
         """Bytes of all that were made; references keep the addresses of those that are gone from being used again."""
         self.costly: set[StorageWeakRef] = set()

@@ -22,8 +22,8 @@ from lightning_3d.tensor.rules.randomness import OwnDrops, apply_drops, drawn_by
 from lightning_3d.torch_internals.autograd import recomputed_by
 from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.dispatch import (
+    OperatorMode,
     OpOverload,
-    TorchDispatchMode,
     draws_random_numbers,
     no_dispatch_modes,
     schema_of,
@@ -124,11 +124,11 @@ class Draws:
             return drops()
 
 
-class _Drawing(TorchDispatchMode):
+class _Drawing(OperatorMode):
     """Steps in where an operator draws random numbers."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
 
     def on_draw(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call that draws."""

@@ -23,8 +23,8 @@ from lightning_3d.torch_internals.dispatch import (
     INDEX_PUT_IMPL,
     LOCAL_SCALAR_DENSE,
     UNIQUE2,
+    OperatorMode,
     OpOverload,
-    TorchDispatchMode,
 )
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, DynamicOutputShapeException
 
@@ -36,11 +36,11 @@ _MAX_READS = 10_000
 _INDEXING = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, INDEX_PUT_IMPL})
 
 
-class AssumedValues(TorchDispatchMode):
+class AssumedValues(OperatorMode):
     """Active inside a ``FakeTensorMode``."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
         self._num_reads = 0
         self.were_read = False
         """Whether anything was."""

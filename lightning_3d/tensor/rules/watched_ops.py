@@ -23,8 +23,8 @@ from lightning_3d.torch_internals.dispatch import (
     SOFTMAX,
     TO_COPY,
     UNSAFE_VIEW,
+    OperatorMode,
     OpOverload,
-    TorchDispatchMode,
 )
 from lightning_3d.torch_internals.dtensor import NoRule, ShardingRules, StridedShard
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -46,11 +46,11 @@ _KEEP_APART = frozenset(
 _VIEWS = frozenset({_aten.view, UNSAFE_VIEW.overloadpacket, _aten.reshape, RESHAPE_ALIAS.overloadpacket})
 
 
-class NotedNumbers(TorchDispatchMode):
+class NotedNumbers(OperatorMode):
     """Notes the numbers that elementwise ops compute with: a custom function may take them from the shape it sees."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
         self.found: list[tuple[OpOverload, tuple[int | float, ...]]] = []
 
     def __torch_dispatch__(
@@ -61,7 +61,7 @@ class NotedNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class WatchedOps(TorchDispatchMode):
+class WatchedOps(OperatorMode):
     """Follows placements through the aten ops of a call; raises `NoRule` at the first that is not local.
 
     Args:
@@ -74,7 +74,7 @@ class WatchedOps(TorchDispatchMode):
     def __init__(
         self, rules: ShardingRules, operands: Sequence[tuple[Tensor, int | None]], size: int, *, has_parts: bool
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        super().__init__()
         self._rules, self._size, self._has_parts = rules, size, has_parts
         self._kept: list[Tensor] = [tensor for tensor, _ in operands]  # so that no id is used twice
         self._dims = {id(tensor): dim for tensor, dim in operands if dim is not None}
