@@ -294,3 +294,10 @@ def test_steps_wait_for_the_device_where_is_known(
     ranks: OnDevice, layout: str, model: type[TinyGPT], precision: str, expected: Any
 ) -> None:
     assert tuple(ranks(2).run(_reads, LAYOUTS[layout], model, precision)) == expected
+
+
+def test_rounded_master_weights_come_from_the_host_without_a_wait(ranks: OnDevice) -> None:
+    layout = Layout(dp=2, zero_settings={"offload_optimizer": "cpu"})
+    for reads in ranks(2).run(_reads, layout, LogsLoss, "bf16-true"):
+        assert reads["to the host: zero/master_weights.py:_follow"] > 0
+        assert [place for place in reads if "to the device" in place] == []

@@ -97,7 +97,7 @@ class MasterWeights:
         values, stepped.grad = stepped.data, None
         stepped.data = values.new_empty(0)
         if self._rounding is None:
-            own.copy_(values)
+            own.copy_(_rounded(values, own), non_blocking=True)
             optimizer.state[parameter][MASTER] = values
             self._keepers[parameter] = optimizer
         else:
@@ -126,6 +126,19 @@ class MasterWeights:
 
 
 def _follow(values: Tensor, own: Tensor) -> None:
-    """Change master weights where the 16-bit part is no longer what they round to."""
-    near = own.to(values.device)
+    """Change master weights where the 16-bit part is no longer what they round to.
+
+    Compared by value, as version counters do not tell of what is written to ``parameter.data``.
+    """
+    near = _memory_like(own, values).copy_(own) if own.device != values.device else own
     torch.where(values.to(own.dtype) == near, values, near.float(), out=values)
+
+
+def _rounded(values: Tensor, own: Tensor) -> Tensor:
+    """Master weights as they are copied into the 16-bit part: rounded before, if that lies on another device."""
+    return values if own.device == values.device else _memory_like(own, values).copy_(values)
+
+
+def _memory_like(own: Tensor, values: Tensor) -> Tensor:
+    """A tensor like the 16-bit part beside its master weights; of the host's memory it is pinned."""
+    return torch.empty(own.shape, dtype=own.dtype, device=values.device, pin_memory=values.device.type == "cpu")
