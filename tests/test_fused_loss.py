@@ -683,3 +683,16 @@ def test_gradients_have_gradients(reduction: Any) -> None:
         found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_chunks_of_gpus_are_thicker() -> None:
+    """With 128 rows a chunk of 128k classes reads and writes the gradient of the weight more than it multiplies."""
+    with patch.object(chunked_loss, "LEAST_LOGITS", 2**22):
+        rows = [chunked_loss.chunk_length(4096, 2**17, kind) for kind in ("cpu", "cuda")]
+    assert rows == [128, 512]
+
+
+def test_products_of_cuda_add_to_a_wider_dtype_in_place() -> None:
+    total = torch.empty(CLASSES, WIDTH, device="meta")
+    gradient, rows = (torch.empty(3, n, dtype=torch.bfloat16, device="meta") for n in (CLASSES, WIDTH))
+    assert torch.addmm(total, gradient.t(), rows, out_dtype=torch.float32, out=total) is total

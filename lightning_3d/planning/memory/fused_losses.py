@@ -36,7 +36,8 @@ def fused_losses(
         rows = storages.num_bytes(storages.of_calls[position].inputs)
         width = rows // max(num_rows, 1) // meta.dtype.itemsize
         weight = num_classes * width * _WIDE
-        chunk = min(chunk_length(num_rows, num_classes), num_rows) * num_classes * _WIDE
+        length = chunk_length(num_rows, num_classes, meta.device.type)
+        chunk = min(length, num_rows) * num_classes * _WIDE
         found.append(FusedLoss(head=position, loss=loss, made=made, logits=3 * chunk, rows=rows, weight=weight))
     return found
 

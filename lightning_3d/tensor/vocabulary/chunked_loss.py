@@ -38,6 +38,9 @@ MOST_CHUNKS = 32
 """More of them would save little memory, and make the products of matrices too thin."""
 LEAST_LOGITS = 2**22
 """Logits that a chunk has at least, if there are so many."""
+LEAST_LOGITS_OF_GPU = 2**26
+"""The same on devices that are fast at large products: 256 MiB in fp32. Each chunk reads and writes the gradient of the
+weight, so that one of few rows waits for memory."""
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -139,7 +142,7 @@ class _Gradients:
             made.bias = torch.zeros(len(head.weight), dtype=self.wide, device=rows.device)
         reduction: Reduction = "none" if self.call.reduction == "none" else "sum"
         scale = self._scale(factor)
-        for part in chunks(len(rows), head.most_classes):
+        for part in chunks(len(rows), head.most_classes, rows.device.type):
             own = rows[part].to(head.dtype)
             call = replace(self.call, target=self.call.target[part], reduction=reduction)
             of_logits = (scale[part] if scale.dim() else scale) if of_rows or of_weight or of_bias else None
@@ -161,6 +164,8 @@ class _Gradients:
                 made.bias += gradient.sum(0, dtype=self.wide)
             if made.weight is not None and self.wide == weight.dtype:
                 made.weight.addmm_(gradient.t(), rows)
+            elif made.weight is not None and made.weight.device.type == "cuda":  # alone adds to a wider dtype
+                torch.addmm(made.weight, gradient.t(), rows, out_dtype=self.wide, out=made.weight)
             elif made.weight is not None:
                 made.weight += gradient.t() @ rows
 
@@ -217,14 +222,15 @@ def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None)
     return loss, torch.autograd.grad(read, logits, gradient)[0] if head.then else gradient
 
 
-def chunk_length(num_rows: int, num_classes: int) -> int:
+def chunk_length(num_rows: int, num_classes: int, device_type: str) -> int:
     """Rows of a chunk, at most."""
-    return max(-(-num_rows // MOST_CHUNKS), -(-LEAST_LOGITS // num_classes))
+    least = LEAST_LOGITS if device_type == "cpu" else LEAST_LOGITS_OF_GPU
+    return max(-(-num_rows // MOST_CHUNKS), -(-least // num_classes))
 
 
-def chunks(num_rows: int, num_classes: int) -> Iterator[slice]:
+def chunks(num_rows: int, num_classes: int, device_type: str) -> Iterator[slice]:
     """The rows of each chunk, given how many logits a row has on a rank."""
-    length = chunk_length(num_rows, num_classes)
+    length = chunk_length(num_rows, num_classes, device_type)
     for start in range(0, num_rows, length):
         yield slice(start, min(start + length, num_rows))
 
