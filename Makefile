@@ -21,7 +21,7 @@ VERSIONS_TESTS := torch_internals parity tracer zero fully_sharded recomputation
 TEST_PROCESSES ?= 2
 SIDE_BY_SIDE := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: env demo docs test test-install test-matrix test-signals test-versions lightning-suite lint clean
+.PHONY: env demo docs test test-install test-matrix test-signals test-gpu test-versions lightning-suite lint clean
 
 env: $(INSTALLED)
 
@@ -60,6 +60,10 @@ test-matrix: env
 # Signals and failures at random moments, and hundreds of ends of processes: one at a time, as they take their time.
 test-signals: env
 	$(BIN)/python -m pytest -m signals
+
+# One device against the CPU: a GPU, or the second device where there is none; figures go to benchmarks/results.
+test-gpu: env
+	DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu -rs tests/gpu
 
 # Lightning's own tests, from the folder `tests` of a checkout: make lightning-suite LIGHTNING_TESTS=/path/to/tests,
 # and some of them on two ranks: LIGHTNING_TESTS="/path/to/tests --devices 2"

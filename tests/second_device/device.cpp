@@ -331,6 +331,31 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& tensor) { return second_device::alias(tensor).item(); }
 
+// What torch calls for convolutions on devices that it does not know.
+at::Tensor convolution(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+  std::optional<at::Tensor> bias_on_host;
+  if (bias.has_value() && bias->defined()) bias_on_host = on_host(*bias);
+  const auto output = at::convolution(
+      on_host(input), on_host(weight), bias_on_host, stride, padding, dilation, transposed, output_padding, groups);
+  return copied_to_device(output, input.device());
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> wanted) {
+  const int64_t num_channels = transposed ? weight.size(1) * groups : weight.size(0);
+  const auto [of_input, of_weight, of_bias] = at::convolution_backward(
+      on_host(gradient), on_host(input), on_host(weight), at::IntArrayRef{num_channels}, stride, padding, dilation,
+      transposed, output_padding, groups, wanted);
+  const auto moved = [&](const at::Tensor& made) {
+    return made.defined() ? copied_to_device(made, input.device()) : made;
+  };
+  return {moved(of_input), moved(of_weight), moved(of_bias)};
+}
+
 const at::Tensor& resize(const at::Tensor& tensor, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   return at::cpu::resize_(tensor, sizes, format);
 }
@@ -370,6 +395,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar);
+  library.impl("convolution_overrideable", convolution);
+  library.impl("convolution_backward_overrideable", convolution_backward);
   library.impl("as_strided", at::cpu::as_strided);
   library.impl("view", at::cpu::view);
   library.impl("_reshape_alias", at::cpu::_reshape_alias);
