@@ -224,7 +224,7 @@ def _weights_of_labels(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def read(denominators: Sequence[Sequence[float | Tensor]]) -> list[list[float]]:
-    """Those of several runs as numbers, read from the device at once."""
+    """The numbers by which several runs divide, which the host reads from the device at once."""
     tensors = [number for own in denominators for number in own if isinstance(number, Tensor)]
     numbers = iter(torch.stack([number.to(tensors[0].device) for number in tensors]).tolist() if tensors else [])
     return [[next(numbers) if isinstance(number, Tensor) else number for number in own] for own in denominators]

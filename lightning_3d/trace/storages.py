@@ -28,7 +28,7 @@ class CallStorages:
     saved: frozenset[int]
     """Storages that autograd keeps for its backward."""
     casts: frozenset[int]
-    """Of these, the copies that autocast made of weights."""
+    """Copies that autocast made of weights; some of ``saved``."""
     costly: frozenset[int]
     """Results of the operators that selective recomputation keeps."""
     slices: Mapping[int, int] = field(default_factory=dict)
