@@ -200,7 +200,7 @@ def test_meshes_share_the_groups_of_the_same_ranks(workers: WorkerPools) -> None
         pp, alone, *others, replica = pipeline
         assert others == [alone, alone]
         assert len({pp, alone, replica}) == 3, "axes of one mesh have groups of their own"
-        assert tensor == [alone, alone, alone, pp, replica]
+        assert tensor == [alone, alone, alone, pp, pp], "a replica of tensor parallel alone has the group of its axis"
         assert is_summed
 
 
@@ -246,7 +246,7 @@ def _tensor_alone() -> list[list[bool]]:
 
 
 def test_tensors_keep_the_groups_of_their_mesh(workers: WorkerPools) -> None:
-    kinds = 3  # of one rank, the axis, the replica
+    kinds = 2  # of one rank, the axis
     assert workers(2).run(_tensor_alone) == [[[True] * kinds, [True] * kinds, [False] * kinds]] * 2
 
 
