@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -13,7 +12,6 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,6 +24,7 @@ from tests.optimizers import ByHand, Lars
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import build, device
 from tests.second_device.host_reads import StepReads
+from tests.second_device.ranks import RanksOf, ranks_of
 from tests.workers import WorkerPools
 
 pytestmark = pytest.mark.skipif(
@@ -33,38 +32,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class OnDevice:
-    """``pools(n).run(function, *args)`` on ranks that have the second device."""
-
-    def __init__(self, pools: WorkerPools, library: Path) -> None:
-        self._pools, self._library = pools, library
-
-    def __call__(self, world_size: int) -> OnDevice:
-        self._pool = self._pools(world_size)
-        return self
-
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
-        return self._pool.run(_with_device, self._library, function, *args, timeout=timeout)
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-def _with_device(library: Path, function: Callable[..., Any], *args: Any) -> Any:
-    if not device.is_loaded():
-        device.load(library)
-        dist.destroy_process_group()  # the strategy makes one with the device's backend
-    return function(*args)
-
-
 @pytest.fixture(scope="module")
-def ranks(workers: WorkerPools) -> Iterator[OnDevice]:
-    library = build.library()
-    for size in (1, 2, 4):
-        workers(size).close()
-    yield OnDevice(workers, library)
-    for size in (1, 2, 4):
-        workers(size).close()
+def ranks(workers: WorkerPools) -> Iterator[RanksOf]:
+    with ranks_of(device.NAME, workers) as ranks:
+        yield ranks
 
 
 JOB = Job(accelerator=device.NAME)
@@ -78,7 +49,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_parity(ranks: OnDevice, references: dict[str, ReferenceRun], name: str) -> None:
+def test_parity(ranks: RanksOf, references: dict[str, ReferenceRun], name: str) -> None:
     if "tiny" not in references:
         references["tiny"] = run_reference(JOB)
     assert_parity(references["tiny"], run_layout(ranks, JOB, LAYOUTS[name]))
@@ -109,7 +80,7 @@ def _bytes_placed(layout: Layout) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(tp=2, verify=False)], ids=["zero3", "tp2"])
-def test_no_more_is_placed_than_is_kept_and_one_block(ranks: OnDevice, layout: Layout) -> None:
+def test_no_more_is_placed_than_is_kept_and_one_block(ranks: RanksOf, layout: Layout) -> None:
     for kept, peak, of_block in ranks(2).run(_bytes_placed, layout):
         assert 3 * of_block < kept < 4.5 * of_block, "half of six blocks, and what is around them"
         assert peak <= kept + 1.2 * of_block
@@ -136,7 +107,7 @@ def _num_weights_sent() -> int:
     return sent.call_count
 
 
-def test_ranks_that_build_alike_compute_their_weights_themselves(ranks: OnDevice) -> None:
+def test_ranks_that_build_alike_compute_their_weights_themselves(ranks: RanksOf) -> None:
     assert ranks(2).run(_num_weights_sent) == [0, 0]
 
 
@@ -163,7 +134,7 @@ def _peaks_of_step(layout: Layout, *nums_microbatches: int) -> list[int]:
     return peaks
 
 
-def test_microbatches_share_the_copies_of_weights_that_autocast_makes(ranks: OnDevice) -> None:
+def test_microbatches_share_the_copies_of_weights_that_autocast_makes(ranks: RanksOf) -> None:
     copies = 2 * 12 * 256**2  # bytes of a stage's one block in 16 bits
     for of_two, of_eight in ranks(2).run(_peaks_of_step, Layout(pp=2, schedule="gpipe"), 2, 8):
         assert of_two > copies
@@ -190,7 +161,7 @@ def _kind_on_device() -> str:
     return planned.kind
 
 
-def test_optimizers_are_tried_where_they_step(ranks: OnDevice) -> None:
+def test_optimizers_are_tried_where_they_step(ranks: RanksOf) -> None:
     assert ranks(2).run(_kind_on_device) == ["rows", "rows"]
 
 
@@ -232,7 +203,7 @@ def _where(**sizes: int) -> tuple[set[str], list[int]]:
 
 
 @pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
-def test_a_rank_uses_its_own_index_alone(ranks: OnDevice, axis: str) -> None:
+def test_a_rank_uses_its_own_index_alone(ranks: RanksOf, axis: str) -> None:
     found = ranks(2).run(partial(_where, **{axis: 2}))
     assert found == [({f"{device.NAME}:{index}"}, [index]) for index in range(2)]
 
@@ -291,12 +262,12 @@ def _reads(layout: Layout, model: type[TinyGPT], precision: Any) -> dict[str, fl
 
 @pytest.mark.parametrize(("layout", "model", "precision", "expected"), READS)
 def test_steps_wait_for_the_device_where_is_known(
-    ranks: OnDevice, layout: str, model: type[TinyGPT], precision: str, expected: Any
+    ranks: RanksOf, layout: str, model: type[TinyGPT], precision: str, expected: Any
 ) -> None:
     assert tuple(ranks(2).run(_reads, LAYOUTS[layout], model, precision)) == expected
 
 
-def test_rounded_master_weights_come_from_the_host_without_a_wait(ranks: OnDevice) -> None:
+def test_rounded_master_weights_come_from_the_host_without_a_wait(ranks: RanksOf) -> None:
     layout = Layout(dp=2, zero_settings={"offload_optimizer": "cpu"})
     for reads in ranks(2).run(_reads, layout, LogsLoss, "bf16-true"):
         assert reads["to the host: zero/master_weights.py:_follow"] > 0

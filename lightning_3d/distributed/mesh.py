@@ -245,9 +245,9 @@ def build_mesh(
     )
     # Slicing an axis flattened from `device_mesh` is deprecated (torch 2.13), so the replica has a group of its own.
     # With tensor parallel alone it is that of tp, whose collectives come one after the other, too.
-    is_tp = shape.pp * shape.cp == 1
+    is_tp_axis = shape.pp * shape.cp == 1
     replicas = [shape.replica_ranks(dp) for dp in range(shape.dp)]
-    replica_group = of_axes[-1] if is_tp else _own(groups.take(replicas))
+    replica_group = of_axes[-1] if is_tp_axis else _own(groups.take(replicas))
     if dp_shard in (1, shape.dp):
         dp_group = device_mesh["dp_replicate" if dp_shard == 1 else "dp_shard"].get_group()
     else:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,8 @@ import torch.distributed as dist
 from lightning_3d.callbacks import MemoryTable
 from tests.models import TinyGPT
 from tests.parity import Job, Layout, assert_parity, fitted, run_layout, run_reference
-from tests.second_device import build, device
+from tests.second_device import device
+from tests.second_device.ranks import RanksOf, ranks_of
 from tests.test_architectures import TABLE
 from tests.workers import WorkerPools
 
@@ -53,42 +53,17 @@ TOLERANCE = {device.NAME: 1e-5}.get(DEVICE, 1e-3)
 """The second device computes by the CPU's kernels; GPUs add in another order."""
 
 
-class Ranks:
-    """``pools(n).run(function, *args)`` on ranks that have the device, and a process group of its backend."""
-
-    def __init__(self, pools: WorkerPools) -> None:
-        self._pools = pools
-        self._library = build.library() if DEVICE == device.NAME else None
-
-    def __call__(self, world_size: int) -> Ranks:
-        num_devices = device.NUM_DEVICES if DEVICE == device.NAME else torch.cuda.device_count()
-        if world_size > num_devices:
-            pytest.skip(f"{world_size} ranks need as many devices: NCCL refuses two ranks on one ({num_devices} here)")
-        self._pool = self._pools(world_size)
-        return self
-
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 600) -> list[Any]:
-        return self._pool.run(_on_device, self._library, function, *args, timeout=timeout)
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-def _on_device(library: Path | None, function: Callable[..., Any], *args: Any) -> Any:
-    if library is not None and not device.is_loaded():
-        device.load(library)
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        dist.destroy_process_group()  # the pool's; the strategy makes one with the device's backend
-    return function(*args)
-
-
 @pytest.fixture(scope="module")
-def ranks(workers: WorkerPools) -> Iterator[Ranks]:
-    for size in (1, 2):
-        workers(size).close()
-    yield Ranks(workers)
-    for size in (1, 2):
-        workers(size).close()
+def ranks(workers: WorkerPools) -> Iterator[Callable[[int], RanksOf]]:
+    with ranks_of(DEVICE, workers) as ranks:
+
+        def of(world_size: int) -> RanksOf:
+            num_devices = device.NUM_DEVICES if DEVICE == device.NAME else torch.cuda.device_count()
+            if world_size > num_devices:
+                pytest.skip(f"{world_size} ranks need as many devices: NCCL refuses two on one ({num_devices} here)")
+            return ranks(world_size)
+
+        yield of
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +78,7 @@ def figures() -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parity_with_the_cpu(ranks: Ranks, figures: dict[str, str], name: str) -> None:
+def test_parity_with_the_cpu(ranks: Callable[[int], RanksOf], figures: dict[str, str], name: str) -> None:
     if name in LEFT and DEVICE == device.NAME:
         pytest.skip(f"left for a GPU: {LEFT[name]}")
     job = TABLE[name].job
@@ -129,7 +104,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(ranks: Ranks, figures: dict[str, str], name: str) -> None:
+def test_settings(ranks: Callable[[int], RanksOf], figures: dict[str, str], name: str) -> None:
     layout = SETTINGS[name]
     if layout.compile_backend == "inductor" and DEVICE == device.NAME:
         pytest.skip("left for a GPU: inductor generates no code for the second device")
@@ -146,7 +121,7 @@ def _trained(precision: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-def test_precisions(ranks: Ranks, figures: dict[str, str], precision: str) -> None:
+def test_precisions(ranks: Callable[[int], RanksOf], figures: dict[str, str], precision: str) -> None:
     if precision == "16-mixed" and DEVICE == device.NAME:
         pytest.skip("left for a GPU: Lightning scales the losses of fp16 on CUDA alone")
     expected = float(fitted(None, TinyGPT)[0].callback_metrics["loss_step"])
@@ -168,7 +143,7 @@ def _memory() -> tuple[int, int]:
     return row.peak, row.measured
 
 
-def test_memory_against_prediction(ranks: Ranks, figures: dict[str, str]) -> None:
+def test_memory_against_prediction(ranks: Callable[[int], RanksOf], figures: dict[str, str]) -> None:
     if DEVICE == device.NAME:
         pytest.skip("left for a GPU: the second device has no statistics of an allocator")
     ((predicted, measured),) = ranks(1).run(_memory)
