@@ -83,10 +83,11 @@ def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, layout: La
             assert row.peak == pytest.approx(row.measured, rel=0.1)
 
 
-def test_copies_of_weights_by_autocast_are_counted_once(workers: WorkerPools) -> None:
-    layout = Layout(pp=2, num_microbatches=8, schedule="gpipe", activations=LARGE)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_copies_of_weights_by_autocast_are_counted_once(workers: WorkerPools, tp: int) -> None:
+    layout = Layout(pp=2, tp=tp, num_microbatches=8, schedule="gpipe", activations=LARGE)
     settings = {"model": partial(GPT, width=256), "precision": "bf16-mixed"}
-    for memory in workers(2).run(_memory, layout, settings):
+    for memory in workers(2 * tp).run(_memory, layout, settings):
         for row in memory:
             assert row.peak == pytest.approx(row.measured, rel=0.1)
 

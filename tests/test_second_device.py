@@ -134,9 +134,10 @@ def _peaks_of_step(layout: Layout, *nums_microbatches: int) -> list[int]:
     return peaks
 
 
-def test_microbatches_share_the_copies_of_weights_that_autocast_makes(ranks: RanksOf) -> None:
-    copies = 2 * 12 * 256**2  # bytes of a stage's one block in 16 bits
-    for of_two, of_eight in ranks(2).run(_peaks_of_step, Layout(pp=2, schedule="gpipe"), 2, 8):
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, tp=2)], ids=["pp2", "pp2-tp2"])
+def test_microbatches_share_the_copies_of_weights_that_autocast_makes(ranks: RanksOf, layout: Layout) -> None:
+    copies = 2 * 12 * 256**2 // layout.tp  # bytes of a stage's one block in 16 bits
+    for of_two, of_eight in ranks(layout.world_size).run(_peaks_of_step, replace(layout, schedule="gpipe"), 2, 8):
         assert of_two > copies
         assert abs(of_eight - of_two) < copies, "the samples are the same"
 

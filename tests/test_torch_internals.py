@@ -425,6 +425,33 @@ def test_autocast_keeps_copies_of_weights_while_autograd_records() -> None:
     assert len(kept) == 3, "x twice, the weight once"
 
 
+@canary(autocast, "as_autocast")
+def test_copies_of_shards_are_kept_in_a_step_until_the_shard_changes() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+
+    def read() -> Tensor:
+        found = weight.view_as(weight)
+        tensors.count_as_parameter(found)
+        return autocast.as_autocast(found)
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert read().dtype == torch.float32, "no step runs"
+        with autocast.autocast_cache(enabled=True):
+            first, second = read(), read()
+            assert first.data_ptr() == second.data_ptr()
+            assert autograd.is_cast(first)
+            (first.sum() * 3 + second.sum()).backward()
+            assert weight.grad is not None
+            assert weight.grad.unique().tolist() == [4.0], "of both"
+            with torch.no_grad():
+                weight.fill_(2.0)
+            assert read().unique().tolist() == [2.0]
+            with autocast.autocast_cache(enabled=False):
+                assert read().dtype == torch.float32
+        with autocast.autocast_cache(enabled=True):
+            assert read().data_ptr() != first.data_ptr(), "of another step"
+
+
 @canary(autograd, "is_in_backward")
 def test_a_backward_is_noticed() -> None:
     noticed: list[bool] = []

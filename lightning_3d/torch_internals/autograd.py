@@ -152,16 +152,21 @@ def has_saved_tensor_hooks() -> bool:
 
 def is_cast(tensor: Tensor) -> bool:
     """Whether a tensor was made by a conversion to another dtype, as ``autocast`` converts weights, or device."""
-    return tensor.grad_fn is not None and tensor.grad_fn.name().startswith("ToCopyBackward")
+    return tensor.grad_fn is not None and tensor.grad_fn.name().startswith(("ToCopyBackward", "_KeptCopyBackward"))
 
 
 def is_cast_of_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor, or what it is a view of, was made so of one without history that has a gradient."""
+    """Whether a tensor, or what it is a view of, was made so of one without history that has a gradient.
+
+    Or of all of that one by another name, as the shard is that a block's code finds.
+    """
     base = base_of(tensor)
     made = tensor if base is None else base
     if made.grad_fn is None or not is_cast(made):
         return False
     ((source, _),) = made.grad_fn.next_functions
+    if source is not None and source.name().startswith(("ViewBackward", "AliasBackward")):
+        ((source, _),) = source.next_functions
     return source is not None and source.name().endswith("AccumulateGrad")
 
 

@@ -248,18 +248,19 @@ def make_parallel(
         )
     budget = None
     if observed.trace is not None and observed.trace.storages is not None:
-        memory = step_memory(
-            plan,
-            blocks,
-            observed.trace,
-            device,
-            accumulates=accumulates(trainer),
-            fuses_loss=config.activations.fused_loss == "auto",
-            products=frozenset(products.tables),
-            is_unsplit=config.compile.enabled,
-            partitions=config.activations.partition,
-            num_sharing=zero.num_sharing,
-        )
+        with step.modes():
+            memory = step_memory(
+                plan,
+                blocks,
+                observed.trace,
+                device,
+                accumulates=accumulates(trainer),
+                fuses_loss=config.activations.fused_loss == "auto",
+                products=frozenset(products.tables),
+                is_unsplit=config.compile.enabled,
+                partitions=config.activations.partition,
+                num_sharing=zero.num_sharing,
+            )
         budget = Budget(step=memory, batch=step.microbatch)
     precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
     guard = BatchGuard(config.batch, mesh, device)

@@ -138,7 +138,7 @@ def step_memory(
     """
     assert trace.storages is not None, "the trace notes its memory"
     flow = cut(trace, plan.stages_of_calls, plan.num_stages)
-    storages = trace.storages if plan.shape.pp == 1 or plan.shape.tp > 1 else trace.storages.without_casts()
+    storages = trace.storages
     measured: dict[object, BlockMemory] = {}
     of_calls, gradients, heads = {}, {}, {}
     tensor_plans = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}
@@ -170,10 +170,11 @@ def step_memory(
         if fuses_loss and type(block) is nn.Linear:
             heads[position] = block.out_features // (1 if tensor is None else tensor.size)
     storages = storages.divided(divided, plan.shape.tp).with_slices(sliced, plan.shape.tp)
+    storages = as_one_rank_keeps(trace, storages, of_calls)
     return StepMemory(
         plan=plan,
         flow=flow,
-        storages=as_one_rank_keeps(trace, storages, of_calls),
+        storages=storages if plan.shape.pp == 1 else storages.without_casts(),
         blocks=of_calls,
         gradients=gradients,
         accumulates=accumulates,

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_3d.planning.loads import Inputs
 from lightning_3d.planning.memory.live_bytes import LiveBytes
 from lightning_3d.tensor.plan.planned_forward import PlannedForward
+from lightning_3d.torch_internals.autograd import is_cast_of_leaf
 from lightning_3d.torch_internals.pipelining import begin_split_backward, splittable
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.trace.fake_blocks import with_state
@@ -34,6 +35,8 @@ class InnerStorage:
     """Whether autograd keeps it for the backward."""
     is_costly: bool
     """Whether selective recomputation keeps it."""
+    is_cast: bool
+    """Whether it is the copy that autocast made of a weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,17 +126,24 @@ class BlockRun:
         """The storages between the forward and the backward."""
 
         def run(forward: _Forward, arguments: list[Any]) -> KeptStorages:
-            bytes_, saved = LiveBytes(), set[StorageWeakRef]()
+            bytes_, saved, casts = LiveBytes(), set[StorageWeakRef](), set[StorageWeakRef]()
 
             def note(tensor: Tensor) -> Tensor:
                 saved.add(StorageWeakRef(tensor.untyped_storage()))
+                if is_cast_of_leaf(tensor):
+                    casts.add(StorageWeakRef(tensor.untyped_storage()))
                 return tensor
 
             with bytes_, saved_tensors_hooks(note, lambda tensor: tensor):
                 outputs = forward()
             alive, returned = set(bytes_.alive), {_storage(leaf) for leaf in outputs}
             inner = [
-                InnerStorage(num_bytes=size, is_saved=storage in alive, is_costly=storage in bytes_.costly)
+                InnerStorage(
+                    num_bytes=size,
+                    is_saved=storage in alive,
+                    is_costly=storage in bytes_.costly,
+                    is_cast=storage in casts,
+                )
                 for storage, size in bytes_.sizes.items()
                 if storage not in returned
             ]

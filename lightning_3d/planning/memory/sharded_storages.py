@@ -29,7 +29,7 @@ def as_one_rank_keeps(trace: Trace, storages: StepStorages, blocks: Mapping[int,
             calls[position],
             saved=_of_trace(trace, storages, trace.calls[position], memory.kept)
             | {number for number, storage in numbers.items() if storage.is_saved},
-            casts=frozenset(),  # of shards autocast makes them for each call
+            casts=frozenset(number for number, storage in numbers.items() if storage.is_cast),
             costly=frozenset(number for number, storage in numbers.items() if storage.is_costly),
         )
     return replace(storages, sizes=tuple(sizes), of_calls=tuple(calls))

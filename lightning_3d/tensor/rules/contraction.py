@@ -25,6 +25,7 @@ from lightning_3d.tensor.placement import EACH, Parts, Placement, Shard, Sharded
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import EXPERTS_MATMULS
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, placement_of
+from lightning_3d.torch_internals.autocast import as_autocast
 
 _BATCHED_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 
@@ -60,6 +61,8 @@ class Contraction:
         """The contraction of other operands of the same structure, such as shards."""
         if self.multiply is not None:
             return self.multiply(input, weight)
+        if self.contracted and set(self.of_weight) <= {*self.of_input, *self.of_output}:  # else no product
+            weight = as_autocast(weight)
         return torch.einsum(f"{self.of_input},{self.of_weight}->{self.of_output}", input, weight)
 
 

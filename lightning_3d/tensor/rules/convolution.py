@@ -23,6 +23,7 @@ from lightning_3d.tensor.rules.call import Call, LocalCall, on_whole
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.rules.projection import Projection
 from lightning_3d.tensor.sharded_tensor import placement_of
+from lightning_3d.torch_internals.autocast import as_autocast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,7 @@ class Convolution(Projection):
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The convolution of other operands, such as shards."""
-        output: Tensor = self.function(input, weight, bias, groups=self.groups, **self.options)
+        output: Tensor = self.function(input, as_autocast(weight), bias, groups=self.groups, **self.options)
         return output
 
     def with_bias(self, output: Tensor) -> Tensor:

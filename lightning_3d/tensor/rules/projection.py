@@ -14,6 +14,7 @@ from lightning_3d.tensor.placement import EACH, Parts, Placement, Sharded
 from lightning_3d.tensor.rules.call import PARTIAL, Call, LocalCall
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.sharded_tensor import placement_of
+from lightning_3d.torch_internals.autocast import as_autocast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,7 @@ class Projection:
 
     def run(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product of other operands, such as shards."""
+        weight = as_autocast(weight)
         return F.linear(input, weight if self.features_dim == 0 else weight.t(), bias)
 
     def with_bias(self, output: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_3d.errors import StepError
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits
+from lightning_3d.torch_internals.autocast import as_autocast
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction, DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 
@@ -132,7 +133,7 @@ class HeadCall:
         return self.made
 
     def _make(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        made = F.linear(rows, weight, bias)
+        made = F.linear(rows, as_autocast(weight), bias)
         return made if self.classes is None else as_logits(made, self.classes.mesh, self.classes.num)
 
 

@@ -31,6 +31,7 @@ from lightning_3d.tensor.plan.weights import named_parameters
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
 from lightning_3d.tensor.vocabulary.sharded_output import as_logits
+from lightning_3d.torch_internals.autocast import as_autocast
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.output_uses import ShardedLogits
@@ -276,5 +277,5 @@ class VocabularyCalls(TorchFunctionMode):
         assert isinstance(weight, DTensor)
         entered = collectives.enter(self._interpreter.whole(input), self._axis)
         own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
-        local = F.linear(entered, own_shard(weight), own_bias)
+        local = F.linear(entered, as_autocast(own_shard(weight)), own_bias)
         return as_logits(local, self._axis.mesh, weight.shape[0], gather=self._gathers_logits)
