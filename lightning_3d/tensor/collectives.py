@@ -16,7 +16,6 @@ keeps that: where ranks contribute different parts of a gradient, its backward s
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, cast
 
@@ -211,7 +210,7 @@ class _OwnShard(torch.autograd.Function):
         if gradient.stride() != ctx.stride or is_referred_to(gradient):
             made = torch.empty_strided(gradient.shape, ctx.stride, dtype=gradient.dtype, device=gradient.device)
             gradient = made.copy_(gradient)
-        return DTensor(gradient, copy.copy(ctx.spec), requires_grad=False)
+        return DTensor(gradient, ctx.spec, requires_grad=False)
 
 
 def own_shard(tensor: DTensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Partial, Parts, Shard, Sharded
-from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function
+from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, set_gradient_hooks
 
 _UNSEEN = (
     "a sharded activation was used where tensor parallel does not see it: by code that bypasses torch's function "
@@ -78,7 +79,7 @@ class ShardedTensor(Tensor):
         sharded = make_wrapper(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
         sharded.local, sharded.axis, sharded.placement, sharded.is_weight = local, axis, placement, is_weight
         if local.requires_grad:
-            sharded.register_hook(_refuse)  # type: ignore[no-untyped-call]  # torch 2.13
+            set_gradient_hooks(sharded, _REFUSES)
         return sharded
 
     @classmethod
@@ -101,7 +102,7 @@ class ShardedTensor(Tensor):
         """After the local tensor was changed in place: it may need a gradient now."""
         if self.local.requires_grad and not self.requires_grad:
             self.requires_grad_()
-            self.register_hook(_refuse)  # type: ignore[no-untyped-call]
+            set_gradient_hooks(self, _REFUSES)
 
 
 def placement_of(tensor: object) -> Sharded | Partial | None:
@@ -123,3 +124,6 @@ def parts_of(tensor: object) -> Parts | None:
 
 def _refuse(gradient: Tensor) -> None:
     raise PlanError(_UNSEEN)
+
+
+_REFUSES = OrderedDict({0: _refuse})

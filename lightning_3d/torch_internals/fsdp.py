@@ -9,16 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+
 
 def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
     """Bring all units to where they are between steps, with the gradients of their sharded parameters.
 
     ``reset_iter_state`` serves steps that failed, and drops gradients since torch 2.15.
     """
-    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    root.reset_iter_state()
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
+    with DisableTorchFunctionSubclass():
+        gradients = [(parameter, parameter.grad) for parameter in parameters]
+        root.reset_iter_state()
+        for parameter, gradient in gradients:
+            if gradient is not None:
+                parameter.grad = gradient
 
 
 def groups_of(unit: FSDPModule) -> Iterator[Any]:

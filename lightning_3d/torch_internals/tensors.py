@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -79,6 +80,11 @@ def makes_a_parameter() -> bool:
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether a hook waits for the gradient of a parameter."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def set_gradient_hooks(leaf: Tensor, hooks: OrderedDict[int, Callable[[Tensor], None]]) -> None:
+    """Have hooks called with the gradient of a leaf; ``register_hook`` makes a dict and a handle for each."""
+    leaf._backward_hooks = hooks  # type: ignore[assignment]
 
 
 def is_referred_to(tensor: Tensor) -> bool:

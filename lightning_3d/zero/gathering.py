@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.replicas import Replicas, Wait
-from lightning_3d.zero.shard import RankShard, plain
+from lightning_3d.zero.shard import RankShard
 
 _IN_PLACE_BYTES = 2**20  # a collective of its own costs more than the copies of a smaller one
 
@@ -106,7 +107,7 @@ class Gathering:
         """
         together: dict[tuple[torch.dtype, torch.device], list[tuple[RankShard, Tensor]]] = {}
         for shard, tensor in zip(shards, tensors, strict=True):
-            held = plain(tensor.detach())
+            held = part_of(tensor).detach()
             is_even = shard.owner is not None or shard.num_rows % shard.size == 0
             if not is_even or held.nbytes < _IN_PLACE_BYTES or not held.is_contiguous():
                 together.setdefault((held.dtype, held.device), []).append((shard, tensor))
@@ -128,7 +129,7 @@ class Gathering:
             offsets.append(start := max(ends[sender] for sender in sending))
             for sender in sending:
                 ends[sender] = start + shard.elements_per_rank
-        row = plain(together[0][1].detach()).new_empty(max(ends))
+        row = part_of(together[0][1]).detach().new_empty(max(ends))
         for (shard, tensor), start in zip(together, offsets, strict=True):
             own = shard.own(tensor)
             row[start : start + own.numel()] = own.reshape(-1)
@@ -136,7 +137,7 @@ class Gathering:
 
         def place() -> None:
             for (shard, tensor), start in zip(together, offsets, strict=True):
-                held = plain(tensor.detach())
+                held = part_of(tensor).detach()
                 parts = result[:, start : start + shard.elements_per_rank]
                 if shard.owner is None:
                     rows = parts.reshape(size * shard.rows_per_rank, -1)[: shard.num_rows]

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import is_shard
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.optimizers import first_step_post_hook
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.loading import loading_states
@@ -154,7 +155,7 @@ class LocalSteps:
         if self._offload is not None:
             self._offload.finish()
         parameters = self._parameters(optimizer)
-        self._zero.begin_gather(p for p in parameters if p.requires_grad)
+        self._zero.begin_gather(_trained(parameters))
         self._zero.drop_gradients([*parameters, *self._unused()])
         if self._has_owners(optimizer):
             raise_alike(error)
@@ -187,17 +188,18 @@ class LocalSteps:
             return
         swapped: dict[nn.Parameter, nn.Parameter | None] = {}
         whole: list[Tensor] = []
-        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in self._zero.shards):
-            if self._zero.shards[parameter].is_elsewhere:
-                swapped[parameter] = None
-                continue
-            gradient = self._gradient(parameter)
-            part = self._part(optimizer, parameter, widens=gradient is not None)
-            if parameter.requires_grad and not is_shard(parameter, "tp"):
-                whole.append(part)
-            if part is not parameter:
-                part.grad = gradient
-                swapped[parameter] = part
+        with DisableTorchFunctionSubclass():  # of parameters as they are held
+            for parameter in self._parameters(optimizer):
+                if self._zero.shards[parameter].is_elsewhere:
+                    swapped[parameter] = None
+                    continue
+                gradient = self._gradient(parameter)
+                part = self._part(optimizer, parameter, widens=gradient is not None)
+                if parameter.requires_grad and not is_shard(parameter, "tp"):
+                    whole.append(part)
+                if part is not parameter:
+                    part.grad = gradient
+                    swapped[parameter] = part
         if self._alike is not None:
             self._alike.before_step(optimizer, whole)
         self._swapped[optimizer] = _Swapped(optimizer, swapped)
@@ -248,7 +250,7 @@ class LocalSteps:
                 parameter.grad = None
             self._zero.drop_gradients(zeroed)
         for optimizer in self._failed:
-            self._zero.begin_gather(p for p in self._parameters(optimizer) if p.requires_grad)
+            self._zero.begin_gather(_trained(self._parameters(optimizer)))
         self._failed.clear()
 
     def leave(self, optimizer: Optimizer) -> None:
@@ -267,6 +269,11 @@ class LocalSteps:
         for parameter in self._lent.pop(optimizer, ()):
             assert self._masters is not None
             self._masters.take_back(optimizer, parameter, self._zero.shards[parameter].own(parameter))
+
+
+def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    with DisableTorchFunctionSubclass():
+        return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 class _Swapped:

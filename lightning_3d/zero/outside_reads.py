@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -44,6 +44,7 @@ DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # a getset descriptor
 ALIASES = {Tensor.detach, torch.detach, DATA}
 """Functions that give the same values under another name."""
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_MAX_FUNCTIONS = 4096
 _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor"))}
 
 
@@ -53,6 +54,12 @@ class ShardedParameter(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if len(types) == 1 and is_about(func):  # of its first argument; optimizers and FSDP2 ask that all the time
+            reads = _whole_of(args[0]).reads
+            if reads.between_steps is not None and not reads.is_on:
+                return reads.between_steps(func, types, args, kwargs)
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         if len(types) > 1 and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             return NotImplemented  # what lies on another pipeline stage answers for itself
@@ -100,6 +107,7 @@ def _set_data(tensor: ShardedParameter, values: Tensor) -> None:
         target.copy_(own)
 
 
+@lru_cache(_MAX_FUNCTIONS)
 def is_about(func: Any) -> bool:
     """Whether a function asks for what a parameter says of itself without its values, or for its gradient."""
     name = getattr(func, "__name__", "")

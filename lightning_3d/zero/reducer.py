@@ -15,8 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.autograd import current_backward, when_backward_ends
+from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.zero.buckets import Bucket
-from lightning_3d.zero.shard import RankShard, plain
+from lightning_3d.zero.shard import RankShard
 
 
 class GradientReducer:
@@ -100,7 +101,7 @@ class GradientReducer:
     def _take(self, bucket: Bucket, index: int) -> None:
         parameter = bucket.parameters[index]
         assert parameter.grad is not None
-        bucket.fill(index, plain(parameter.grad.detach()))
+        bucket.fill(index, part_of(parameter.grad).detach())
         parameter.grad = None
 
     def _launch_next(self) -> None:

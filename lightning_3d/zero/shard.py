@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor import Shard as DTensorShard
 
-from lightning_3d.torch_internals.dtensor import StridedShard, placed
+from lightning_3d.torch_internals.dtensor import StridedShard, part_of, placed
 from lightning_3d.torch_internals.tensors import contiguous_stride
 from lightning_3d.zero.attributes import users_attributes
 
@@ -42,7 +43,7 @@ class RankShard:
     owner: int | None = None
     """Index among them of the one that steps all of it; None where its rows are dealt."""
 
-    @property
+    @cached_property
     def is_dealt(self) -> bool:
         """Whether each rank has some of the rows."""
         return self.size > 1 and self.owner is None
@@ -52,29 +53,33 @@ class RankShard:
         """Whether another rank steps all of it, so that this one's optimizers do not know it."""
         return self.owner is not None and self.owner != self.rank
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         """Rows that are shared; 1 for a 0-d parameter."""
         held = plain(self.parameter)
         return held.shape[0] if held.dim() else 1
 
-    @property
+    @cached_property
     def rows_per_rank(self) -> int:
         """Rows of the first ranks, or of the owner; others may have fewer, or none."""
         return -(-self.num_rows // self.size) if self.is_dealt else self.num_rows
 
-    @property
+    @cached_property
     def elements_per_rank(self) -> int:
         """Elements of these rows."""
         return self.rows_per_rank * (plain(self.parameter).numel() // max(1, self.num_rows))
 
     def own(self, tensor: Tensor) -> Tensor:
         """This rank's rows of a tensor like the parameter, plain or a DTensor; a view."""
-        held = plain(tensor.detach())
+        held = part_of(tensor).detach()
         if not self.is_dealt:
             return held[:0] if self.is_elsewhere else held
+        return held[self._own_rows]
+
+    @cached_property
+    def _own_rows(self) -> slice:
         start = min(self.rank * self.rows_per_rank, self.num_rows)
-        return held[start : min(start + self.rows_per_rank, self.num_rows)]
+        return slice(start, min(start + self.rows_per_rank, self.num_rows))
 
     def to_step(self) -> nn.Parameter:
         """The plain parameter that an optimizer steps; the parameter itself if all of it is plain and this rank's.

@@ -212,7 +212,7 @@ class Weights:
 
     def settle(self, name: str, tensors: Iterable[Tensor], output: object) -> None:
         """After a call that is no projection: weights that it made a tensor of, and that were undecided, replicate."""
-        has_results = next(tensors_in(output), None) is not None
+        has_results = bool(tensors_in(output))
         for tensor in tensors if has_results else ():
             if (weight := self._undecided(tensor)) is not None:
                 weight.replicate(f"used by {name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -125,16 +125,21 @@ def function_name(function: Function) -> str:
     return str(getattr(owner, "__name__", name)) if name == "__get__" else name
 
 
-def tensors_in(value: object) -> Iterator[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """All tensors in nested tuples, lists and dicts, the arguments or the results of a call."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+    found: list[Tensor] = []
+    _collect((value,), found)
+    return found
+
+
+def _collect(values: Iterable[object], found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -145,6 +150,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         return {key: map_tensors(change, item) for key, item in value.items()}
     if isinstance(value, tuple | list):
         items = [map_tensors(change, item) for item in value]
+        if type(value) is tuple:
+            return tuple(items)
         make = getattr(type(value), "_make", type(value))  # a namedtuple's constructor takes no iterable
         return make(items)
     return value

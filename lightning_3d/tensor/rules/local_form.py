@@ -216,8 +216,8 @@ def _call_on_shards(
 ) -> list[Tensor]:
     local_args, local_kwargs = _arguments((args, kwargs), iter(shards))
     if form.local_shape is None:
-        return list(tensors_in(function(*local_args, **local_kwargs)))
-    return list(tensors_in(call_locally(function, form.local_shape, local_args[0])))
+        return tensors_in(function(*local_args, **local_kwargs))
+    return tensors_in(call_locally(function, form.local_shape, local_args[0]))
 
 
 def _is_bit_cast(args: Any) -> bool:

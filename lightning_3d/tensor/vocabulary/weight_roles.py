@@ -215,7 +215,7 @@ class _SeeRoles(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        if not any(True for _ in tensors_in(output)):
+        if not tensors_in(output):
             return output  # it asked for a shape or the like
         used = {id(tensor) for tensor in tensors_in((args, kwargs))} & self.uses.keys()
         if (embedding := as_embedding(func, args, kwargs)) is not None and id(embedding.weight) in used:
