@@ -3,21 +3,22 @@
     python -m benchmarks.host_time
 
 A GPU computes while Python runs ahead: Python's time matters where it is longer. Here tensors are tiny, so that next to
-nothing else takes time. Two processes, a GPT of 4 and of 12 blocks: the difference of their steps is the time of eight
-blocks. Layouts take turns in rounds; a figure is the median over the rounds of the ratio to plain in the same round.
-Time is that of the threads that call Python (`time.thread_time`), forward and optimizer; the backward's of PyTorch runs
-in the same thread on CPUs. On GPUs it runs in threads of its own.
+nothing else takes time. Each rank trains a GPT of 2 and one of 8 blocks: the difference of their steps is the time of
+six blocks. Layouts take turns in rounds; a figure is the median over the rounds of the ratio to plain in the same
+round. Time is that of the threads that call Python (`time.thread_time`), from batch to batch: forward, backward,
+optimizer and Lightning's loop. PyTorch runs the backward in the same thread on CPUs; on GPUs it has threads of its own.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import lightning as L
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -27,33 +28,50 @@ from benchmarks.models import GPT, random_tokens
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
 
-BATCH, LENGTH, VOCABULARY, WIDTH, FEW, MANY, WARM_UP, STEPS, ROUNDS = 8, 8, 32, 32, 4, 12, 8, 25, 3
+BATCH, LENGTH, VOCABULARY, WIDTH, FEW, MANY, WARM_UP, STEPS, ROUNDS = 8, 8, 32, 32, 2, 8, 8, 16, 3
 
 
-class Clock(L.Callback):
-    """CPU time of the thread that trains, from one batch's begin to its end."""
+class Clock:
+    """A data loader that notes the CPU time of the thread that trains at each batch.
+
+    No callback: one that sees ends of batches may look at gradients, which ZeRO would then gather for it.
+    """
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._start = 0.0
+        self._batches = random_tokens(WARM_UP + STEPS, BATCH, LENGTH, VOCABULARY)
+        self._times: list[float] = []
 
-    def on_train_batch_start(self, *args: Any) -> None:
-        """As Lightning calls it."""
-        self._start = time.thread_time()
+    def __len__(self) -> int:
+        return WARM_UP + STEPS
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        """As Lightning calls it."""
-        self.seconds.append(time.thread_time() - self._start)
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._batches:
+            self._times.append(time.thread_time())
+            yield batch
+
+    @property
+    def seconds_of_step(self) -> float:
+        """The lower quartile, as other programs only ever add to it."""
+        seconds = [end - start for start, end in zip(self._times[WARM_UP:], self._times[WARM_UP + 1 :], strict=False)]
+        return statistics.quantiles(seconds, n=4)[0]
 
 
-def step(strategy: Callable[[], Any], num_ranks: int, num_blocks: int) -> float:
-    """Seconds of a step."""
+def measure(strategy: Callable[[], Any], num_ranks: int) -> tuple[float, float]:
+    """Seconds per block and seconds of the rest of a step, on this rank."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning_3d").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    few, many = (_step(strategy, num_ranks, number) for number in (FEW, MANY))
+    block = (many - few) / (MANY - FEW)
+    return block, few - FEW * block
+
+
+def _step(strategy: Callable[[], Any], num_ranks: int, num_blocks: int) -> float:
     torch.manual_seed(0)
     clock = Clock()
-    trainer = quiet_trainer(strategy(), num_ranks, WARM_UP + STEPS, clock)
-    model = GPT(VOCABULARY, width=WIDTH, num_layers=num_blocks)
-    trainer.fit(model, random_tokens(WARM_UP + STEPS, BATCH, LENGTH, VOCABULARY))
-    return statistics.median(clock.seconds[WARM_UP:])
+    trainer = quiet_trainer(strategy(), num_ranks, WARM_UP + STEPS)
+    trainer.fit(GPT(VOCABULARY, width=WIDTH, num_layers=num_blocks), clock)
+    return clock.seconds_of_step
 
 
 def _ours(**settings: Any) -> Callable[[], Any]:
@@ -73,19 +91,12 @@ LAYOUTS = {
 }
 
 
-def _figures(strategy: Callable[[], Any], num_ranks: int) -> tuple[float, float]:
-    """Seconds per block and seconds of the rest of a step, on the last rank."""
-    few, many = (run_ranks(step, num_ranks, strategy, num_ranks, number) for number in (FEW, MANY))
-    block = (many - few) / (MANY - FEW)
-    return block, few - FEW * block
-
-
 def main() -> None:
     """Print the table."""
     rounds = []
     for _ in range(ROUNDS):
-        figures = {"plain": _figures(partial(str, "auto"), 1)}
-        rounds.append(figures | {name: _figures(strategy, 2) for name, strategy in LAYOUTS.items()})
+        figures = {"plain": run_ranks(measure, 1, partial(str, "auto"), 1)}
+        rounds.append(figures | {name: run_ranks(measure, 2, strategy, 2) for name, strategy in LAYOUTS.items()})
     table = Table("", "ms per block", "over plain", "by round", "ms of the rest", title=f"{ROUNDS} rounds, 2 processes")
     for name in rounds[0]:
         ratios = [figures[name][0] / figures["plain"][0] for figures in rounds]

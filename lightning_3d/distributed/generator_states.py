@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,18 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import RandomStates
 
+_MAX_TYPES = 4096
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
 def is_generator(value: object) -> bool:
     """Whether a value is a random generator that has a state, which ``random.SystemRandom`` has not."""
-    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+    return _is_kind(type(value))
+
+
+@lru_cache(_MAX_TYPES)
+def _is_kind(kind: type) -> bool:  # each step asks it of all attributes of all modules
+    return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
 
 
 def generators_of(modules: Iterable[nn.Module]) -> list[Any]:

@@ -127,6 +127,8 @@ def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[No
     noted: list[Noted] = []
     copies = ExitStack()
     for name, module in block.named_modules():
+        if not forward_hooks(module):  # of most: this runs in every call of a block
+            continue
         calls = {key: HookCall(module=name, hook=i) for i, key in enumerate(user_hooks(module))}
         calls = {key: call for key, call in calls.items() if call not in kept}
         if calls:
