@@ -553,6 +553,16 @@ def test_tensors_that_count_as_parameters() -> None:
     assert set(vars(wrapper)) == {tensors.IS_PARAMETER}
 
 
+@canary(tensors, "set_gradient_hooks")
+def test_gradient_hooks_are_set_as_a_mapping() -> None:
+    leaf, seen = torch.ones(3, requires_grad=True), []
+    tensors.set_gradient_hooks(leaf, {0: seen.append})
+
+    (leaf * 2).sum().backward()  # type: ignore[no-untyped-call]
+
+    assert torch.equal(seen[0], torch.full((3,), 2.0))
+
+
 @canary(tensors, "has_gradient_hooks")
 def test_gradient_hooks() -> None:
     parameter = nn.Parameter(torch.zeros(2))

@@ -19,7 +19,8 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 def is_generator(value: object) -> bool:
     """Whether a value is a random generator that has a state, which ``random.SystemRandom`` has not."""
-    return _is_kind(type(value))
+    kind: Any = type(value)  # Any: mypy holds no type for hashable
+    return _is_kind(kind)
 
 
 @lru_cache(_MAX_TYPES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,4 +126,4 @@ def _refuse(gradient: Tensor) -> None:
     raise PlanError(_UNSEEN)
 
 
-_REFUSES = OrderedDict({0: _refuse})
+_REFUSES: Mapping[int, Callable[[Tensor], None]] = OrderedDict({0: _refuse})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 
 import torch
@@ -82,7 +81,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def set_gradient_hooks(leaf: Tensor, hooks: OrderedDict[int, Callable[[Tensor], None]]) -> None:
+def set_gradient_hooks(leaf: Tensor, hooks: Mapping[int, Callable[[Tensor], None]]) -> None:
     """Have hooks called with the gradient of a leaf; ``register_hook`` makes a dict and a handle for each."""
     leaf._backward_hooks = hooks  # type: ignore[assignment]
 
