@@ -416,22 +416,22 @@ def test_master_weights_are_averaged(workers: WorkerPools) -> None:
     assert _difference(masters, exact) < _difference(weights, exact)
 
 
-def _written() -> list[float]:
+def _written(zero: dict[str, Any]) -> list[float]:
     """A callback writes to a parameter after the second step."""
 
     class Write(L.Callback):
         def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
             if trainer.global_step == 2:
-                with torch.no_grad():
-                    pl_module.norm.weight.fill_(3.0)  # type: ignore[union-attr,operator]
+                pl_module.norm.weight.data.fill_(3.0)  # type: ignore[union-attr,operator]
 
-    found = _trained(Layout(dp=2), "bf16-true", {}, steps=3, callbacks=(Write(),))
+    found = _trained(Layout(dp=2, zero_settings=zero), "bf16-true", {}, steps=3, callbacks=(Write(),))
     weights: list[float] = found["weights"]["norm.weight"].tolist()
     return weights
 
 
-def test_what_is_written_to_a_parameter_counts(workers: WorkerPools) -> None:
-    for weights in workers(2).run(_written):
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": "cpu", "offload_window": 0.01}], ids=["here", "offload"])
+def test_what_is_written_to_a_parameter_counts(workers: WorkerPools, zero: dict[str, Any]) -> None:
+    for weights in workers(2).run(_written, zero):
         assert all(2.9 < weight < 3.1 for weight in weights)
 
 

@@ -19,6 +19,9 @@ from torchmetrics import MeanMetric
 
 from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.model import initial_weights
+from lightning_3d.zero.offload import steps
+from lightning_3d.zero.offload.copies import Lent
+from lightning_3d.zero.offload.windows import Piece, deal
 from tests.models import TinyGPT, loader, tokens
 from tests.optimizers import ByHand, Lars
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
@@ -268,8 +271,25 @@ def test_steps_wait_for_the_device_where_is_known(
     assert tuple(ranks(2).run(_reads, LAYOUTS[layout], model, precision)) == expected
 
 
-def test_rounded_master_weights_come_from_the_host_without_a_wait(ranks: RanksOf) -> None:
-    layout = Layout(dp=2, zero_settings={"offload_optimizer": "cpu"})
-    for reads in ranks(2).run(_reads, layout, LogsLoss, "bf16-true"):
-        assert reads["to the host: zero/master_weights.py:_follow"] > 0
-        assert [place for place in reads if "to the device" in place] == []
+def _waits_of_offload(precision: Any, window: float) -> tuple[dict[str, float], int, int]:
+    """Other waits in a step than for windows; those for windows in all steps, and windows."""
+    settings = {"offload_optimizer": "cpu", "offload_window": window}
+    windows: list[Any] = []
+
+    def dealt(*args: Any, **kwargs: Any) -> list[list[Piece]]:
+        windows.extend(found := deal(*args, **kwargs))
+        return found
+
+    with (
+        mock.patch.object(Lent, "wait", autospec=True, side_effect=Lent.wait) as waits,
+        mock.patch.object(steps, "deal", dealt),
+    ):
+        reads = _reads(Layout(dp=2, zero_settings=settings), LogsLoss, precision)
+    return reads, waits.call_count, len(windows)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_offloaded_steps_wait_once_per_window(ranks: RanksOf, precision: str) -> None:
+    for reads, num_waits, num_windows in ranks(2).run(_waits_of_offload, precision, 0.02):
+        assert reads == {}
+        assert num_waits == num_windows > 3 * 8, "several in each of 8 steps"

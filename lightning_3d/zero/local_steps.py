@@ -208,15 +208,19 @@ class LocalSteps:
         parts: list[Part] = []
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
+                rounded: Tensor | None = None
                 if parameter not in self._zero.shards:
                     part, gradient = parameter, parameter.grad
                 elif self._zero.shards[parameter].is_elsewhere:
                     continue
-                elif (gradient := self._gradient(parameter)) is not None:
+                elif (gradient := self._zero.gradient(parameter)) is not None:
                     self._make_master(optimizer, parameter, offload)  # of a group that was added in training
                     part = self._part(optimizer, parameter, widens=True)
+                    if self._masters is not None and self._masters.are_kept and self._is_widened(parameter):
+                        rounded = self._zero.shards[parameter].own(parameter)
                 if gradient is not None:
-                    parts.append(Part(parameter=parameter, values=part, gradient=gradient, group=index))
+                    made = Part(parameter=parameter, values=part, gradient=gradient, group=index, rounded=rounded)
+                    parts.append(made)
         return parts
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
@@ -233,7 +237,7 @@ class LocalSteps:
         own = shard.own(parameter)
         if widens and self._masters is not None and self._is_widened(parameter):
             self._lent.setdefault(optimizer, []).append(parameter)
-            return self._masters.lend(optimizer, parameter, own)
+            return self._masters.lend(optimizer, parameter, own, follows=self._offload is None)
         if before is None or before.data_ptr() != own.data_ptr() or before.shape != own.shape:
             before = self._parts[parameter] = shard.to_step()
         return before
@@ -268,7 +272,8 @@ class LocalSteps:
             swapped.back()
         for parameter in self._lent.pop(optimizer, ()):
             assert self._masters is not None
-            self._masters.take_back(optimizer, parameter, self._zero.shards[parameter].own(parameter))
+            own = self._zero.shards[parameter].own(parameter)
+            self._masters.take_back(optimizer, parameter, own, rounds=self._offload is None)
 
 
 def _trained(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -63,17 +63,18 @@ class MasterWeights:
         return True
 
     @torch.no_grad()
-    def lend(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> nn.Parameter:
+    def lend(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor, *, follows: bool = True) -> nn.Parameter:
         """The fp32 parameter to step, taken out of the optimizer's state.
 
         Args:
             own: The 16-bit part of the parameter.
+            follows: Whether master weights follow it; else the caller has them do so.
         """
         values = self._taken(optimizer, parameter)
         if values is None or values.shape != own.shape:
             values = own.float()
-        elif self.are_kept:
-            _follow(values, own)
+        elif self.are_kept and follows:
+            follow(values, own)
         stepped = self._stepped.setdefault(parameter, nn.Parameter(values))
         stepped.requires_grad_(parameter.requires_grad)
         stepped.grad = None
@@ -91,13 +92,18 @@ class MasterWeights:
         return values
 
     @torch.no_grad()
-    def take_back(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> None:
-        """Round what was stepped into the 16-bit part; the optimizer's state is that of the parameter again."""
+    def take_back(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor, *, rounds: bool = True) -> None:
+        """Round what was stepped into the 16-bit part; the optimizer's state is that of the parameter again.
+
+        Args:
+            rounds: Whether master weights are rounded; else the caller has done it.
+        """
         stepped = self._stepped[parameter]
         values, stepped.grad = stepped.data, None
         stepped.data = values.new_empty(0)
         if self._rounding is None:
-            own.copy_(_rounded(values, own), non_blocking=True)
+            if rounds:
+                own.copy_(values)
             optimizer.state[parameter][MASTER] = values
             self._keepers[parameter] = optimizer
         else:
@@ -108,7 +114,7 @@ class MasterWeights:
         master = self._kept(parameter)
         if master is None:
             return own.float()
-        _follow(master, own)
+        follow(master, own.to(master.device))
         return master.to(own.device, copy=True)
 
     def set_values(self, parameter: nn.Parameter, own: Tensor, values: Tensor) -> None:
@@ -125,20 +131,12 @@ class MasterWeights:
         return state.get(MASTER)
 
 
-def _follow(values: Tensor, own: Tensor) -> None:
-    """Change master weights where the 16-bit part is no longer what they round to.
+def follow(values: Tensor, own: Tensor) -> None:
+    """Change master weights where the 16-bit part, on their device, is no longer what they round to.
 
     Compared by value, as version counters do not tell of what is written to ``parameter.data``.
     """
-    near = _memory_like(own, values).copy_(own) if own.device != values.device else own
-    torch.where(values.to(own.dtype) == near, values, near.float(), out=values)
-
-
-def _rounded(values: Tensor, own: Tensor) -> Tensor:
-    """Master weights as they are copied into the 16-bit part: rounded before, if that lies on another device."""
-    return values if own.device == values.device else _memory_like(own, values).copy_(values)
-
-
-def _memory_like(own: Tensor, values: Tensor) -> Tensor:
-    """A tensor like the 16-bit part beside its master weights; of the host's memory it is pinned."""
-    return torch.empty(own.shape, dtype=own.dtype, device=values.device, pin_memory=values.device.type == "cpu")
+    rounded = values.to(own.dtype)
+    if own.device.type == "cpu" and torch.equal(rounded, own):  # elsewhere the host would wait for the answer
+        return
+    torch.where(rounded == own, values, own, out=values)

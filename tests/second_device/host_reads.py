@@ -45,16 +45,18 @@ class HostReads(TorchDispatchMode):
             is_mask = any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
             return "read" if is_mask else None
         if name == "copy_":
-            return _crossing(args[1].device, first.device, args[2:] == (True,) or kwargs.get("non_blocking", False))
+            is_late = args[2:] == (True,) or kwargs.get("non_blocking", False)
+            return _crossing(args[1].device, first.device, is_late and (on_device or first.is_pinned()))
         if name == "_to_copy" and kwargs.get("device") is not None:
-            return _crossing(first.device, torch.device(kwargs["device"]), kwargs.get("non_blocking", False))
+            is_late = kwargs.get("non_blocking", False) and not on_device
+            return _crossing(first.device, torch.device(kwargs["device"]), is_late)
         return None
 
 
-def _crossing(source: torch.device, target: torch.device, non_blocking: bool) -> str | None:
-    if source.type == target.type or "meta" in (source.type, target.type):
+def _crossing(source: torch.device, target: torch.device, is_late: bool) -> str | None:
+    if is_late or source.type == target.type or "meta" in (source.type, target.type):
         return None
-    return "to the host" if source.type == NAME else None if non_blocking else "to the device"
+    return "to the host" if source.type == NAME else "to the device"
 
 
 def _place() -> str | None:

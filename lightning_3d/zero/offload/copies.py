@@ -1,7 +1,7 @@
 """Parameters and gradients of a window where its optimizer steps them: in host memory.
 
 From an accelerator they are copied to pinned memory while the window before them is stepped, and parameters copied back
-while the next one is. There is one buffer for either:
+while the next one is, with one wait per window. There is one buffer for either:
 
     side stream    to host 0 | to host 1        | back 0, to host 2 | back 1, ...
     host                     | step 0           | step 1            | step 2
@@ -10,7 +10,7 @@ while the next one is. There is one buffer for either:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +29,14 @@ class Lent:
     values: Sequence[Tensor]
     """Stepped by the optimizer, for each piece."""
     gradients: Sequence[Tensor]
+    rounded: Mapping[Piece, Tensor]
+    """The 16-bit parts as they are, of pieces whose values are their master weights."""
     arrival: torch.Event | None
-    """Waits for what is on its way."""
+
+    def wait(self) -> None:
+        """Wait for what is on its way."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
 
 
 class HostCopies:
@@ -53,15 +59,19 @@ class HostCopies:
     def fetch(self, pieces: Sequence[Piece]) -> Lent:
         """Begin to copy a window; the one before the last must have been given back."""
         sources = [*(piece.values for piece in pieces), *(piece.gradient for piece in pieces)]
-        if self._stream is None or all(map(_is_on_host, sources)):
-            values, gradients = sources[: len(pieces)], sources[len(pieces) :]
-            return Lent(pieces=pieces, values=values, gradients=gradients, arrival=None)
-        copies = self._room(sources)
-        with self._stream:
-            for copy, source in zip(copies, sources, strict=True):
-                copy.copy_(source, non_blocking=True)
-        values, gradients = copies[: len(pieces)], copies[len(pieces) :]
-        return Lent(pieces=pieces, values=values, gradients=gradients, arrival=self._stream.record_event())
+        rounded = {piece: piece.rounded for piece in pieces if piece.rounded is not None}
+        sources += rounded.values()
+        away = [source for source in sources if not _is_on_host(source)]
+        copies, arrival = self._room(away), None
+        if self._stream is not None and away:
+            with self._stream:
+                for copy, source in zip(copies, away, strict=True):
+                    copy.copy_(source, non_blocking=True)
+            arrival = self._stream.record_event()
+        here = [source if _is_on_host(source) else copies.pop(0) for source in sources]
+        values, gradients, halves = here[: len(pieces)], here[len(pieces) : 2 * len(pieces)], here[2 * len(pieces) :]
+        rounded = dict(zip(rounded, halves, strict=True))
+        return Lent(pieces=pieces, values=values, gradients=gradients, rounded=rounded, arrival=arrival)
 
     def _room(self, sources: Sequence[Tensor]) -> list[Tensor]:
         """Pinned tensors like these, in the buffer whose turn it is."""
@@ -75,12 +85,16 @@ class HostCopies:
         return [bytes_[: source.nbytes].view(source.dtype).view(source.shape) for bytes_, source in pairs]
 
     def give_back(self, lent: Lent) -> None:
-        """Begin to copy what was stepped back to where it lies."""
-        if lent.arrival is None or self._stream is None:
-            return
-        with self._stream:
-            for piece, values in zip(lent.pieces, lent.values, strict=True):
-                piece.values.copy_(values, non_blocking=True)
+        """Round what was stepped, and begin to copy it back to where it lies."""
+        for piece, values in zip(lent.pieces, lent.values, strict=True):
+            self._send(values, piece.values)
+            if piece.rounded is not None:
+                self._send(lent.rounded[piece].copy_(values), piece.rounded)
+
+    def _send(self, tensor: Tensor, home: Tensor) -> None:
+        if self._stream is not None and not _is_on_host(home):
+            with self._stream:
+                home.copy_(tensor, non_blocking=True)
 
     def finish(self) -> None:
         """After the last window of a step: what follows on the device sees the parameters that were given back."""

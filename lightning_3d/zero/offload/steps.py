@@ -17,6 +17,7 @@ from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.errors import OffloadError, StepError
 from lightning_3d.torch_internals.optimizers import step_without_hooks
 from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.zero.master_weights import follow
 from lightning_3d.zero.offload.copies import HostCopies, Lent
 from lightning_3d.zero.offload.states import OffloadedStates
 from lightning_3d.zero.offload.store import Store
@@ -88,10 +89,12 @@ class OffloadedSteps:
         return self._copies.fetch(pieces)
 
     def _open(self, optimizer: Optimizer, lent: Lent) -> Window:
-        if lent.arrival is not None:
-            lent.arrival.synchronize()
+        lent.wait()
         for store in self._stores:
             store.need(self._held(lent.pieces))
+        for piece, values in zip(lent.pieces, lent.values, strict=True):
+            if piece.rounded is not None:
+                follow(values, lent.rounded[piece])
         stepped = [self._parameter(*values) for values in zip(lent.pieces, lent.values, lent.gradients, strict=True)]
         window = Window(optimizer, lent.pieces, stepped, partial(self._close, optimizer, lent, stepped))
         try:
@@ -109,7 +112,7 @@ class OffloadedSteps:
         stepped = self._stepped.setdefault(key, nn.Parameter(values, requires_grad=part.requires_grad))
         stepped.grad = None
         stepped.data = values
-        stepped.grad = gradient
+        stepped.grad = gradient.to(values.dtype)
         vars(stepped).update(vars(part))
         return stepped
 

@@ -17,9 +17,11 @@ class Part:
     values: nn.Parameter
     """The plain part of it that this rank steps."""
     gradient: Tensor
-    """Like `values`."""
+    """Like `values`, in 16 bits or in theirs."""
     group: int
     """Index of its group in the optimizer."""
+    rounded: Tensor | None = None
+    """The 16-bit part of the parameter, where `values` are its master weights."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,6 +46,11 @@ class Piece:
     def gradient(self) -> Tensor:
         """A view of the part's."""
         return self.of(self.part.gradient)
+
+    @property
+    def rounded(self) -> Tensor | None:
+        """A view of the part's."""
+        return None if self.part.rounded is None else self.of(self.part.rounded)
 
     def of(self, tensor: Tensor) -> Tensor:
         """The rows of a tensor like the part."""
