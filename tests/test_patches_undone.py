@@ -8,21 +8,15 @@ whose calls take other ranks keeps its runner, a model of which this rank has pa
 from __future__ import annotations
 
 import gc
-import signal
-import sys
-import types
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import lightning as L
-import matplotlib as mpl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -32,18 +26,14 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_3d.callbacks import ScheduleTimeline
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import runner_of
-from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
 from lightning_3d.torch_internals.modules import APPLY, CALL, forward_hook_registries
-from lightning_3d.torch_internals.pytree import registered_dataclasses, tree_leaves
+from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trainer.held_parts import holds_parts
 from lightning_3d.trainer.laid_out import LAYOUT
 from tests.models import loader, tokens
 from tests.parity import QUIET, Layout
+from tests.unchanged import IN_CLASSES, Present, added, changed, code_of_packages, state_of_the_process, state_of_torch
 from tests.workers import WorkerPools
-
-_PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_utilities")
-_CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
-_IN_CLASSES = (*_CODE, staticmethod, classmethod, property, types.GetSetDescriptorType)
 
 # ------------------------------------------------------------------------------------------------------------- a model
 
@@ -130,59 +120,15 @@ class Model(L.LightningModule):
 
 # ------------------------------------------------------------------------------------------------ what must not change
 
-Present = dict[str, Any]
-
 _RUNNER = {"forward", CALL}
 """Attributes that a runner sets on its block."""
-
-_REPLACED = ("torch.utils.data.dataloader", "torch.utils.data.sampler")
 
 _STAYING = ("_fsdp", "_is_fsdp_managed_module", "__composable_api_state", "_hparams", LAYOUT)
 """Attributes that FSDP2, Lightning and the strategy set on a module for good; the last is the layout that it has."""
 
 
-def _code_of_packages() -> Present:
-    """Every function, method, class and property in the modules of the packages, by its name."""
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # the first one of its class wraps the class's methods
-    found: Present = {}
-    modules = {n: m for n, m in list(sys.modules.items()) if n.partition(".")[0] in _PACKAGES and m is not None}
-    for name, module in modules.items():
-        for attribute, value in list(vars(module).items()):
-            if issubclass(type(value), _CODE):  # isinstance would ask deprecated stand-ins, which warn
-                found[f"{name}.{attribute}"] = value
-            if issubclass(type(value), type) and value.__module__ == name:
-                members = {n: v for n, v in list(vars(value).items()) if isinstance(v, _IN_CLASSES)}
-                found |= {f"{name}.{attribute}.{n}": v for n, v in members.items()}
-    return found
-
-
-def _state_of_torch() -> Present:
-    return {
-        "function modes": torch._C._len_torch_function_stack(),
-        "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "autocast cache": torch.is_autocast_cache_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "default dtype": torch.get_default_dtype(),
-        "anomaly": torch.is_anomaly_enabled(),
-        "registered dataclasses": registered_dataclasses(),
-        "activations are a leaf": len(tree_leaves(Activations(torch.zeros(1), 1.0))) == 1,
-        "log of fake tensors": sys.modules[FakeTensorMode.__module__].log.disabled,
-        "cache of autograd graphs": torch._functorch.config.enable_autograd_cache,
-    }
-
-
-def _state_of_the_process() -> Present:
-    return {
-        "backend of matplotlib": mpl.rcParams._get("backend"),
-        "handlers of signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
-        "hook for exceptions": sys.excepthook,
-        "filters of warnings": list(warnings.filters),
-        "rank": rank_zero_only.rank,
-        "tracing": (sys.gettrace(), sys.getprofile()),
-        "recording of modules": gc.isenabled(),
-    }
+def _state() -> Present:
+    return {**state_of_torch(), "activations are a leaf": len(tree_leaves(Activations(torch.zeros(1), 1.0))) == 1}
 
 
 def _wrapped(cls: type) -> type:
@@ -217,30 +163,9 @@ def _users_objects(model: Model) -> Present:
         found[f"hooks of {where}"] = [hook for hook in hooks if not _is_of_torch(hook)]
     found["group of the metric"] = model.accuracy.process_group
     for cls in (Model, Block, MulticlassAccuracy, Activations):
-        found |= {f"{cls.__name__}.{n}": v for n, v in vars(cls).items() if isinstance(v, _IN_CLASSES)}
+        found |= {f"{cls.__name__}.{n}": v for n, v in vars(cls).items() if isinstance(v, IN_CLASSES)}
     found["fields"] = [field.name for field in fields(Activations)]
     return found
-
-
-def _difference(before: Any, after: Any) -> str:
-    if isinstance(before, set) and isinstance(after, set):
-        return f"lost {sorted(before - after)}, got {sorted(after - before)}"
-    return f"{before!r} -> {after!r}"
-
-
-def _changed(before: Present, after: Present) -> list[str]:
-    """Names whose value is another one; what was imported meanwhile has none."""
-    return [
-        f"{name}: {_difference(value, after.get(name))}"
-        for name, value in before.items()
-        if after.get(name) is not value and (isinstance(value, _CODE) or after.get(name) != value)
-    ]
-
-
-def _added(before: Present, after: Present) -> list[str]:
-    """New functions in classes that were there before; Lightning leaves some on dataloaders with another sampler."""
-    owners = {name for name, value in before.items() if isinstance(value, type) and value.__module__ not in _REPLACED}
-    return [name for name in after.keys() - before.keys() if name.rpartition(".")[0] in owners]
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs
@@ -260,17 +185,17 @@ def _trainer(layout: Layout, max_steps: int) -> L.Trainer:
 def _fit(layout: Layout, fails: str | None) -> tuple[list[str], list[str]]:
     """What a fit leaves changed: of torch, Lightning and the process; of the user's objects."""
     model, trainer = Model(fails), _trainer(layout, max_steps=3)
-    readers: list[Callable[[], Present]] = [_code_of_packages, _state_of_torch, _state_of_the_process]
+    readers: list[Callable[[], Present]] = [code_of_packages, _state, state_of_the_process]
     before, users_before = [read() for read in readers], _users_objects(model)
     with nullcontext() if fails is None else pytest.raises((Failure, TraceError)):
         trainer.fit(model, loader(tokens(18), global_batch_size=8))
     gc.collect()  # an exception has a hook for what is printed of it, as long as it is there
     assert (1 <= trainer.global_step < 3) if fails else trainer.global_step == 3
     after, users_after = [read() for read in readers], _users_objects(model)
-    left = [change for was, now in zip(before, after, strict=True) for change in _changed(was, now)]
-    left += _added(before[0], after[0])
+    left = [change for was, now in zip(before, after, strict=True) for change in changed(was, now)]
+    left += added(before[0], after[0])
     users_names = users_before.keys() ^ users_after.keys()
-    return left, _changed(users_before, users_after) + sorted(users_names)
+    return left, changed(users_before, users_after) + sorted(users_names)
 
 
 LAYOUTS = {"dp": Layout(dp=2), "pp": Layout(pp=2, num_microbatches=2), "tp": Layout(tp=2)}
@@ -328,7 +253,7 @@ def test_a_trainer_goes_on_where_it_was(workers: WorkerPools, layout: str) -> No
 
 def test_a_patch_is_seen() -> None:
     model = Model(None)
-    readers = (_code_of_packages, lambda: _users_objects(model))
+    readers = (code_of_packages, lambda: _users_objects(model))
     before = [read() for read in readers]
     cosine, block = torch.cos, model.blocks[0]
     try:
@@ -340,8 +265,8 @@ def test_a_patch_is_seen() -> None:
     finally:
         torch.cos = cosine
         del nn.Linear.extra_repr_of_test  # type: ignore[attr-defined]
-    assert any(change.startswith("torch.cos:") for change in _changed(before[0], after[0]))
-    assert any(name.endswith("Linear.extra_repr_of_test") for name in _added(before[0], after[0]))
-    changed = _changed(before[1], after[1])
-    assert any(change.startswith("attributes of blocks.0") for change in changed)
-    assert any(change.startswith("hooks of blocks.1") for change in changed)
+    assert any(change.startswith("torch.cos:") for change in changed(before[0], after[0]))
+    assert any(name.endswith("Linear.extra_repr_of_test") for name in added(before[0], after[0]))
+    of_users = changed(before[1], after[1])
+    assert any(change.startswith("attributes of blocks.0") for change in of_users)
+    assert any(change.startswith("hooks of blocks.1") for change in of_users)
