@@ -21,7 +21,7 @@ VERSIONS_TESTS := torch_internals parity tracer zero fully_sharded recomputation
 TEST_PROCESSES ?= 2
 SIDE_BY_SIDE := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: env demo docs test test-install test-matrix test-signals test-gpu test-versions lightning-suite lint clean
+.PHONY: env demo docs test test-install test-matrix test-judge test-signals test-gpu test-versions lightning-suite lint clean
 
 env: $(INSTALLED)
 
@@ -53,9 +53,13 @@ test-install: env
 	mkdir "$$folder/example"; cp examples/minimal.py "$$folder/example"; cp tests/scripts/installed.py "$$folder"; \
 	cd "$$folder"; "$$python" installed.py dist/*.tar.gz
 
-# Tables of layouts that are too slow for every change.
+# Tables of layouts that are too slow for every change, and a sample of the law's cases: LAW_SEED=7 makes it the same again.
 test-matrix: env
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m matrix
+
+# Defects planted in the package, each of which the judge of tests/law has to find.
+test-judge: env
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m judge
 
 # Signals and failures at random moments, and hundreds of ends of processes: one at a time, as they take their time.
 test-signals: env

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 
+from tests import minutes
 from tests.parity import ReferenceRun
 from tests.workers import WorkerPools
 
 torch.set_num_threads(1)  # as on the ranks; small tensors gain nothing from more, and threads that wait for work spin
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+REFERENCES = "LAW_REFERENCES"
+"""Environment variable with the folder of runs of one process that cases of the law are compared with."""
+
+SEED = "LAW_SEED"
+"""Environment variable with the seed of the sample of the law's cases that `make test-matrix` runs."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Cases of tests/law that are in no cover."""
+    parser.addoption("--law", metavar="NAME", help="cases of the law by name: llama*.pp2.bf16.* or *.pp4")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,12 +38,26 @@ def pytest_configure(config: pytest.Config) -> None:
     A process that is killed while it compiles leaves half a library, which every later run would fail to load.
     """
     if not hasattr(config, "workerinput"):  # processes that share out the files have it from the one that starts them
-        os.environ[COMPILED] = tempfile.mkdtemp(prefix="compiled-")
-        config.add_cleanup(_forget_compiled)
+        for name, prefix in ((COMPILED, "compiled-"), (REFERENCES, "references-")):
+            os.environ[name] = tempfile.mkdtemp(prefix=prefix)
+            config.add_cleanup(partial(_forget, name))
+        os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
 
 
-def _forget_compiled() -> None:
-    shutil.rmtree(os.environ.pop(COMPILED), ignore_errors=True)
+def pytest_report_header() -> str:
+    """Name the seed, with which the sample is the same again."""
+    return f"{SEED}={os.environ[SEED]}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say where the minutes went."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    for line in minutes.lines(report for report in reports if isinstance(report, pytest.TestReport)):
+        terminalreporter.write_line(line)
+
+
+def _forget(name: str) -> None:
+    shutil.rmtree(os.environ.pop(name), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ class Job:
     accumulate_grad_batches: int = 1
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed", "64-true"] = "32-true"
     num_val_batches: int = 2
     """Global batches of validation; 0 for none."""
 
@@ -320,7 +320,7 @@ def _trainer(job: Job, strategy: Strategy | str, num_devices: int, recorder: _Re
     )
 
 
-def _splits(job: Job) -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor, ...]]]:
+def splits(job: Job) -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor, ...]]]:
     """Training and validation samples."""
     num_train = job.steps * job.accumulate_grad_batches * job.global_batch_size - job.num_missing
     num_val = job.num_val_batches * job.global_batch_size
@@ -342,7 +342,7 @@ def run_reference(job: Job) -> ReferenceRun:
     """Train the job in this process with the plain Trainer."""
     recorder = _recorder(job, _norm_of_all)
     trainer = _trainer(job, "auto", 1, recorder)
-    train, val = _splits(job)
+    train, val = splits(job)
     L.seed_everything(job.seed, verbose=False)
     model = job.model()
     trainer.fit(
@@ -387,7 +387,7 @@ def _train_rank(
     trainer = _trainer(job, strategy, layout.world_size, recorder)
     if measures_sent:
         trainer.callbacks.append(inputs)
-    train, val = _splits(job)
+    train, val = splits(job)
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

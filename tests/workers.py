@@ -2,7 +2,7 @@
 
 `workers(4).run(function, *args)` calls `function(*args)` on 4 ranks of one gloo process group and returns the results
 by rank. The processes come from a forkserver with torch and lightning preloaded and stay for the next run; after a
-failure, a hang, or `RUNS_PER_POOL` runs (process groups and DTensor caches of earlier runs pile up) they are replaced.
+failure, a hang, or `RUNS_PER_POOL` runs they are replaced.
 
     parent                          rank r (not daemonic: DataLoader workers may be started)
     run(): pickle(function, args) -> barrier, function(*args) in a fresh directory, barrier
@@ -55,9 +55,9 @@ GRACE = 3.0
 DUMP_TIMEOUT = 10.0
 """Seconds that a busy machine may take until the stacks of unfinished ranks are written."""
 
-RUNS_PER_POOL = 8
-"""Runs after which fresh processes take over: every gloo group polls a hundred times a second, also between runs, and
-a new pool takes half a second."""
+RUNS_PER_POOL = 64
+"""Runs after which fresh processes take over: process groups and caches of earlier runs pile up, and a new pool takes
+half a second."""
 
 TAIL = 3000
 """Characters of a failed rank's output that the error shows."""
@@ -201,7 +201,7 @@ def _answer(request: bytes) -> _Success | _Failure:
 
 
 def _preload() -> list[str]:
-    tests = [name for name in sys.modules if name.startswith("tests.test_")]
+    tests = [name for name in sys.modules if name.startswith(("tests.test_", "tests.law."))]
     return [*PRELOAD, *(module for package, module in BEHIND.items() if package in sys.modules), *tests]
 
 

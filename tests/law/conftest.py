@@ -1,0 +1,38 @@
+"""Which cases are collected: those of the cover, a sample for `make test-matrix`, and those asked for by `--law`."""
+
+from __future__ import annotations
+
+import os
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+
+from tests.conftest import SEED
+from tests.law.cover import Case, cover, named, sample
+
+SAMPLED = 100
+"""Cases of the sample."""
+
+
+KNOWN: dict[str, str] = {}
+"""Defects that the judge has found and that are not mended yet: names of cases -> what is wrong."""
+
+
+def _row(case: Case, *marks: pytest.MarkDecorator) -> Any:
+    reasons = [reason for pattern, reason in KNOWN.items() if fnmatchcase(str(case), pattern)]
+    return pytest.param(
+        case, id=str(case), marks=[*marks, *(pytest.mark.xfail(reason=why, strict=True) for why in reasons)]
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give `case` its values."""
+    if "case" not in metafunc.fixturenames:
+        return
+    pattern = metafunc.config.getoption("--law")
+    rows = [_row(case) for case in (named(pattern) if pattern else cover())]
+    if not pattern:
+        seed = int(os.environ[SEED])
+        rows += [_row(case, pytest.mark.matrix) for case in sample(seed, SAMPLED)]
+    metafunc.parametrize("case", rows)

@@ -1,0 +1,213 @@
+"""Which cases of the table are run: a cover of pairs, seeded samples of the rest, and any case by its name.
+
+[Note: the cover]
+Defects were where a setting or a habit met a layout. Each is met in a pipeline, on shards of tensors, by replicas at
+stage 3 and at one of the stages below, all on two ranks, and by one layout of more ranks. Models are trained in a
+pipeline and on shards of tensors. What a setting does depends on the model far less, so that no pair of those is asked
+for: models are spread over settings and habits as cases come. The cases stand in a file, so that a new row adds some
+and leaves the others: `python -m tests.law.cover` writes it anew.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tests.hugging_face import HuggingFace
+from tests.law.habits import HABITS
+from tests.law.layouts import LAYOUTS, OTHERS, family
+from tests.law.models import MODELS, Model
+from tests.law.settings import SETTINGS, Setting
+from tests.parity import Job, Layout
+
+FILE = Path(__file__).with_name("cover.txt")
+"""The cases of the cover, a line each."""
+
+CONSIDERED = 300
+"""Cases with a pair of which the best is taken."""
+
+
+@dataclass(frozen=True, order=True)
+class Case:
+    """A name of each table."""
+
+    model: str
+    layout: str
+    setting: str = "plain"
+    habit: str = "none"
+
+    def __str__(self) -> str:
+        return ".".join((self.model, self.layout, self.setting, self.habit))
+
+    @property
+    def model_row(self) -> Model:
+        return MODELS[self.model]
+
+    @property
+    def setting_row(self) -> Setting:
+        return SETTINGS[self.setting]
+
+    @property
+    def job(self) -> Job:
+        """What is trained, the same in one process and in a layout."""
+        return replace(self.model_row.job, **self.setting_row.job)
+
+    @property
+    def layout_row(self) -> Layout:
+        """The layout with what the setting changes."""
+        return self._fitted(self.layout)
+
+    @property
+    def first_layout(self) -> Layout:
+        """Where a run begins that is resumed in the layout."""
+        return self._fitted(OTHERS[self.layout])
+
+    def _fitted(self, name: str) -> Layout:
+        layout = self.setting_row.in_layout(LAYOUTS[name])
+        if "batch statistics" in self.model_row.traits:
+            return replace(layout, num_microbatches=1, schedule="gpipe")
+        return layout
+
+    @property
+    def reference(self) -> str:
+        """Names the run of one process, which settings that the strategy alone has do not change."""
+        setting = self.setting_row
+        return f"{self.model}.{self.habit}.{setting.job}.{setting.optimizer.__name__}.{setting.epochs}"
+
+    @property
+    def measures_sent(self) -> bool:
+        """Whether its blocks are run once more to see what they send: with tensor parallel alone, plainly."""
+        layout = self.layout_row
+        if self.job.precision == "bf16-mixed" or "uneven batches" in self.model_row.traits:  # no autocast; other sizes
+            return False
+        return layout.tp > 1 and layout.tp == layout.world_size and layout.compile_backend is None
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether the rows go together."""
+        model, layout, setting, habit = self.model_row, LAYOUTS[self.layout], self.setting_row, HABITS[self.habit]
+        layouts = [layout, LAYOUTS[OTHERS[self.layout]]] if setting.is_resumed else [layout]
+        if self.setting in model.skips | habit.skips:
+            return False
+        if any(at.dp > 1 for at in layouts) and model.traits:
+            return False
+        if any(at.pp > 2 for at in layouts) and "batch statistics" in model.traits:
+            return False
+        if any(at.pp > 1 for at in layouts) and "draws" in model.traits:
+            return False
+        if habit.needs is not None and not hasattr(_class_of(model.job), habit.needs):
+            return False
+        return setting.suits(model, layout) and all(map(habit.fits, layouts))
+
+
+def _class_of(job: Job) -> Any:
+    build = job.model.func if isinstance(job.model, partial) else job.model
+    return build if isinstance(build, type) else HuggingFace
+
+
+@cache
+def every_case() -> tuple[Case, ...]:
+    """All cases that are allowed."""
+    cases = (Case(*names) for names in product(MODELS, LAYOUTS, SETTINGS, HABITS))
+    return tuple(case for case in cases if case.is_allowed)
+
+
+PINNED = (
+    Case("swin", "tp2", "bf16"),  # proofs gave blocks 16-bit inputs, and left them dense
+    Case("llama-one-kv-head", "tp4"),  # fewer heads than ranks
+    Case("llama-tied", "tp4"),
+    Case("llama-recomputed", "pp2-tp2"),
+    Case("mixture", "pp2-dp2-zero3"),  # data decides what each replica's blocks run
+)
+"""Cases that are run though others cover their pairs."""
+
+Pair = tuple[str, str, str, str]
+"""Two kinds of rows and a name of each."""
+
+
+def pairs(case: Case) -> list[Pair]:
+    """What a case covers, see [Note: the cover]."""
+    layout = LAYOUTS[case.layout]
+    place = "more ranks" if layout.world_size > 2 else case.layout
+    if layout.dp == 2 == layout.world_size and layout.zero < 3:
+        place = "plain parameters"
+    return [
+        ("model", "family", case.model, family(case.layout)),
+        ("setting", "layout", case.setting, place),
+        ("habit", "layout", case.habit, place),
+    ]
+
+
+def cover() -> list[Case]:
+    """The cases that `make test` runs: those of the file, and those where something was."""
+    return sorted({*PINNED, *(Case(*line.split(".")) for line in FILE.read_text().split())})
+
+
+def wanted() -> set[Pair]:
+    """All pairs that the cover has to have; models need no layout of replicas alone."""
+    pool = [case for case in every_case() if MODELS[case.model].alike is None]
+    return {pair for case in pool for pair in pairs(case) if pair[0] != "model" or pair[3] != "dp"}
+
+
+def extended(cases: Iterable[Case]) -> list[Case]:
+    """These cases, without those that are not allowed any more or cover nothing that others do not, and more for what
+    they leave.
+    """
+    missing, found = wanted(), list[Case]()
+    models: Counter[str] = Counter()
+
+    def take(case: Case) -> None:
+        found.append(case)
+        models[case.model] += 1
+        missing.difference_update(pairs(case))
+
+    left = [case for case in cases if case.is_allowed]
+    while left:
+        best = max(left, key=lambda case: _gain(case, missing, models))
+        if not missing.intersection(pairs(best)):
+            break
+        take(best)
+        left.remove(best)
+    by_pair: dict[Pair, list[Case]] = {}
+    for case in sorted((case for case in every_case() if MODELS[case.model].alike is None), key=_order):
+        for pair in pairs(case):
+            if len(rows := by_pair.setdefault(pair, [])) < CONSIDERED:
+                rows.append(case)
+    while missing:
+        take(max(by_pair[min(missing)], key=lambda case: _gain(case, missing, models)))
+    return sorted(found)
+
+
+def _order(case: Case) -> int:
+    return zlib.crc32(str(case).encode())
+
+
+def _gain(case: Case, missing: set[Pair], models: Counter[str]) -> tuple[int, int, int]:
+    """New pairs; then few ranks; then a model that has few cases yet."""
+    return sum(pair in missing for pair in pairs(case)), -LAYOUTS[case.layout].world_size, -models[case.model]
+
+
+def sample(seed: int, size: int) -> list[Case]:
+    """Cases beside those of the cover."""
+    covered = set(cover())
+    return random.Random(seed).sample([case for case in every_case() if case not in covered], size)
+
+
+def named(pattern: str) -> list[Case]:
+    """Cases by name, with `*` and `?` as in a shell: `llama*.pp2.bf16.*`."""
+    parts = [*pattern.split("."), "*", "*", "*"][:4]
+    tables: tuple[dict[str, Any], ...] = (MODELS, LAYOUTS, SETTINGS, HABITS)
+    names = [[name for name in table if fnmatchcase(name, part)] for table, part in zip(tables, parts, strict=True)]
+    return [case for case in (Case(*chosen) for chosen in product(*names)) if case.is_allowed]
+
+
+if __name__ == "__main__":
+    FILE.write_text("".join(f"{case}\n" for case in extended(cover())))

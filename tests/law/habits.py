@@ -1,0 +1,232 @@
+"""HABITS: what programs do besides training, as mixins of the LightningModule and callbacks, which go with any model.
+
+What a habit sees it notes, and the judge compares that with one process, number by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from tests.parity import Layout
+
+Note = tuple[str, float]
+
+
+class Noting(L.Callback):
+    """A callback that notes numbers."""
+
+    def __init__(self) -> None:
+        self.notes: list[Note] = []
+
+    def note(self, name: str, value: Tensor | float) -> None:
+        self.notes.append((name, float(value)))
+
+
+class Logs(L.LightningModule):
+    """Logs numbers of every kind from the loss, also those of which microbatches' values do not simply add up."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)  # type: ignore[misc]
+        self.log_dict({"double": 2 * loss.detach(), "square": loss.detach() ** 2}, on_step=True, on_epoch=False)
+        self.log("mean", loss.detach(), on_step=False, on_epoch=True, batch_size=1)
+        self.log("largest", loss.detach(), on_step=False, on_epoch=True, reduce_fx="max", batch_size=1)
+        return loss
+
+
+class Metrics(L.LightningModule):
+    """Logs a metric of torchmetrics that it updates by hand, and computes another one at the end of the epoch."""
+
+    def add_to(self) -> None:
+        self.running, self.whole = MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)  # type: ignore[misc]
+        self.running.update(loss.detach())
+        self.whole.update(loss.detach() * 3)
+        self.log("running", self.running, on_step=False, on_epoch=True, batch_size=1)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("whole", self.whole.compute(), sync_dist=True)
+        self.whole.reset()
+
+
+class Hooks(L.LightningModule):
+    """Overrides hooks of a step, changes gradients in one, and notes the order of them all."""
+
+    def add_to(self) -> None:
+        self.notes: list[Note] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.notes.append(("on_train_batch_start", batch_idx))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append(("on_before_zero_grad", self.global_step))
+
+    def on_after_backward(self) -> None:
+        self.notes.append(("on_after_backward", self.global_step))
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.notes.append(("optimizer_step", self.global_step))
+
+    def on_train_epoch_end(self) -> None:
+        self.notes.append(("on_train_epoch_end", self.current_epoch))
+
+
+class Thawing(L.LightningModule):
+    """Trains the second half of its parameters first, and all from the third step on."""
+
+    def add_to(self) -> None:
+        parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        self.frozen = [name for name, p in self.named_parameters() if p in set(parameters[: len(parameters) // 2])]
+
+    def on_train_start(self) -> None:
+        if self.global_step < 2:
+            self._set(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 2:
+            self._set(True)
+
+    def _set(self, is_trained: bool) -> None:
+        for name, parameter in self.named_parameters():
+            if name in self.frozen:
+                parameter.requires_grad_(is_trained)
+
+
+class Manual(L.LightningModule):
+    """Optimizes by hand."""
+
+    def add_to(self) -> None:
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)  # type: ignore[misc]
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+class CallsOutside(Noting):
+    """Calls the model between steps: its loss of the last batch, without gradients and in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch: Any = None
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx != 1:
+            return
+        pl_module.eval()
+        with torch.no_grad():
+            loss = pl_module.compute_loss(batch)
+        pl_module.train()
+        self.note("loss of the batch", trainer.strategy.reduce(loss, reduce_op="mean"))
+
+
+class Gradients(Noting):
+    """Notes how large gradients are, in all and of some parameters, after each backward."""
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        norm = nn.utils.clip_grad_norm_(pl_module.parameters(), 1e9)
+        self.note("norm", norm)
+
+
+class Epochs(Noting):
+    """Notes what is logged at the end of an epoch, and the rates."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, value in sorted(trainer.callback_metrics.items()):
+            self.note(name, value)
+        for group in trainer.optimizers[0].param_groups:
+            self.note("lr", group["lr"])
+
+
+class Written(Noting):
+    """Notes what a logger wrote, and what callbacks of Lightning that watch a metric have found."""
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logger = trainer.logger
+        assert isinstance(logger, CSVLogger)
+        if trainer.is_global_zero:
+            for row in logger.experiment.metrics:
+                for name, value in sorted(row.items()):
+                    self.note(name, value)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping | ModelCheckpoint):
+                best = callback.best_score if isinstance(callback, EarlyStopping) else callback.best_model_score
+                self.note(type(callback).__name__, best)
+
+
+def _anywhere(layout: Layout) -> bool:
+    return True
+
+
+def _without_replicas(layout: Layout) -> bool:
+    return layout.dp == 1
+
+
+def _without_model_parallel(layout: Layout) -> bool:
+    return layout.pp == layout.tp == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habit:
+    """A row."""
+
+    mixin: type[L.LightningModule] | None = None
+    """Goes before the model's class; its `add_to` is called with the built model."""
+    callbacks: Callable[[], list[L.Callback]] = list
+    trainer: Callable[[], Mapping[str, Any]] = dict
+    """More arguments of the Trainer, which may hold loggers."""
+    fits: Callable[[Layout], bool] = _anywhere
+    skips: frozenset[str] = field(default_factory=frozenset)
+    """Settings that it does not go with."""
+    needs: str | None = None
+    """A method that the model has to have."""
+
+
+def _watching() -> list[L.Callback]:
+    return [
+        ModelCheckpoint(dirpath="watched", monitor="val_loss", save_weights_only=True),
+        EarlyStopping("val_loss", patience=9),
+        LearningRateMonitor(),
+        Written(),
+    ]
+
+
+HABITS = {
+    "none": Habit(),
+    "logs": Habit(mixin=Logs, callbacks=lambda: [Epochs()], fits=_without_replicas),
+    "metrics": Habit(mixin=Metrics, callbacks=lambda: [Epochs()]),
+    "hooks": Habit(mixin=Hooks),
+    "thawing": Habit(mixin=Thawing),
+    "manual": Habit(
+        mixin=Manual,
+        fits=_without_model_parallel,
+        skips=frozenset({"accumulated", "clipped", "clipped-values", "unseen", "warmed-up", "stepped"}),
+    ),
+    "calls": Habit(callbacks=lambda: [CallsOutside()], needs="compute_loss"),
+    "gradients": Habit(callbacks=lambda: [Gradients()], skips=frozenset({"unseen"})),
+    "watching": Habit(
+        callbacks=_watching,
+        trainer=lambda: {"logger": CSVLogger("logs", flush_logs_every_n_steps=99), "enable_checkpointing": True},
+    ),
+}
