@@ -30,6 +30,8 @@ _CHUNK = 2**18
 _HEAD_ROWS = 64
 """Rows of an output head that are compared: each is computed alike, and its whole logits are what is largest."""
 
+_HALVES = (torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
@@ -102,7 +104,8 @@ def verify_block(
     example = (tuple(args), dict(kwargs))
     if _is_head(block, plan):
         example = tree_map_only(Tensor, _few_rows, example)
-    inputs = _random_inputs(example, device, _num_ids(block))
+    dtypes = {parameter.dtype for parameter in block.parameters() if parameter.is_floating_point()}
+    inputs = _random_inputs(example, device, _num_ids(block), widens=dtypes == {torch.float32})
     devices = [device] if device.type != "cpu" else []
     error = None
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), preserved(block):
@@ -148,8 +151,12 @@ def _few_rows(example: Tensor) -> Tensor:
     return example
 
 
-def _random_inputs(example: Any, device: torch.device, num_ids: int) -> Any:
-    """Concrete inputs like the example; tensors that appear twice stay one tensor."""
+def _random_inputs(example: Any, device: torch.device, num_ids: int, *, widens: bool) -> Any:
+    """Concrete inputs like the example; tensors that appear twice stay one tensor.
+
+    Args:
+        widens: Whether 16-bit inputs become fp32, as weights are: autocast made them 16-bit, without which proofs run.
+    """
     generator = torch.Generator().manual_seed(_SEED)
     made: dict[int, Tensor] = {}
     floats = [leaf for leaf in _tensors(example) if _is_continuous(leaf)]
@@ -159,7 +166,8 @@ def _random_inputs(example: Any, device: torch.device, num_ids: int) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in made:
-            made[id(leaf)] = _random_input(leaf, generator, device, num_ids)
+            random = _random_input(leaf, generator, device, num_ids)
+            made[id(leaf)] = random.float() if widens and random.dtype in _HALVES else random
             if _is_continuous(leaf):
                 made[id(leaf)].requires_grad_(leaf.requires_grad or not is_known)
         return made[id(leaf)]
