@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from lightning_3d.distributed import kept_alike
 from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.torch_internals.dtensor import part_of
+from tests.law.models import MODELS
 from tests.models import Block, TinyGPT
 from tests.parity import Job, Layout, assert_parity, fitted, run_layout, run_reference
 from tests.tables import some_in_matrix
-from tests.test_tensor_architectures import TABLE
 from tests.workers import WorkerPools
 
 
@@ -54,7 +54,7 @@ class AdaptedGPT(TinyGPT):
 
 
 def _clipped(name: str) -> Job:
-    return replace(TABLE[name].job, gradient_clip_val=0.5, global_batch_size=8)
+    return replace(MODELS[name].job, gradient_clip_val=0.5, global_batch_size=8)
 
 
 JOBS = {
