@@ -8,9 +8,11 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from xdist.scheduler import LoadFileScheduling
 
 from tests import minutes
 from tests.parity import ReferenceRun
@@ -42,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ[name] = tempfile.mkdtemp(prefix=prefix)
             config.add_cleanup(partial(_forget, name))
         os.environ.setdefault(SEED, str(random.SystemRandom().randrange(10**6)))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
+    """Share out files of tests, whose fixtures are made once, and cases of the law one by one, which are last."""
+    return _Scheduling(config, log)
+
+
+class _Scheduling(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if "::test_law[" in nodeid else super()._split_scope(nodeid)
 
 
 def pytest_report_header() -> str:

@@ -34,14 +34,14 @@ from lightning_3d.trace.fake_blocks import RandomnessSeen, with_state
 from tests import architectures as a
 from tests.fake_cuda.models import Blocks, Decoder, Encoder, Experts, Flex
 from tests.hugging_face import small_job
+from tests.law.models import MODELS
 from tests.parity import Job
-from tests.test_architectures import TABLE
 
 NAMES = (
     *("bert", "electra", "clip", "vit", "wav2vec2", "segformer", "swin", "resnet", "convnext", "mamba"),
     *("unet", "lstm", "gru", "residual-vit", "lora"),
 )
-JOBS: dict[str, Job] = {name: TABLE[name].job for name in NAMES}
+JOBS: dict[str, Job] = {name: MODELS[name].job for name in NAMES}
 JOBS |= {
     "decoder": small_job(partial(Blocks, Decoder), a.sequences),
     "decoder-dropout": small_job(partial(Blocks, Decoder, dropout=0.1), a.sequences),

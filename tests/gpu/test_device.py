@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_3d.callbacks import MemoryTable
+from tests.law.models import MODELS as ROWS
 from tests.models import TinyGPT
 from tests.parity import Job, Layout, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import device
 from tests.second_device.ranks import RanksOf, ranks_of
-from tests.test_architectures import TABLE
 from tests.workers import WorkerPools
 
 pytestmark = pytest.mark.gpu
@@ -81,7 +81,7 @@ def figures() -> Iterator[dict[str, str]]:
 def test_parity_with_the_cpu(ranks: Callable[[int], RanksOf], figures: dict[str, str], name: str) -> None:
     if name in LEFT and DEVICE == device.NAME:
         pytest.skip(f"left for a GPU: {LEFT[name]}")
-    job = TABLE[name].job
+    job = ROWS[name].job
     reference = run_reference(job)
     start = time.perf_counter()
     result = run_layout(ranks(1), replace(job, accelerator=DEVICE), Layout(num_microbatches=1))

@@ -24,7 +24,8 @@ from typing import Any
 from tests.hugging_face import HuggingFace
 from tests.law.habits import HABITS
 from tests.law.layouts import LAYOUTS, OTHERS, family
-from tests.law.models import MODELS, Model
+from tests.law.models import MODELS
+from tests.law.models.row import Model
 from tests.law.settings import SETTINGS, Setting
 from tests.parity import Job, Layout
 
@@ -95,7 +96,10 @@ class Case:
         """Whether the rows go together."""
         model, layout, setting, habit = self.model_row, LAYOUTS[self.layout], self.setting_row, HABITS[self.habit]
         layouts = [layout, LAYOUTS[OTHERS[self.layout]]] if setting.is_resumed else [layout]
-        if self.setting in model.skips | habit.skips:
+        pieces = self.layout_row.num_microbatches
+        if isinstance(pieces, int) and pieces > self.job.global_batch_size // layout.dp:
+            return False
+        if self.setting in model.skips | habit.skips or not all(map(model.fits, layouts)):
             return False
         if any(at.dp > 1 for at in layouts) and model.traits:
             return False
@@ -126,6 +130,7 @@ PINNED = (
     Case("llama-tied", "tp4"),
     Case("llama-recomputed", "pp2-tp2"),
     Case("mixture", "pp2-dp2-zero3"),  # data decides what each replica's blocks run
+    Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
 )
 """Cases that are run though others cover their pairs."""
 
@@ -152,9 +157,11 @@ def cover() -> list[Case]:
 
 
 def wanted() -> set[Pair]:
-    """All pairs that the cover has to have; models need no layout of replicas alone."""
+    """All pairs that the cover has to have."""
     pool = [case for case in every_case() if MODELS[case.model].alike is None]
-    return {pair for case in pool for pair in pairs(case) if pair[0] != "model" or pair[3] != "dp"}
+    return {
+        pair for case in pool for pair in pairs(case) if pair[0] != "model" or pair[3] in MODELS[case.model].families
+    }
 
 
 def extended(cases: Iterable[Case]) -> list[Case]:

@@ -19,7 +19,7 @@ from lightning.pytorch import LightningModule
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from tests.law.models import Model
+from tests.law.models.row import Model
 from tests.parity import Layout
 
 

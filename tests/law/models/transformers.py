@@ -1,19 +1,8 @@
-"""MODELS: what is trained, a row each: architectures of transformers, and those whose dataflow is difficult.
-
-A row has a `Job` of tests/parity.py (the model, its data, the size of the global batch) and what one has to know of the
-model to train it anywhere: a learning rate for plain gradient descent, traits that rule out some layouts, and whether
-another row stands for it in the cover.
-"""
+"""Models of transformers, small ones: architectures, ways to attend, to mix experts and to share weights."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from tests import architectures as a
 from tests.hugging_face import (
@@ -29,40 +18,7 @@ from tests.hugging_face import (
     small_job,
     text_settings,
 )
-from tests.losses import LossNet, labelled
-from tests.models import TinyGPT, TinyMLP, features
-from tests.parity import Job
-
-Trait = Literal["batch statistics", "couples samples", "uneven batches", "running statistics", "draws"]
-"""batch statistics: BatchNorm, so that pieces of a batch give other numbers. couples samples: the loss is no mean over
-samples, so that the mean over replicas is another one, as under DDP. uneven batches: the last batch can't be shared
-out evenly among replicas. running statistics: those of BatchNorm, which each replica has its own of. draws: random
-numbers in steps, those of one process where every rank runs the whole batch through all of the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A row."""
-
-    job: Job
-    lr: float = 0.1
-    """For gradient descent with momentum; large enough that weights move measurably, small enough to be no chaos."""
-    traits: frozenset[Trait] = frozenset()
-    alike: str | None = None
-    """Another row that plans and trains alike, and has its cases in the cover instead."""
-    warns: tuple[str, ...] = ()
-    """Beginnings of warnings that it may give."""
-    skips: frozenset[str] = frozenset()
-    """Settings that it does not go with."""
-
-
-LOOPS = frozenset({"compiled"})
-"""Blocks that loop over positions take minutes to compile."""
-IN_HALVES = frozenset({"bf16"})
-"""One process can't compute them in bf16 on a CPU, or their gradients drown in rounding."""
-NORMS, COUPLED, UNEVEN = (
-    frozenset[Trait]({trait}) for trait in ("batch statistics", "couples samples", "uneven batches")
-)
+from tests.law.models.row import COUPLED, IN_HALVES, LOOPS, NORMS, Model
 
 TEXT = text_settings(width=32, num_heads=4, num_layers=2)
 GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
@@ -89,9 +45,6 @@ IMAGE = image_settings(width=32, num_heads=4, num_layers=2)
 RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": a.NUM_CLASSES}
 
 MODELS = {
-    "gpt": Model(job=Job(num_val_batches=1)),
-    "gpt-untied": Model(job=Job(model=partial(TinyGPT, tied=False), num_val_batches=1)),
-    "mlp": Model(job=Job(model=TinyMLP, data=features, num_val_batches=1)),
     "llama": Model(job=hf_job("LlamaConfig", CLM, **GROUPED)),
     "llama-tied": Model(
         job=hf_job("LlamaConfig", CLM, **{**GROUPED, "num_key_value_heads": 4}, tie_word_embeddings=True)
@@ -311,8 +264,6 @@ MODELS = {
         ),
         traits=NORMS,
     ),
-    "diffusion-unet": Model(job=small_job(a.DiffusionUNet, a.images)),
-    "depthwise-pyramid": Model(job=small_job(a.DepthwisePyramid, partial(a.images, size=64)), traits=NORMS),
     "wav2vec2-conformer": Model(
         job=hf_job(
             "Wav2Vec2ConformerConfig",
@@ -340,7 +291,6 @@ MODELS = {
         skips=IN_HALVES,
         traits=NORMS,
     ),
-    "nn-transformer": Model(job=small_job(a.EncoderDecoder, a.sequences)),
     "llama-masked": Model(job=hf_job("LlamaConfig", CLM, a.masked_text, **GROUPED)),
     "llama-recomputed": Model(
         job=small_job(partial(recomputed, "LlamaConfig", CLM, use_reentrant=False, **GROUPED), a.text)
@@ -406,66 +356,4 @@ MODELS = {
     "batch-encoding": Model(
         job=small_job(partial(hugging_face, "BertConfig", MLM, **TEXT), a.text, collate=a.collate_encoding)
     ),
-    "unet": Model(job=small_job(a.UNet, a.images)),
-    "residual-vit": Model(job=small_job(a.ResidualViT, a.images)),
-    "lstm": Model(job=small_job(partial(a.Recurrent, nn.LSTM), a.token_pairs), skips=IN_HALVES),
-    "gru": Model(job=small_job(partial(a.Recurrent, nn.GRU), a.token_pairs), skips=IN_HALVES, alike="lstm"),
-    "unrolled-cell": Model(job=small_job(a.UnrolledCell, a.sequences)),
-    "structures": Model(job=small_job(a.Structures, a.sequences)),
-    "mixture": Model(job=small_job(a.Mixture, a.sequences)),
-    "collected": Model(  # changes views in place in glue, which can't be traced whole
-        job=small_job(a.Collected, a.sequences), warns=("How what ",)
-    ),
-    "lora": Model(job=small_job(a.Adapted, a.vectors)),
-    "parameterless": Model(job=small_job(a.Parameterless, a.images)),
-    "ties": Model(job=small_job(a.Ties, a.token_pairs)),
-    "functions": Model(job=small_job(partial(a.CustomFunctions, use_reentrant=False), a.sequences)),
-    "functions-reentrant": Model(
-        job=small_job(partial(a.CustomFunctions, use_reentrant=True), a.sequences), alike="functions"
-    ),
-    "nested-batches": Model(
-        job=small_job(a.NestedBatches, a.named_text, collate=a.collate_examples, num_missing=1), traits=UNEVEN
-    ),
-    "last-batch-of-one": Model(job=small_job(a.EncoderDecoder, a.sequences, num_missing=3), traits=UNEVEN),
-}
-
-
-class Normed(a.Trained):
-    """Norms beside its layers, whose running statistics alone depend on how a batch is cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a.WIDTH, a.WIDTH) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(a.WIDTH, momentum=m) for m in (0.1, None, 0.1, 0.5))
-        self.head = nn.Linear(a.WIDTH, a.NUM_CLASSES)
-
-    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x = batch[0]
-        for layer, norm in zip(self.layers, self.norms, strict=True):
-            x = x + layer(x).tanh() + 0 * norm(x)
-        return F.mse_loss(self.head(x), batch[1])
-
-
-class Dropping(TinyGPT):
-    """Drops what its blocks give."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(positions)
-        for block in self.blocks:
-            x = x + F.dropout(block(x), 0.3, self.training)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-MODELS |= {
-    "norms": Model(job=Job(model=Normed, data=a.vectors, num_val_batches=1), traits=frozenset({"running statistics"})),
-    "dropping": Model(job=Job(model=Dropping, num_val_batches=1), traits=frozenset({"draws"})),
-}
-
-LOSSES = ("mean", "summed", "ignoring", "class_weighted", "selected", "divided", "smoothed", "contrastive", "ctc")
-"""Of tests/losses.py; all but the mean weigh samples, or couple them."""
-MODELS |= {
-    f"loss-{name}": Model(job=Job(model=partial(LossNet, name), data=labelled, num_val_batches=1), traits=COUPLED)
-    for name in LOSSES
 }

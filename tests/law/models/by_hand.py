@@ -1,0 +1,76 @@
+"""Architectures by hand, whose dataflow is difficult: long skips, loops over positions, nested batches, ties."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import architectures as a
+from tests.hugging_face import small_job
+from tests.law.models.row import IN_HALVES, NORMS, UNEVEN, Model
+from tests.models import TinyGPT, TinyMLP, features
+from tests.parity import Job
+
+
+class Normed(a.Trained):
+    """Norms beside its layers, whose running statistics alone depend on how a batch is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a.WIDTH, a.WIDTH) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(a.WIDTH, momentum=m) for m in (0.1, None, 0.1, 0.5))
+        self.head = nn.Linear(a.WIDTH, a.NUM_CLASSES)
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0]
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(x).tanh() + 0 * norm(x)
+        return F.mse_loss(self.head(x), batch[1])
+
+
+class Dropping(TinyGPT):
+    """Drops what its blocks give."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = x + F.dropout(block(x), 0.3, self.training)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+MODELS = {
+    "gpt": Model(job=Job(num_val_batches=1)),
+    "gpt-untied": Model(job=Job(model=partial(TinyGPT, tied=False), num_val_batches=1)),
+    "mlp": Model(job=Job(model=TinyMLP, data=features, num_val_batches=1)),
+    "diffusion-unet": Model(job=small_job(a.DiffusionUNet, a.images)),
+    "depthwise-pyramid": Model(job=small_job(a.DepthwisePyramid, partial(a.images, size=64)), traits=NORMS),
+    "nn-transformer": Model(job=small_job(a.EncoderDecoder, a.sequences)),
+    "unet": Model(job=small_job(a.UNet, a.images)),
+    "residual-vit": Model(job=small_job(a.ResidualViT, a.images)),
+    "lstm": Model(job=small_job(partial(a.Recurrent, nn.LSTM), a.token_pairs), skips=IN_HALVES),
+    "gru": Model(job=small_job(partial(a.Recurrent, nn.GRU), a.token_pairs), skips=IN_HALVES, alike="lstm"),
+    "unrolled-cell": Model(job=small_job(a.UnrolledCell, a.sequences)),
+    "structures": Model(job=small_job(a.Structures, a.sequences)),
+    "mixture": Model(job=small_job(a.Mixture, a.sequences)),
+    "collected": Model(  # changes views in place in glue, which can't be traced whole
+        job=small_job(a.Collected, a.sequences), warns=("How what ",)
+    ),
+    "lora": Model(job=small_job(a.Adapted, a.vectors)),
+    "parameterless": Model(job=small_job(a.Parameterless, a.images)),
+    "ties": Model(job=small_job(a.Ties, a.token_pairs)),
+    "functions": Model(job=small_job(partial(a.CustomFunctions, use_reentrant=False), a.sequences), lr=0.01),
+    "functions-reentrant": Model(
+        job=small_job(partial(a.CustomFunctions, use_reentrant=True), a.sequences), lr=0.01, alike="functions"
+    ),
+    "nested-batches": Model(
+        job=small_job(a.NestedBatches, a.named_text, collate=a.collate_examples, num_missing=1), traits=UNEVEN
+    ),
+    "last-batch-of-one": Model(job=small_job(a.EncoderDecoder, a.sequences, num_missing=3), traits=UNEVEN),
+    "norms": Model(job=Job(model=Normed, data=a.vectors, num_val_batches=1), traits=frozenset({"running statistics"})),
+    "dropping": Model(job=Job(model=Dropping, num_val_batches=1), traits=frozenset({"draws"})),
+}
