@@ -122,6 +122,29 @@ class Manual(L.LightningModule):
         return loss.detach()
 
 
+class Evaluated(L.LightningModule):
+    """Is validated, tested and asked for predictions once it is trained."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.compute_loss(batch), sync_dist=True)  # type: ignore[operator]
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.compute_loss(batch)  # type: ignore[operator]
+        return loss
+
+
+def _evaluate(trainer: L.Trainer, module: L.LightningModule, data: Any) -> list[Note]:
+    """What `validate` and `test` log, and the mean that replicas predict."""
+    logged = [*trainer.validate(module, data, verbose=False), *trainer.test(module, data, verbose=False)]
+    predicted = torch.stack(trainer.predict(module, data)).mean()  # type: ignore[arg-type]
+    mean = trainer.strategy.reduce(predicted, reduce_op="mean")
+    return [*(item for numbers in logged for item in sorted(numbers.items())), ("predicted", float(mean))]
+
+
+def _nothing(trainer: L.Trainer, module: L.LightningModule, data: Any) -> list[Note]:
+    return []
+
+
 class CallsOutside(Noting):
     """Calls the model between steps: its loss of the last batch, without gradients and in evaluation."""
 
@@ -201,6 +224,8 @@ class Habit:
     """Settings that it does not go with."""
     needs: str | None = None
     """A method that the model has to have."""
+    after: Callable[[L.Trainer, L.LightningModule, Any], list[Note]] = _nothing
+    """Called after training, with batches; what it notes is compared, too."""
 
 
 def _watching() -> list[L.Callback]:
@@ -224,6 +249,7 @@ HABITS = {
         skips=frozenset({"accumulated", "clipped", "clipped-values", "unseen", "warmed-up", "stepped"}),
     ),
     "calls": Habit(callbacks=lambda: [CallsOutside()], needs="compute_loss"),
+    "evaluated": Habit(mixin=Evaluated, after=_evaluate, needs="compute_loss"),
     "gradients": Habit(callbacks=lambda: [Gradients()], skips=frozenset({"unseen"})),
     "watching": Habit(
         callbacks=_watching,

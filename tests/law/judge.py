@@ -31,9 +31,9 @@ own, as models of transformers compute some things in float32."""
 LISTED = 20
 """Problems that a failed case shows."""
 
-EXPECTED = ("FSDP2-wrapped module", "Checkpoint directory ")
+EXPECTED = ("FSDP2-wrapped module", "Checkpoint directory ", "Using `DistributedSampler` with the dataloaders. During ")
 """Beginnings of warnings that one process does not give: torch's on outputs that are views, and Lightning's on a folder
-that a resumed run finds."""
+that a resumed run finds and on replicas that share out what is evaluated."""
 
 
 class Judge:

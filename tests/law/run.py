@@ -188,6 +188,7 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
     run.notes = [
         *getattr(model, "notes", ()),
         *(note for callback in callbacks for note in getattr(callback, "notes", ())),
+        *habit.after(trainer, model, others),
     ]
     trainer.save_checkpoint(saved)
     if saved == "final.ckpt" and trainer.is_global_zero:
