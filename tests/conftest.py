@@ -28,6 +28,9 @@ REFERENCES = "LAW_REFERENCES"
 SEED = "LAW_SEED"
 """Environment variable with the seed of the sample of the law's cases that `make test-matrix` runs."""
 
+FLAKY = "flaky"
+"""Property of a test that failed at first: what was wrong."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Cases of tests/law that are in no cover."""
@@ -62,10 +65,15 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say where the minutes went."""
-    reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    for line in minutes.lines(report for report in reports if isinstance(report, pytest.TestReport)):
+    """Say where the minutes went, and which cases passed only when they were run again."""
+    kept = [report for reports in terminalreporter.stats.values() for report in reports]
+    reports = [report for report in kept if isinstance(report, pytest.TestReport)]
+    for line in minutes.lines(reports):
         terminalreporter.write_line(line)
+    for report in reports:
+        for name, text in report.user_properties:
+            if name == FLAKY and report.when == "call":
+                terminalreporter.write_line(f"flaky: {text}", yellow=True)
 
 
 def _forget(name: str) -> None:

@@ -20,6 +20,8 @@ from lightning_3d.torch_internals.pytree import registered_dataclasses
 _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_utilities")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
 IN_CLASSES = (*_CODE, staticmethod, classmethod, property, types.GetSetDescriptorType)
+_MEMBERS = frozenset(IN_CLASSES)
+"""Nearly all members are of exactly these types, which is known sooner than a subclass."""
 _REPLACED = ("torch.utils.data.dataloader", "torch.utils.data.sampler")
 
 Present = dict[str, Any]
@@ -36,8 +38,9 @@ def code_of_packages() -> Present:
             if issubclass(type(value), _CODE):  # isinstance would ask deprecated stand-ins, which warn
                 found[f"{name}.{attribute}"] = value
             if issubclass(type(value), type) and value.__module__ == name:
-                members = {n: v for n, v in list(vars(value).items()) if isinstance(v, IN_CLASSES)}
-                found |= {f"{name}.{attribute}.{n}": v for n, v in members.items()}
+                for member, code in list(vars(value).items()):
+                    if type(code) in _MEMBERS or isinstance(code, IN_CLASSES):
+                        found[f"{name}.{attribute}.{member}"] = code
     return found
 
 
