@@ -25,7 +25,7 @@ def test_a_case_that_passes_the_second_time(workers: WorkerPools, monkeypatch: p
     plain, of_matrix = _request(set()), _request({"matrix"})
     test_law.test_law(workers, Case("mlp", "pp2"), plain)
     assert [name for name, text in plain.node.user_properties if "lost a gradient" in cast(str, text)] == [FLAKY]
-    with pytest.raises(pytest.fail.Exception, match="flaky, .*mlp.pp2.plain.none, LAW_SEED=.*\nlost a gradient"):
+    with pytest.raises(pytest.fail.Exception, match=r"flaky, .*mlp.pp2.plain.none, LAW_SEED=.*\nlost a gradient"):
         test_law.test_law(workers, Case("mlp", "pp2"), of_matrix)
     with pytest.raises(pytest.fail.Exception, match="lost another"):
         test_law.test_law(workers, Case("mlp", "pp2"), plain)
