@@ -826,6 +826,33 @@ def test_schemas() -> None:
     assert dispatch.written_arguments(torch.ops.aten.add.Tensor, (tensor, out), {}) == []
 
 
+@canary(dispatch, "makes_a_view")
+def test_operators_that_make_a_view() -> None:
+    aten = torch.ops.aten
+    assert all(map(dispatch.makes_a_view, (aten.t.default, aten.view.default, aten.detach.default, aten.select.int)))
+    assert not any(map(dispatch.makes_a_view, (aten._to_copy.default, aten.add_.Tensor, aten.add.out, aten.mm.default)))
+    others = aten.view.dtype, aten.view_as_complex.default, aten.split.Tensor, torch.ops.higher_order.flex_attention
+    assert not any(map(dispatch.makes_a_view, others))
+
+
+@canary(dispatch, "is_in_compiled_code")
+def test_compiled_code_is_known_in_a_dispatch_mode() -> None:
+    seen: list[bool] = []
+
+    class Mode(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(dispatch.is_in_compiled_code())
+            return func(*args, **(kwargs or {}))
+
+    module = nn.ReLU()
+    with Mode():
+        module(torch.ones(2))
+        module.compile(backend="eager")
+        x = torch.ones(2)
+        module(x)
+    assert seen == [False, False, False, True]
+
+
 @canary(dispatch, "alias_below_autograd")
 def test_an_alias_counts_the_changes_of_its_tensor() -> None:
     aliases: list[Tensor] = []
@@ -1359,6 +1386,33 @@ def _shards_in_other_memory() -> None:
 @canary(fsdp, "groups_of", "shards_of", "move_shards", "when_gathered")
 def test_shards_in_other_memory(workers: WorkerPools) -> None:
     workers(2).run(_shards_in_other_memory)
+
+
+def _gathered_in_other_dtypes() -> tuple[Any, ...]:
+    unit = fully_shard(nn.Linear(3, 5), mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+    assert isinstance(unit, FSDPModule)
+    x = torch.ones(2, 3)
+    unit(x).sum().backward()
+    weight, bias = fsdp.parameters_of_unit(unit)
+    assert [weight.sharded, bias.sharded] == [*unit.parameters()]
+    assert weight.memory.dtype == torch.float32
+    assert weight.memory.untyped_storage().size() == 0
+    seen: list[Tensor] = []
+
+    def stand_in(half: Tensor) -> Tensor:
+        seen.append(half)
+        return half
+
+    assert weight.gather_in(torch.bfloat16, stand_in) is weight.gathered
+    unit.unshard()
+    assert (unit.weight.dtype, unit.bias.dtype) == (torch.bfloat16, torch.float32)
+    values = weight.sharded.full_tensor().bfloat16()  # type: ignore[attr-defined]
+    return torch.equal(seen[0], values), torch.equal(unit.weight, values), unit.weight.requires_grad  # type: ignore[arg-type]
+
+
+@canary(fsdp, "UnitParameter", "parameters_of_unit")
+def test_a_parameter_is_gathered_in_another_dtype(workers: WorkerPools) -> None:
+    assert workers(2).run(_gathered_in_other_dtypes) == [(True, True, True)] * 2
 
 
 def _reset_units() -> list[bool]:

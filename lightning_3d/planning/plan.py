@@ -93,6 +93,8 @@ class Plan:
     shown it."""
     heads: tuple[str, ...] = ()
     """A line for each head on this rank: whether it is fused with its loss; there once steps have shown it."""
+    gathers: tuple[str, ...] = ()
+    """Lines on how this rank gathers parameters at ZeRO stage 3; there once steps have shown it."""
 
     @property
     def stages_of_calls(self) -> Mapping[str, tuple[int, ...]]:
@@ -191,6 +193,7 @@ class Plan:
             planned = [(block.fqn, block.kind, block.tensor) for block in self.blocks if block.tensor is not None]
             tables.append(tensor_table(planned))
         tables.extend(self.heads)
+        tables.extend(self.gathers)
         if self.memory:
             tables.append(memory_table(self.memory))
         if self.optimizers:

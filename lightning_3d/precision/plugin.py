@@ -95,6 +95,11 @@ class ThreeDPrecision(Precision):
         return self.precision in _HALVES
 
     @property
+    def casts_to(self) -> torch.dtype | None:
+        """The dtype to which autocast casts what steps compute with, if they run under it."""
+        return _AUTOCAST.get(self.precision)
+
+    @property
     def scales_losses(self) -> bool:
         """Whether losses are scaled."""
         return self.precision in ("16-mixed", "16-true")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -74,6 +76,8 @@ TO_COPY = torch.ops.aten._to_copy.default
 UNIQUE2 = torch.ops.aten._unique2.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
+_VIEWS_IN_OTHER_DTYPES = (torch.ops.aten.view.dtype, torch.ops.aten.view_as_complex.default)
+
 foreach_multiply = torch._foreach_mul_
 """Multiply each of a list of tensors in place, in one call."""
 
@@ -103,6 +107,25 @@ def written_arguments(op: Operator, args: Sequence[Any], kwargs: Mapping[str, An
     }
     values = [args[i] if i < len(args) else kwargs.get(name) for name, i in names.items()]
     return [value for value in values if value is not None]
+
+
+@functools.cache
+def makes_a_view(op: Operator) -> bool:
+    """Whether an operator reads no values and returns one tensor, a view of its argument in the same dtype."""
+    if not isinstance(op, OpOverload) or op in _VIEWS_IN_OTHER_DTYPES or len(returns := schema_of(op).returns) != 1:
+        return False
+    alias = returns[0].alias_info
+    return str(returns[0].type) == "Tensor" and alias is not None and not alias.is_write
+
+
+def is_in_compiled_code() -> bool:
+    """Whether something that ``torch.compile`` made is under way, as a dispatch mode sees it."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and "_dynamo" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def alias_below_autograd(tensor: Tensor) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.dtensor import spec_of
 
 
 def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
@@ -33,6 +36,54 @@ def groups_of(unit: FSDPModule) -> Iterator[Any]:
 def shards_of(unit: FSDPModule) -> list[Tensor]:
     """The memory of the shards of a unit's own parameters, padding included."""
     return [sharded._sharded_param_data for group in groups_of(unit) for sharded in group.fsdp_params]
+
+
+@dataclass(frozen=True)
+class UnitParameter:
+    """One parameter of a unit, which several may refer to."""
+
+    _parameter: Any
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """This rank's shard, a DTensor."""
+        parameter: nn.Parameter = self._parameter.sharded_param
+        return parameter
+
+    @property
+    def gathered(self) -> nn.Parameter:
+        """The parameter of modules while the unit is gathered; there from the first time on."""
+        parameter: nn.Parameter = self._parameter.unsharded_param
+        return parameter
+
+    @property
+    def memory(self) -> Tensor:
+        """The memory that it is gathered into, padding included; likewise."""
+        memory: Tensor = self._parameter.all_gather_outputs[0]
+        return memory
+
+    def gather_in(self, dtype: torch.dtype, stand_in: Callable[[Tensor], Tensor]) -> nn.Parameter:
+        """From now on gather it in another dtype; the unit has been gathered, and is not now.
+
+        Args:
+            stand_in: Makes what modules have while it is gathered, of the memory that it is gathered into.
+        """
+        own, size = self._parameter, self._parameter.shard_mesh.size()
+        own.param_dtype, own.all_gather_outputs = dtype, []
+        own.init_dtype_attrs = lambda policy: None  # the unit's ``unshard()`` would set it back to the policy's
+        own.init_all_gather_outputs([own._sharded_param_data.numel()], [dtype], size, own.device)
+        half = torch.as_strided(own.all_gather_outputs[0], own._orig_size, own._contiguous_orig_stride)
+        stand = stand_in(half)
+        if isinstance(before := own._unsharded_param, DTensor):  # tensor parallel shards it, too
+            stand = DTensor(stand, spec_of(before), requires_grad=False)
+        own._unsharded_param = nn.Parameter(stand, requires_grad=self.sharded.requires_grad)
+        own.free_unsharded_param()
+        return self.gathered
+
+
+def parameters_of_unit(unit: FSDPModule) -> list[UnitParameter]:
+    """A unit's own parameters, which it gathers together."""
+    return [UnitParameter(parameter) for group in groups_of(unit) for parameter in group.fsdp_params]
 
 
 def move_shards(unit: FSDPModule, memory: Callable[[torch.Size, torch.dtype], Tensor]) -> None:

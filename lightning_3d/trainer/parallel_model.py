@@ -92,8 +92,8 @@ class ParallelModel:
 
     @property
     def present_plan(self) -> Plan:
-        """The plan, with what the steps so far have shown of heads and losses."""
-        return replace(self.plan, heads=self.heads.texts, losses=self.losses())
+        """The plan, with what the steps so far have shown of heads, losses and gathered weights."""
+        return replace(self.plan, heads=self.heads.texts, losses=self.losses(), gathers=self.zero.gathers)
 
     def with_optimizers(
         self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: ZeroConfig
@@ -186,6 +186,7 @@ def make_parallel(
             offload=policy,
             device=device,
             optimizes_manually=not module.automatic_optimization,
+            casts_to=None if config.compile.enabled else precision.casts_to,
         )
         zero.parameter_store = offload_parameters(place, zero.root)
     else:

@@ -78,6 +78,11 @@ class Zero(ABC):
         self.shows_gradients = True
         """Whether the user's code may look at gradients before the optimizer's step, so that they have to be whole."""
 
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """Lines for the plan on how parameters are gathered; there once steps have shown it."""
+        return ()
+
     @abstractmethod
     def divide(self, kinds: Mapping[Optimizer, OptimizerKind]) -> None:
         """Settle which part of each parameter its optimizer steps, before training; ends with `release`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal, cast
 
 import torch
@@ -26,6 +26,7 @@ from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets, reduce_dtype
 from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.outside_reads import OutsideReads
 from lightning_3d.zero.reducer import GradientReducer
@@ -47,6 +48,7 @@ class FullySharded(Zero):
         offload: Where FSDP2 keeps its shards.
         device: Where steps run.
         optimizes_manually: Whether backwards run inside of steps, in which the root unit would stay gathered.
+        casts_to: The dtype in which autocast reads weights, if eager code runs under it.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class FullySharded(Zero):
         offload: OffloadPolicy,
         device: torch.device,
         optimizes_manually: bool,
+        casts_to: torch.dtype | None,
     ) -> None:
         super().__init__(module)
         self._keeps_graph = False  # a backward inside of the step has a graph, which the next backward reads
@@ -83,6 +86,9 @@ class FullySharded(Zero):
                 block.register_forward_hook(self._written[block].take_after, prepend=True)
                 block.register_forward_hook(self._watch_backward)
                 ChangeableArguments(unit, self._watch_backward_of)
+        self._half: HalfWeights | None = None
+        if casts_to is not None and self._replicas.num_shards > 1:
+            self._half = HalfWeights(self._units, self._replicas, casts_to, device, self._reads.value)
         self.num_sharing = self._replicas.num_shards
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
         sharded = self.shards.keys() - self._replicated
@@ -138,7 +144,7 @@ class FullySharded(Zero):
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        with self._reads.on():
+        with self._reads.on(), nullcontext() if self._half is None else self._half.step():
             yield
             for unit in self._written.values():
                 unit.take()
@@ -247,6 +253,11 @@ class FullySharded(Zero):
     def begin_gather(self, parameters: Iterable[nn.Parameter]) -> None:
         """Nothing: units gather their parameters when they run."""
 
+    @property
+    @override
+    def gathers(self) -> tuple[str, ...]:
+        return () if self._half is None else self._half.texts
+
     @override
     def drop_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Nothing: they are where ``zero_grad`` looks for them."""
@@ -254,6 +265,8 @@ class FullySharded(Zero):
     @override
     def begin_forward(self) -> None:
         self._has_begun = True
+        if self._half is not None:
+            self._half.begin_step()
 
     @override
     def settle(self) -> None:

@@ -276,8 +276,7 @@ class OutsideReads:
         is_trained = torch.is_grad_enabled() and parameter.requires_grad
         if is_trained and parameter in self._cached:
             return self._cached[parameter]
-        with torch.no_grad(), DisableTorchFunctionSubclass():
-            full = self._gather(_whole_of(parameter), parameter.to_local())
+        full = self.value(parameter)
         leaf = nn.Parameter(full) if is_trained else full
         if (gathered := self.seen_by.get(parameter)) is not None:
             gathered(leaf)
@@ -289,6 +288,12 @@ class OutsideReads:
             self._cached[parameter] = leaf
             self.gathered.register_parameter(str(len(self._cached)), leaf)
         return leaf
+
+    @torch.no_grad()
+    def value(self, parameter: ShardedParameter) -> Tensor:
+        """The full value, without gradients; every replica calls it."""
+        with DisableTorchFunctionSubclass():
+            return self._gather(_whole_of(parameter), parameter.to_local())
 
     def _gather(self, whole: _Whole, own: Tensor) -> Tensor:
         shard, shape = whole.shard, whole.shard.parameter.shape

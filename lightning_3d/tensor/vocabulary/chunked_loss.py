@@ -283,7 +283,7 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, bias: Tensor | None, gradients: _Gradients, shape: Sequence[int]) -> Tensor:
         ctx.gradients, ctx.dtypes = gradients, (weight.dtype, None if bias is None else bias.dtype)
-        return weight.new_zeros(shape, dtype=gradients.wide)
+        return torch.zeros(shape, dtype=gradients.wide, device=weight.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
