@@ -15,13 +15,12 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BackboneFinetuning
-from lightning.pytorch.utilities import grad_norm, rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_3d import StepError, ThreeDStrategy
 from tests.models import ADAM_EPS, features
-from tests.parity import Layout, fitted
+from tests.parity import Layout, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
 
 DP, PP, TP, ZERO = Layout(dp=2), Layout(pp=2), Layout(tp=2), Layout(dp=2, zero=3)
@@ -87,15 +86,7 @@ def _run(layout: Layout | None, habit: Habit, callbacks: tuple[Callable[[], L.Ca
     trainer, module = fitted(
         layout, partial(_with_habit, habit), callbacks=[make() for make in callbacks], data=features, batches=3
     )
-    state = {fqn: value for fqn, value in _whole(trainer).items()}
-    return {**state, **cast(Coders, module).seen}
-
-
-def _whole(trainer: L.Trainer) -> dict[str, Tensor]:
-    if not isinstance(trainer.strategy, ThreeDStrategy):
-        return {fqn: value.clone() for fqn, value in trainer.lightning_module.state_dict().items()}
-    with trainer.strategy.summon_full_params(writeback=False):
-        return {fqn: value.clone() for fqn, value in trainer.lightning_module.state_dict().items()}
+    return {**whole_state(trainer), **cast(Coders, module).seen}
 
 
 def _assert_same(runs: list[list[Seen]], expected: list[Seen], names: list[str]) -> None:
@@ -107,98 +98,6 @@ def _assert_same(runs: list[list[Seen]], expected: list[Seen], names: list[str])
                 torch.testing.assert_close(
                     found[key], value, atol=1e-5, rtol=1e-4, msg=lambda m, at=f"{name}, {key}": f"{at}: {m}"
                 )
-
-
-# ---- parameters read
-
-
-@torch.no_grad()
-def _read(module: L.LightningModule, seen: Seen) -> None:
-    before = copy.deepcopy(module)
-    for name, parameter in module.named_parameters():
-        seen[f"{name} norm"] = float(parameter.norm())
-        seen[f"{name} mean"] = parameter.detach().mean().item()
-        seen[f"{name} array"] = torch.tensor(parameter.data.cpu().numpy())
-        seen[f"{name} histogram"] = torch.histc(parameter.detach(), 4, -1, 1)
-        seen[f"{name} list"] = torch.tensor(parameter.tolist())
-        seen[f"{name} finite"] = bool(torch.isfinite(parameter).all())
-        seen[f"{name} equal"] = torch.equal(parameter, before.get_parameter(name))
-    seen["sum"] = float(sum(parameter.pow(2).sum() for parameter in module.parameters()))
-    seen["vector"] = nn.utils.parameters_to_vector(module.parameters())
-    coder = cast(Coder, module.decoder)
-    seen["singular values"] = torch.linalg.svdvals(coder.up.weight)
-    seen["method"] = coder.encode(torch.ones(2, 6))
-    seen["children"] = coder.down(coder.up(torch.ones(2, 6)))
-    seen["call"] = module(INPUTS)
-
-
-# ---- parameters changed
-
-
-@torch.no_grad()
-def _change(module: L.LightningModule, seen: Seen) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for name, parameter in module.named_parameters():
-        mask = torch.arange(parameter.numel()).view(parameter.shape) % 3 > 0
-        parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-2)
-        parameter.data.mul_(mask)
-        parameter.data = parameter.data.clamp(-0.5, 0.5)
-        if name.endswith("weight"):
-            parameter[parameter.abs() < 0.01] = 0.01
-            parameter.div_(parameter.norm(dim=1, keepdim=True))
-    coder = cast(Coder, module.decoder)
-    weight = coder.down.weight
-    weight[0].zero_()
-    weight.data[:, 1] *= 0.5
-    weight.view(-1)[3:7].add_(0.1)
-    nn.init.uniform_(weight[1:2], 0.0, 0.1, generator=generator)
-    torch.manual_seed(3)
-    coder.up.reset_parameters()
-    coder.up.bias.copy_(torch.linspace(0, 1, 16))
-    coder.up.weight.add_(torch.randn_like(coder.up.weight) * 1e-2)
-
-
-class ScaledGradients(L.Callback):
-    """Looks at gradients, and changes them."""
-
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        seen = cast(Coders, pl_module).seen
-        seen["norm"] = float(grad_norm(pl_module, 2)["grad_2.0_norm_total"])
-        for parameter in pl_module.parameters():
-            assert parameter.grad is not None
-            seen["greatest"] = parameter.grad.abs().max().item()
-            parameter.grad.mul_(0.5)
-            parameter.grad = parameter.grad + torch.full(parameter.shape, 1e-3)
-
-
-# ---- weights averaged, and backwards of the user's own
-
-
-class ByHand(L.Callback):
-    """Averages that a user writes, put into the model at the end of each epoch."""
-
-    def __init__(self) -> None:
-        self.assigned: dict[str, Tensor] = {}
-        self.average: nn.Module | None = None
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.average = copy.deepcopy(pl_module)
-        self.assigned = {name: parameter.data.clone() for name, parameter in pl_module.named_parameters()}
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        assert self.average is not None
-        for mean, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
-            mean.data.mul_(0.9).add_(parameter.data, alpha=0.1)
-        for name, parameter in pl_module.named_parameters():
-            self.assigned[name] = (0.1 * parameter.data + 0.9 * self.assigned[name]).clone()
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        assert self.average is not None
-        for name, parameter in pl_module.named_parameters():
-            if name.startswith("decoder"):
-                parameter.data = self.assigned[name].clone()
-            else:
-                parameter.data.copy_(self.average.get_parameter(name).data)
 
 
 def _call(module: L.LightningModule, seen: Seen) -> None:
@@ -226,14 +125,6 @@ def _nothing(module: L.LightningModule, seen: Seen) -> None:
     pass
 
 
-class Alternating(L.Callback):
-    """Freezes and unfreezes by hand."""
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        pl_module.backbone.requires_grad_(batch_idx % 2 == 0)
-        pl_module.decoder.up.bias.requires_grad = trainer.current_epoch == 1
-
-
 class SamplesAfterValidation(L.Callback):
     """Calls the model where Lightning's inference mode is on, with dropout."""
 
@@ -250,29 +141,14 @@ class SamplesAfterValidation(L.Callback):
         cast(Coders, pl_module).seen["end"] = pl_module(INPUTS).detach()
 
 
-_FINETUNING = partial(
-    BackboneFinetuning, unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.02, lambda_func=lambda _: 1.0
-)
-
 Case = tuple[Habit, tuple[Callable[[], L.Callback], ...]]
-ON_PARTS: dict[str, Case] = {
-    "change": (_change, ()),
-    "average": (_nothing, (ByHand,)),
-    "finetune": (_nothing, (_FINETUNING,)),
-    "freeze": (_nothing, (Alternating,)),
-    "call": (_call, ()),
-    "samples": (_nothing, (SamplesAfterValidation,)),
-}
-"""What each pipeline stage does with what it holds."""
+ON_PARTS: dict[str, Case] = {"call": (_call, ()), "samples": (_nothing, (SamplesAfterValidation,))}
+"""What each pipeline stage does with what it holds; the law has more of that (`by-hand`)."""
 
 ON_COPIES: dict[str, Case] = {"copy": (_call_copy, ())}
 """What needs a copy that runs, of which FSDP2 makes none."""
 
-ON_WHOLES: dict[str, Case] = {
-    "read": (_read, ()),
-    "gradients": (_nothing, (ScaledGradients,)),
-    "backward": (_run_backward, ()),
-}
+ON_WHOLES: dict[str, Case] = {"backward": (_run_backward, ())}
 """What needs values of all parameters."""
 
 
@@ -350,20 +226,17 @@ def test_rank_zero_samples_alone_where_it_has_the_model(workers: WorkerPools) ->
     _assert_same([[second]], [expected], ["sampling"])
 
 
-ALONE = {
-    "tensor": (TP, "samples", "came to a call of decoder"),
-    "checkpoint": (DP, "saves", "came to a checkpoint"),
-    "fully sharded": (ZERO, "samples", "came to a call of decoder"),
-    "summons": (TP, "summons", "came to summon_full_params"),
-    "stage": (PP, "samples", "came to a call of decoder"),
-}
-
-
 @pytest.mark.parametrize(
-    "name", [*list(ALONE)[:2], *(pytest.param(name, marks=pytest.mark.matrix) for name in list(ALONE)[2:])]
+    ("layout", "does", "message"),
+    [
+        (TP, "samples", "came to a call of decoder"),
+        (DP, "saves", "came to a checkpoint"),
+        pytest.param(ZERO, "samples", "came to a call of decoder", marks=pytest.mark.matrix),
+        pytest.param(TP, "summons", "came to summon_full_params", marks=pytest.mark.matrix),
+    ],
+    ids=str,
 )
-def test_a_rank_that_goes_alone_raises(workers: WorkerPools, name: str) -> None:
-    layout, does, message = ALONE[name]
+def test_a_rank_that_goes_alone_raises(workers: WorkerPools, layout: Layout, does: str, message: str) -> None:
     with pytest.raises(WorkerError) as raised:
         workers(2).run(_sample, layout, does, timeout=60)
     assert message in raised.value.failures[0]
@@ -390,6 +263,6 @@ def _pickle(layout: Layout) -> None:
     torch.testing.assert_close(traced, expected)
 
 
-@pytest.mark.parametrize("layout", [PP, TP, ZERO], ids=str)
+@pytest.mark.parametrize("layout", [PP, ZERO], ids=str)
 def test_a_module_of_parts_is_pickled_where_it_is_whole(workers: WorkerPools, layout: Layout) -> None:
     workers(2).run(_pickle, layout)

@@ -5,6 +5,7 @@ What a habit sees it notes, and the judge compares that with one process, number
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -172,6 +173,62 @@ class Gradients(Noting):
         self.note("norm", norm)
 
 
+class ByHand(L.Callback):
+    """Changes gradients and weights between steps, and averages weights into the model, as users write it."""
+
+    def __init__(self) -> None:
+        self.copied: nn.Module | None = None
+        self.assigned: dict[str, Tensor] = {}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.copied = copy.deepcopy(pl_module)
+        self.assigned = {name: parameter.data.clone() for name, parameter in pl_module.named_parameters()}
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+                parameter.grad = parameter.grad + torch.full(parameter.shape, 1e-3, dtype=parameter.dtype)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        assert self.copied is not None
+        for average, (name, parameter) in zip(self.copied.parameters(), pl_module.named_parameters(), strict=True):
+            mask = torch.arange(parameter.numel()).view(parameter.shape) % 7 > 0
+            parameter.mul_(0.5 + 0.5 * mask)
+            parameter.data.add_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape), alpha=1e-3)
+            parameter.data = parameter.data.clamp(-2, 2)
+            if parameter.dim() > 1:
+                parameter[0].mul_(0.9)
+                parameter.data[:, 0] *= 0.9
+            average.data.mul_(0.5).add_(parameter.data, alpha=0.5)
+            self.assigned[name] = (0.5 * parameter.data + 0.5 * self.assigned[name]).clone()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        assert self.copied is not None
+        for index, (name, parameter) in enumerate(pl_module.named_parameters()):
+            if index % 2:
+                parameter.data = self.assigned[name].clone()
+            else:
+                parameter.data.copy_(self.copied.get_parameter(name).data)
+
+
+class Reads(Noting):
+    """Reads parameters as wholes between steps, in ways that users do."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        copied = copy.deepcopy(pl_module)
+        for name, parameter in pl_module.named_parameters():
+            self.note(f"norm of {name}", parameter.norm())
+            self.note(f"array of {name}", float(parameter.data.cpu().numpy().astype("float64").std()))
+            self.note(f"list of {name}", sum(parameter.flatten().tolist()[:3]))
+            self.note(f"finite {name}", torch.isfinite(parameter).all())
+            self.note(f"equal {name}", torch.equal(parameter, copied.get_parameter(name)))
+        self.note("sum", sum(parameter.pow(2).sum() for parameter in pl_module.parameters()))
+        self.note("vector", nn.utils.parameters_to_vector(pl_module.parameters()).norm())
+
+
 class Epochs(Noting):
     """Notes what is logged at the end of an epoch, and the rates."""
 
@@ -204,6 +261,10 @@ def _anywhere(layout: Layout) -> bool:
 
 def _without_replicas(layout: Layout) -> bool:
     return layout.dp == 1
+
+
+def _without_pipelines(layout: Layout) -> bool:
+    return layout.pp == 1
 
 
 def _without_model_parallel(layout: Layout) -> bool:
@@ -251,6 +312,8 @@ HABITS = {
     "calls": Habit(callbacks=lambda: [CallsOutside()], needs="compute_loss"),
     "evaluated": Habit(mixin=Evaluated, after=_evaluate, needs="compute_loss"),
     "gradients": Habit(callbacks=lambda: [Gradients()], skips=frozenset({"unseen"})),
+    "by-hand": Habit(callbacks=lambda: [ByHand()], skips=frozenset({"unseen"})),
+    "reads": Habit(callbacks=lambda: [Reads()], fits=_without_pipelines),
     "watching": Habit(
         callbacks=_watching,
         trainer=lambda: {"logger": CSVLogger("logs", flush_logs_every_n_steps=99), "enable_checkpointing": True},
