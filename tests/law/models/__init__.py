@@ -7,7 +7,7 @@ another row stands for it in the cover.
 
 from __future__ import annotations
 
-from tests.law.models import by_hand, losses, transformers
+from tests.law.models import by_hand, losses, odd_views, transformers
 from tests.law.models.row import Model
 
-MODELS: dict[str, Model] = {**by_hand.MODELS, **transformers.MODELS, **losses.MODELS}
+MODELS: dict[str, Model] = {**by_hand.MODELS, **transformers.MODELS, **losses.MODELS, **odd_views.MODELS}
