@@ -7,7 +7,6 @@ name, so what is expected does not go through the code under test.
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 import warnings
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,7 +26,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
-from torch.utils.data import DataLoader
 
 from lightning_3d.checkpoint import (
     full_model_state,
@@ -44,7 +41,7 @@ from lightning_3d.checkpoint import (
     saved_optimizers,
     write_full,
 )
-from lightning_3d.checkpoint.box import fill, full_value
+from lightning_3d.checkpoint.box import full_value
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.errors import CheckpointError
 from tests.checkpoints import restore_folder, restore_full, save_sharded
@@ -278,144 +275,27 @@ def load(layouts: list[Layout], folder: Path) -> list[int]:
     return counts
 
 
-PAIRS = {
-    "one": ["pp2", "dp2", "tp2", "pp2 x dp2", "pp2 x tp2", "dp2 x tp2", "replicate2 x tp2"],
-    "pp2": ["one", "tp2", "dp2 x tp2"],
-    "dp2": ["one", "pp2", "pp2 x tp2"],
-    "tp2": ["one", "dp2", "replicate2 x tp2"],
-    "pp2 x dp2": ["one", "pp2 x dp2", "dp2 x tp2"],
-    "pp2 x tp2": ["one", "tp2", "pp2 x dp2"],
-    "dp2 x tp2": ["one", "pp2", "dp2 x tp2", "pp2 x tp2"],
-    "replicate2 x tp2": ["one", "dp2", "dp2 x tp2"],
-}
-"""Which layouts load what the layout in the key saved."""
+SAVED = ["one", "pp2", "dp2 x tp2", "pp2 x dp2", "replicate2 x tp2"]
+IN_MATRIX = SAVED[3:]
 
 
-@pytest.mark.parametrize(
-    ("saved", "world_sizes"),
-    some_in_matrix(
-        itertools.product(LAYOUTS, [(1, 2), (4,)]),
-        lambda saved, world_sizes: LAYOUTS[saved].world_size == 4 or (4 in world_sizes and saved != "pp2"),
-    ),
-)
+@pytest.mark.parametrize("saved", some_in_matrix(SAVED, lambda saved: saved in IN_MATRIX))
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_any_layout_loads_what_any_other_saved(
-    saved: str, world_sizes: tuple[int, ...], workers: WorkerPools, tmp_path: Path
+    saved: str, world_size: int, workers: WorkerPools, tmp_path: Path
 ) -> None:
     workers(LAYOUTS[saved].world_size).run(save, LAYOUTS[saved], tmp_path)
-    for world_size in world_sizes:
-        layouts = [LAYOUTS[name] for name in PAIRS[saved] if LAYOUTS[name].world_size == world_size]
-        if layouts:
-            counts = workers(world_size).run(load, layouts, tmp_path)
-            assert min(min(of_rank) for of_rank in counts) > 100
-
-
-@pytest.mark.parametrize("saved", some_in_matrix(["pp2", "dp2 x tp2", "pp2 x dp2"], lambda saved: saved == "pp2 x dp2"))
-def test_single_file_is_what_one_process_writes(saved: str, workers: WorkerPools, tmp_path: Path) -> None:
-    for name in ("one", saved):
-        (tmp_path / name).mkdir()
-        workers(LAYOUTS[name].world_size).run(save, LAYOUTS[name], tmp_path / name)
-    ours, reference = (torch.load(tmp_path / name / "full.ckpt", weights_only=True) for name in (saved, "one"))
-    workers(1).run(check_reference, tmp_path / "one" / "full.ckpt")
-    assert_same(ours, reference, "")
-    state = ours["state_dict"]
-    assert state["head.weight"].untyped_storage().data_ptr() == state["embed.weight"].untyped_storage().data_ptr()
-    assert (tmp_path / saved / "full.ckpt").stat().st_size < 1.02 * (tmp_path / "one" / "full.ckpt").stat().st_size
-
-
-def check_reference(path: Path) -> None:
-    """The file of the layout "one" is what `state_dict()` of torch itself gives."""
-    model, optimizers, _ = prepare(Layout())
-    written = torch.load(path, weights_only=True)
-    assert_same(written["state_dict"], dict(model.state_dict()), "state_dict")
-    for state, optimizer in zip(written["optimizer_states"], optimizers, strict=True):
-        assert_same(state, optimizer.state_dict(), "optimizer")
-
-
-def assert_same(ours: Any, reference: Any, where: str) -> None:
-    if isinstance(reference, dict):
-        assert list(ours) == list(reference), where
-        for key, value in reference.items():
-            assert_same(ours[key], value, f"{where}.{key}")
-    elif isinstance(reference, list):
-        assert len(ours) == len(reference), where
-        for i, value in enumerate(reference):
-            assert_same(ours[i], value, f"{where}.{i}")
-    elif isinstance(reference, Tensor):
-        assert ours.dtype == reference.dtype, where
-        assert torch.equal(ours, reference), where
-    else:
-        assert ours == reference, where
-
-
-# ------------------------------------------------------------------------------------------- Lightning's own programs
-
-
-class Plain(L.LightningModule):
-    """A plain module for a plain Trainer, around the synthetic model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return sum(((p * batch.mean()) ** 2).sum() for p in self.model.parameters())  # type: ignore[return-value]
-
-    def configure_optimizers(self) -> Optimizer:
-        return AdamW(self.parameters(), lr=0.1)
-
-
-def train_plain(checkpoint: Path | None, folder: Path) -> None:
-    torch.manual_seed(0)
-    module = Plain()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1 if checkpoint is None else 2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, DataLoader(torch.ones(4, 2)), ckpt_path=checkpoint)
-    trainer.save_checkpoint(folder / f"epoch{trainer.current_epoch}.ckpt")
-
-
-def through_layout(layout: Layout, source: Path, target: Path) -> None:
-    """Load a plain Trainer's file in a layout and write it again."""
-    model, pp = build(layout)
-    module = nn.Module()
-    module.model = model
-    optimizer = AdamW(module.parameters(), lr=0.7)
-    checkpoint = read_full(source, weights_only=False)
-    restore_full(checkpoint, module, [optimizer])
-    checkpoint = dict(checkpoint)
-    checkpoint["state_dict"] = full_model_state(module, pp)
-    checkpoint["optimizer_states"] = [full_optimizer_state(module, optimizer, pp)]
-    if dist.get_rank() == 0:
-        torch.save(checkpoint, target)
-
-
-def test_plain_trainer_and_layouts_read_each_other(workers: WorkerPools, tmp_path: Path) -> None:
-    train_plain(None, tmp_path)
-    workers(4).run(through_layout, LAYOUTS["pp2 x tp2"], tmp_path / "epoch1.ckpt", tmp_path / "again.ckpt")
-    ours, reference = (torch.load(tmp_path / name, weights_only=False) for name in ("again.ckpt", "epoch1.ckpt"))
-    assert_same(ours, reference, "")
-    train_plain(tmp_path / "epoch1.ckpt", tmp_path)
-    expected = torch.load(tmp_path / "epoch2.ckpt", weights_only=False)
-    train_plain(tmp_path / "again.ckpt", tmp_path)
-    resumed = torch.load(tmp_path / "epoch2.ckpt", weights_only=False)
-    assert_same(resumed["state_dict"], expected["state_dict"], "state_dict")
-    assert expected["optimizer_states"][0]["state"][0]["step"] == 8
+    layouts = [layout for layout in LAYOUTS.values() if layout.world_size == world_size]
+    counts = workers(world_size).run(load, layouts, tmp_path)
+    assert min(min(of_rank) for of_rank in counts) > 100
 
 
 def test_lightning_consolidates_a_sharded_checkpoint(workers: WorkerPools, tmp_path: Path) -> None:
-    workers(4).run(save, LAYOUTS["pp2 x dp2"], tmp_path)
+    workers(2).run(save, LAYOUTS["pp2"], tmp_path)
     # Not lightning.pytorch's program: 2.6.6 looks for the section that FSDPStrategy writes, not ModelParallelStrategy.
     command = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(tmp_path / "sharded")]
     subprocess.run(command, check=True, timeout=100, capture_output=True)
     workers(1).run(check_consolidated, tmp_path / "sharded.consolidated")
-    workers(2).run(load_consolidated, tmp_path / "sharded.consolidated")
 
 
 def check_consolidated(path: Path) -> None:
@@ -430,45 +310,21 @@ def check_consolidated(path: Path) -> None:
     check(model, optimizers)
 
 
-def load_consolidated(path: Path) -> None:
-    checkpoint = read_full(path, weights_only=False)
-    model, _ = build(Layout(pp=2))
-    optimizers = build_optimizers(model)
-    states = [{"state": {}, **checkpoint[f"optimizer_{i}"]} for i in range(len(optimizers))]
-    restore_full({**checkpoint, "optimizer_states": states}, model, optimizers)
-    check(model, optimizers)
-
-
 # ---------------------------------------------------------------------------------------------------------- edge cases
 
 
 def save_and_load_untrained(layout: Layout, folder: Path) -> None:
     model, pp = build(layout)
-    optimizers = build_optimizers(model)
-    states = [optimizer_state(model, optimizer) for optimizer in optimizers]
+    states = [optimizer_state(model, optimizer) for optimizer in build_optimizers(model)]
     save_sharded(folder, {"state_dict": model_state(model), "optimizer_states": states}, pp)
-    full_states = [[full_optimizer_state(model, optimizer, pp) for optimizer in optimizers]]
-    dist.broadcast_object_list(full_states)
     trained, trained_optimizers, _ = prepare(layout)
     restore_folder(folder, trained, trained_optimizers)
     for expected, value in zip(model.parameters(), trained.parameters(), strict=True):
-        if not value.is_meta:
-            assert torch.equal(full_value(expected), full_value(value))
+        assert value.is_meta or torch.equal(full_value(expected), full_value(value))
     assert not trained_optimizers[0].state
     own = {parameter: state for parameter, state in trained_optimizers[4].state.items() if not parameter.is_meta}
-    assert all(state["step"] == 0 for state in own.values())  # Adagrad's state exists before the first step
     assert own
-
-    trained, trained_optimizers, _ = prepare(layout)
-    checkpoint = {"state_dict": gathered(trained, pp), "optimizer_states": full_states[0]}
-    restore_full(checkpoint, trained, trained_optimizers)
-    assert not trained_optimizers[0].state
-
-
-def gathered(model: nn.Module, pp: DeviceMesh) -> dict[str, Any]:
-    states = [full_model_state(model, pp)]
-    dist.broadcast_object_list(states)
-    return states[0]
+    assert all(state["step"] == 0 for state in own.values())  # Adagrad's state exists before the first step
 
 
 @pytest.mark.parametrize("name", ["pp2", "dp2"])
@@ -477,11 +333,11 @@ def test_checkpoint_before_the_first_step(name: str, workers: WorkerPools, tmp_p
 
 
 def overwrite(folder: Path) -> None:
-    save(Layout(shard=4), folder)
+    save(LAYOUTS["dp2"], folder)
     before = sorted(file.name for file in (folder / "sharded").iterdir())
     if dist.get_rank() == 0:
         (folder / "sharded" / "notes.txt").write_text("the user's")
-    model, _, pp = prepare(Layout(shard=4))
+    model, _, pp = prepare(LAYOUTS["dp2"])
     dist.barrier()
     save_sharded(folder / "sharded", {"state_dict": model_state(model)}, pp)
     assert set(before) <= {file.name for file in (folder / "sharded").iterdir()}
@@ -497,39 +353,8 @@ def load_overwritten(folder: Path) -> None:
 
 
 def test_replaces_a_checkpoint_and_nothing_else(workers: WorkerPools, tmp_path: Path) -> None:
-    workers(4).run(overwrite, tmp_path)
+    workers(2).run(overwrite, tmp_path)
     workers(1).run(load_overwritten, tmp_path)
-
-
-def restore_in_pieces(folder: Path) -> None:
-    """A fused weight, sharded in three pieces per rank, survives both formats."""
-    tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    full = torch.arange(24.0).reshape(12, 2)
-
-    def fused(value: Tensor) -> nn.Module:
-        module = nn.Linear(2, 12, bias=False)
-        module.weight = nn.Parameter(distribute_tensor(value, tp, [_StridedShard(0, split_factor=3)]))
-        return module
-
-    source, target, other = fused(full), fused(-full), fused(-full)
-    assert source.weight.to_local()[:, 0].tolist() == [x + 4 * dist.get_rank() for x in (0, 2, 8, 10, 16, 18)]
-    save_sharded(folder, {"state_dict": model_state(source)}, None)
-    restore_folder(folder, target)
-    fill(other.weight, full)
-    for module in (target, other):
-        assert torch.equal(module.weight.to_local(), source.weight.to_local())
-        assert torch.equal(full_value(module.weight), full)
-
-
-def test_weight_sharded_in_pieces(workers: WorkerPools, tmp_path: Path) -> None:
-    workers(2).run(restore_in_pieces, tmp_path / "pieces")
-    plain = nn.Linear(2, 12, bias=False)
-    workers(1).run(load_plain, tmp_path / "pieces", plain)
-
-
-def load_plain(folder: Path, module: nn.Linear) -> None:
-    restore_folder(folder, module)
-    assert torch.equal(module.weight, torch.arange(24.0).reshape(12, 2))
 
 
 def shard_pieces_again(folder: Path) -> None:
@@ -613,14 +438,10 @@ def load_what_matches(layout: Layout, folder: Path) -> None:
             load_sharded(read_sharded(folder / "sharded")[0], model, strict=False)
         else:
             load_full(read_full(folder / "full.ckpt", weights_only=True)["state_dict"], model, strict=False)
-        loaded = [fqn for fqn, value in tensors(model).items() if torch.equal(full_value(value), expected(fqn, value))]
-        assert any(fqn.startswith("blocks.2.") for fqn in tensors(model)) == any("blocks.2." in fqn for fqn in loaded)
-        assert "embed.weight" in loaded
+        found = {fqn: full_value(value) for fqn, value in tensors(model).items()}
+        loaded = {fqn for fqn, value in found.items() if torch.equal(value, value_of(fqn, value))}
+        assert {fqn for fqn in found if fqn.startswith(("blocks.0.", "blocks.2."))} <= loaded
         assert not any(fqn.startswith(("blocks.4.", "blocks.7.")) for fqn in loaded)
-
-
-def expected(fqn: str, value: Tensor) -> Tensor:
-    return value_of(fqn.replace("head", "embed"), value.detach())
 
 
 @pytest.mark.parametrize("name", ["pp2", "dp2"])

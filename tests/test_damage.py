@@ -207,15 +207,6 @@ def test_a_file_that_was_cut_off(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(_cut_off, tmp_path)
 
 
-def test_files_whose_checksums_were_not_computed(tmp_path: Path) -> None:
-    from torch.utils.serialization import config
-
-    path = tmp_path / "saved.ckpt"
-    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
-        torch.save({"w": torch.ones(3)}, path)
-    assert damage(path) == []
-
-
 def test_the_command(workers: WorkerPools, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "saved"
     workers(2).run(_saved, path)
@@ -236,13 +227,3 @@ def test_the_command(workers: WorkerPools, tmp_path: Path, capsys: pytest.Captur
         with pytest.raises(SystemExit, match="1"):
             main(["checkpoint", "verify", str(tmp_path / name)])
         assert reason in capsys.readouterr().err
-
-
-def test_what_is_whole(workers: WorkerPools, tmp_path: Path) -> None:
-    workers(2).run(_saved, tmp_path / "folder")
-    path = tmp_path / "folder"
-    assert damage(path) == []
-    found = read_folder(path, "cpu", True)
-    assert found is not None
-    assert found.keys() == {"epoch", MODEL}
-    assert torch.equal(found[MODEL]["scale"], value_of("scale", found[MODEL]["scale"]))

@@ -170,7 +170,6 @@ class Case:
     draws: Draws = "nothing"
     data: Data = "shuffled"
     norm: bool = False
-    accumulate: int = 1
     precision: Any = "32-true"
     after: tuple[int, ...] = (7, 2 * BATCHES)
     """Batches after which checkpoints are saved."""
@@ -199,7 +198,6 @@ def _trained(
         devices=1 if layout is None else layout.world_size,
         max_epochs=EPOCHS,
         callbacks=[saves],
-        accumulate_grad_batches=case.accumulate,
         precision=case.precision,
         enable_checkpointing=False,
         **QUIET,
@@ -218,55 +216,34 @@ def _uninterrupted_and_resumed(layout: Layout | None, case: Case) -> tuple[Run, 
     return whole, resumed
 
 
-def _assert_bit_equal(results: list[tuple[Run, dict[str, tuple[int, Run]]]]) -> None:
-    for whole, resumed in results:
+DRAWING = Case(draws="blocks")
+CASES = [
+    *((layout, DRAWING) for layout in LAYOUTS[:4]),
+    # After the last batch of an epoch Lightning goes on without `on_train_epoch_start`.
+    *((layout, Case(draws="hooks", after=(7,))) for layout in LAYOUTS[1:3]),
+    (LAYOUTS[4], DRAWING),
+    (Layout(), Case(draws="glue")),
+    (Layout(dp=2), Case(data="own generators", after=(7,))),
+    (Layout(pp=2), Case(data="stateful", after=(7,))),
+    (Layout(tp=2), Case(data="stream", after=(7,))),
+    (Layout(pp=2), Case(draws="blocks", norm=True)),
+    (Layout(dp=2, zero=2), Case(draws="blocks", precision="16-true")),
+    (Layout(), Case(data="workers", after=(7,))),
+]
+"""Draws in every kind of layout; then data, statistics, and scales with master weights."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    some_in_matrix(CASES, lambda layout, case: case.draws == "hooks" or case.data == "workers" or layout == LAYOUTS[4]),
+    ids=str,
+)
+def test_losses_go_on_to_the_bit(workers: WorkerPools, layout: Layout, case: Case) -> None:
+    for whole, resumed in workers(layout.world_size).run(_uninterrupted_and_resumed, layout, case):
         assert len(whole.losses) == BATCHES * EPOCHS
         for path, (start, run) in resumed.items():
             assert run.losses == whole.losses[start:], path
             assert all(torch.equal(run.weights[fqn], value) for fqn, value in whole.weights.items()), path
-
-
-def _check(workers: WorkerPools, layout: Layout, case: Case) -> None:
-    _assert_bit_equal(workers(layout.world_size).run(_uninterrupted_and_resumed, layout, case))
-
-
-@pytest.mark.parametrize("layout", some_in_matrix(LAYOUTS, lambda layout: layout.schedule != "1f1b"), ids=str)
-@pytest.mark.parametrize(
-    "draws", ["blocks", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("glue", "hooks"))]
-)
-def test_losses_go_on_to_the_bit(workers: WorkerPools, layout: Layout, draws: Draws) -> None:
-    # After the last batch of an epoch Lightning goes on without `on_train_epoch_start`.
-    _check(workers, layout, Case(draws=draws, after=(7,) if draws == "hooks" else (7, 2 * BATCHES)))
-
-
-@pytest.mark.parametrize(
-    ("data", "layout"),
-    [
-        ("own generators", Layout(dp=2)),
-        ("stateful", Layout(pp=2)),
-        pytest.param("workers", Layout(), marks=pytest.mark.matrix),
-    ],
-    ids=str,
-)
-def test_data_go_on_where_they_were(workers: WorkerPools, data: Data, layout: Layout) -> None:
-    _check(workers, layout, Case(data=data, after=(7,)))
-
-
-def test_a_stream_goes_on_where_it_was(workers: WorkerPools) -> None:
-    _check(workers, Layout(tp=2), Case(data="stream", after=(7,)))
-
-
-def test_running_statistics_go_on(workers: WorkerPools) -> None:
-    _check(workers, Layout(pp=2), Case(draws="blocks", norm=True))
-
-
-@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
-def test_scales_and_master_weights_go_on(workers: WorkerPools, precision: str) -> None:
-    _check(workers, Layout(dp=2, zero=2), Case(draws="blocks", precision=precision))
-
-
-def test_one_process_goes_on_as_well(workers: WorkerPools) -> None:
-    _check(workers, Layout(), Case(draws="glue"))
 
 
 def _resumed_elsewhere(saving: Layout | None, layout: Layout | None) -> tuple[Run, Run]:
@@ -275,15 +252,7 @@ def _resumed_elsewhere(saving: Layout | None, layout: Layout | None) -> tuple[Ru
     return whole, _trained(layout, case, Saves(), other_numbers=True, path="7.ckpt")
 
 
-@pytest.mark.parametrize(
-    ("saving", "layout"),
-    [
-        (None, Layout(tp=2)),
-        (Layout(pp=2), Layout(tp=2)),
-        (Layout(tp=2, save_distributed_checkpoint=True), Layout(pp=2)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("saving", "layout"), [(None, Layout(tp=2)), (Layout(pp=2), Layout(tp=2))], ids=str)
 def test_another_layout_goes_on_to_floating_point_order(
     workers: WorkerPools, saving: Layout | None, layout: Layout
 ) -> None:

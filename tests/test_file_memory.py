@@ -9,77 +9,13 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, WeightAveraging
-from torch import Tensor
+from lightning.pytorch.callbacks import Callback
 from torch.distributed.tensor import DTensor
 
-from tests.models import TinyMLP, features, tokens, training_loader
+from tests.models import TinyMLP, features, training_loader
 from tests.parity import QUIET, Layout
-from tests.tables import on_four_ranks, some_in_matrix
-from tests.test_averaging import Model
 from tests.workers import WorkerPools
-
-LAYOUTS = [Layout(pp=2), Layout(dp=2, zero=1), Layout(dp=2, zero=3), Layout(tp=2), Layout(pp=2, dp=2, zero=3)]
-
-
-class _Seeing(Callback):
-    """A hook that may look at the checkpoint, so that it is whole at once."""
-
-    def on_save_checkpoint(self, *args: Any) -> None:
-        pass
-
-
-def _saved(layout: Layout, path: Path, *callbacks: Callback) -> None:
-    L.seed_everything(1, verbose=False)
-    settings = {**QUIET, "max_steps": 2, "limit_val_batches": 0, "enable_checkpointing": False}
-    trainer = L.Trainer(strategy=layout.strategy(), devices=layout.world_size, callbacks=[*callbacks], **settings)
-    trainer.fit(Model(), training_loader(tokens(16), global_batch_size=8, data_parallel_size=layout.dp))
-    trainer.save_checkpoint(path)
-
-
-def _in_both_ways(layout: Layout, folder: Path, is_averaged: bool) -> None:
-    for name, callbacks in {"late": [], "whole": [_Seeing()]}.items():
-        average = [WeightAveraging()] if is_averaged else []
-        _saved(layout, folder / f"{name}.ckpt", *average, *callbacks)
-
-
-def _assert_same(one: Any, other: Any, place: str = "") -> None:
-    assert type(one) is type(other), place
-    if isinstance(one, Tensor):
-        assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device), place
-        assert torch.equal(one, other), place
-    elif isinstance(one, dict):
-        assert [*one] == [*other], place
-        for key in one:
-            _assert_same(one[key], other[key], f"{place}[{key!r}]")
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other), place
-        for i, (first, second) in enumerate(zip(one, other, strict=True)):
-            _assert_same(first, second, f"{place}[{i}]")
-    else:
-        assert one == other, place
-
-
-@pytest.mark.parametrize(
-    ("layout", "is_averaged"),
-    some_in_matrix(
-        [*((layout, False) for layout in LAYOUTS), (LAYOUTS[0], True), (LAYOUTS[2], True)],
-        lambda layout, is_averaged: on_four_ranks(layout) or (is_averaged and layout.pp > 1),
-    ),
-)
-def test_the_same_content(workers: WorkerPools, tmp_path: Path, layout: Layout, is_averaged: bool) -> None:
-    workers(layout.world_size).run(_in_both_ways, layout, tmp_path, is_averaged)
-    late, whole = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("late", "whole"))
-    assert {"state_dict", "optimizer_states", "lr_schedulers"} <= late.keys()
-    assert ("current_model_state" in late) == is_averaged
-    assert [*late["optimizer_states"][0]["state"]] == [*range(len(late["optimizer_states"][0]["state"]))]
-    _assert_same(late, whole)
-    own = late["current_model_state" if is_averaged else "state_dict"]
-    addresses = [{fqn: state[fqn].data_ptr() for fqn in state} for state in (own, whole["state_dict"])]
-    tied = [[fqn for fqn in each if [*each.values()].count(each[fqn]) > 1] for each in addresses]
-    assert is_averaged or tied[0] == tied[1] != []
 
 
 class _Peak(Callback):

@@ -175,26 +175,6 @@ def test_training_goes_on_there(workers: WorkerPools, tmp_path: Path, before: La
     _assert_goes_on(workers, after, path)
 
 
-@pytest.mark.parametrize("after", ["one process", "ddp", "model parallel"])
-def test_training_goes_on_there_from_a_file(workers: WorkerPools, tmp_path: Path, after: str) -> None:
-    path = tmp_path / "first.ckpt"
-    workers(2).run(partial(_train, Layout(pp=2), epochs=1, save=path))
-    assert path.is_file()
-    _assert_goes_on(workers, after, path)
-
-
-def test_folders_of_lightning_become_a_file(workers: WorkerPools, tmp_path: Path) -> None:
-    for before in ("model parallel", "fsdp"):
-        workers(2).run(partial(_train, before, epochs=1, save=tmp_path / before))
-        export_checkpoint(tmp_path / before, tmp_path / f"{before}.ckpt", format="file", optimizer_states=True)
-        _assert_goes_on(workers, "one process", tmp_path / f"{before}.ckpt")
-
-
-def test_fsdp_does_not_train_on_cpus() -> None:
-    with pytest.raises(ValueError, match="requires a GPU accelerator"):
-        L.Trainer(accelerator="cpu", devices=2, strategy="fsdp")
-
-
 def _weights(module: type[L.LightningModule], path: Path) -> dict[str, Tensor]:
     return dict(module.load_from_checkpoint(path, weights_only=False).state_dict())
 

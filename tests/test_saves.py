@@ -22,8 +22,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 
 from lightning_3d import ConfigError
@@ -42,10 +40,11 @@ from tests.workers import WorkerPools
 
 LAYOUTS = [
     Layout(dp=2, zero=3, save_distributed_checkpoint=True),
-    Layout(dp=2, zero=2),
     Layout(pp=2, save_distributed_checkpoint=True),
     Layout(tp=2),
 ]
+IN_BACKGROUND = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True})
+SKIPPING = replace(IN_BACKGROUND, checkpoint={"async_save": True, "while_saving": "skip"})
 NUM_STEPS = 4
 WIDTH = 160  # some 100 kB of weights
 FULL_AT = 60_000  # bytes
@@ -159,7 +158,7 @@ def _goes_on(layout: Layout) -> None:
 
 
 def test_training_goes_on(workers: WorkerPools) -> None:
-    workers(2).run(_goes_on, Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True}))
+    workers(2).run(_goes_on, IN_BACKGROUND)
 
 
 def _skips(layout: Layout) -> list[str]:
@@ -175,9 +174,7 @@ def _skips(layout: Layout) -> list[str]:
 
 
 def test_saves_are_skipped(workers: WorkerPools) -> None:
-    settings = {"async_save": True, "while_saving": "skip"}
-    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint=settings)
-    first, second = workers(2).run(_skips, layout)
+    first, second = workers(2).run(_skips, SKIPPING)
     assert first == second
     steps = [int(name.split("=")[1].split(".")[0].split("-")[0]) for name in first]
     assert 1 in steps
@@ -197,9 +194,7 @@ def _last_while_skipping(layout: Layout, **settings: Any) -> None:
 
 @pytest.mark.parametrize("settings", [{"max_epochs": 1}, {"max_epochs": -1, "max_steps": NUM_STEPS}], ids=str)
 def test_the_last_is_not_skipped(workers: WorkerPools, settings: dict[str, int]) -> None:
-    checkpoint = {"async_save": True, "while_saving": "skip"}
-    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint=checkpoint)
-    workers(2).run(partial(_last_while_skipping, **settings), layout)
+    workers(2).run(partial(_last_while_skipping, **settings), SKIPPING)
 
 
 def _top_one_while_skipping(layout: Layout) -> None:
@@ -212,8 +207,7 @@ def _top_one_while_skipping(layout: Layout) -> None:
 
 
 def test_what_is_skipped_removes_nothing(workers: WorkerPools) -> None:
-    settings = {"async_save": True, "while_saving": "skip"}
-    workers(2).run(_top_one_while_skipping, Layout(dp=2, save_distributed_checkpoint=True, checkpoint=settings))
+    workers(2).run(_top_one_while_skipping, SKIPPING)
 
 
 class _Raise(Callback):
@@ -239,7 +233,7 @@ def _waits_for_it(layout: Layout) -> None:
 
 
 def test_exceptions_wait_for_it(workers: WorkerPools) -> None:
-    workers(2).run(_waits_for_it, Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True}))
+    workers(2).run(_waits_for_it, IN_BACKGROUND)
 
 
 class _SaveIn(Callback):
@@ -256,10 +250,9 @@ def _at_the_end(layout: Layout, hook: str) -> None:
     assert Path("saved.ckpt").exists()
 
 
-@pytest.mark.parametrize("hook", ["on_train_end", "on_fit_end", "teardown"])
+@pytest.mark.parametrize("hook", ["on_train_end", "teardown"])
 def test_saves_of_the_last_hooks_are_complete(workers: WorkerPools, hook: str) -> None:
-    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True})
-    workers(2).run(_at_the_end, layout, hook)
+    workers(2).run(_at_the_end, IN_BACKGROUND, hook)
 
 
 class _GoElsewhere(Callback):
@@ -282,22 +275,7 @@ def _elsewhere(layout: Layout) -> None:
 
 
 def test_relative_paths_mean_where_the_save_began(workers: WorkerPools) -> None:
-    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True})
-    workers(2).run(_elsewhere, layout)
-
-
-class _OwnIO(TorchCheckpointIO):
-    pass
-
-
-def _own_io(layout: Layout, io: type[CheckpointIO]) -> None:
-    trainer = L.Trainer(strategy=layout.strategy(), devices=2, plugins=[io()], **QUIET)
-    with pytest.raises(ConfigError, match="a CheckpointIO of yours, _OwnIO, is to write them"):
-        trainer.fit(TinyMLP(), _data(layout))
-
-
-def test_not_beside_an_io_of_the_user(workers: WorkerPools) -> None:
-    workers(2).run(_own_io, Layout(dp=2, checkpoint={"async_save": True}), _OwnIO)
+    workers(2).run(_elsewhere, IN_BACKGROUND)
 
 
 @pytest.mark.parametrize("length", [247, 255])
@@ -347,12 +325,9 @@ def _on_a_full_disk(layout: Layout, rank: int) -> str:
 
 
 FULL = [
-    (Layout(dp=2, zero=3, save_distributed_checkpoint=True), 1),
     (Layout(pp=2, save_distributed_checkpoint=True), 0),
-    (Layout(tp=2), 0),
-    (Layout(pp=2), 0),
     (Layout(dp=2, zero=3), 0),
-    (Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True}), 1),
+    (IN_BACKGROUND, 1),
 ]
 
 
@@ -454,28 +429,6 @@ def test_folders_on_remote_file_systems_are_refused(workers: WorkerPools) -> Non
 
 def test_files_go_to_remote_file_systems(workers: WorkerPools) -> None:
     assert workers(2).run(_to_memory, Layout(pp=2), "memory://saved") == ["saved", "saved"]
-
-
-def _by_url(layout: Layout, folder: Path) -> None:
-    trainer = _fit(layout, enable_checkpointing=False)
-    trainer.save_checkpoint(f"file://{folder}/saved.ckpt")
-    dist.barrier()
-    assert not Path("file:").exists()
-    assert damage(folder / "saved.ckpt") == []
-    _trainer(layout).validate(
-        TinyMLP(width=WIDTH), _data(layout), ckpt_path=f"file://{folder}/saved.ckpt", verbose=False
-    )
-
-
-@pytest.mark.parametrize("is_folder", [True, False])
-def test_urls_of_this_file_system(workers: WorkerPools, tmp_path: Path, is_folder: bool) -> None:
-    workers(2).run(_by_url, Layout(pp=2, save_distributed_checkpoint=is_folder), tmp_path)
-
-
-def test_a_folder_called_file(workers: WorkerPools) -> None:
-    first, second = workers(2).run(_to_memory, Layout(pp=2), "file:///tmp/saved")
-    assert first == second
-    assert "a folder of the name 'file:'" in first
 
 
 def test_a_save_elsewhere_removes_nothing() -> None:
