@@ -15,10 +15,11 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from transformers import AutoModelForCausalLM
 
-from examples.gpt import GPT, Chunks, StdlibText
+from examples.gpt import GPT, StdlibText
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
+from tests.parity import QUIET
 from tests.scripts import ROOT, start
 from tests.workers import free_port
 
@@ -70,18 +71,8 @@ class _Losses(L.Callback):
 def _one_process(batch_size: int, num_steps: int, clip: float | None = None) -> list[float]:
     """Losses of the plain Trainer on one device, on the batches of a run with one replica."""
     losses = _Losses()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=num_steps,
-        gradient_clip_val=clip,
-        callbacks=[losses],
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    settings = {**QUIET, "max_steps": num_steps, "limit_val_batches": 0, "enable_checkpointing": False}
+    trainer = L.Trainer(devices=1, gradient_clip_val=clip, callbacks=[losses], **settings)
     L.seed_everything(1, verbose=False)
     trainer.fit(GPT(), datamodule=StdlibText(batch_size=batch_size))
     return losses.values
@@ -165,44 +156,3 @@ def test_strategies_of_hydra(name: str, config: ThreeDConfig) -> None:
         node = compose("config", overrides=[f"strategy={name}"])
     assert instantiate(node.strategy).config == config
     assert len(list((EXAMPLES / "hydra" / "conf" / "strategy").iterdir())) == 6
-
-
-def test_chunks_are_consecutive_and_targets_one_byte_ahead() -> None:
-    chunks = Chunks(bytes(range(10)), context=4)
-    assert len(chunks) == 2  # byte 9 would need a target after it
-    inputs, targets = chunks[1]
-    assert inputs.tolist() == [4, 5, 6, 7]
-    assert targets.tolist() == [5, 6, 7, 8]
-
-
-def test_text_is_split_by_file_and_always_the_same() -> None:
-    data = StdlibText(max_bytes=200_000)
-    train, validation = data.split_files()
-    assert train
-    assert validation
-    assert not set(train) & set(validation)
-    assert (train, validation) == StdlibText(max_bytes=200_000).split_files()
-    assert not {"site-packages", "test"} & {part for path in train + validation for part in path.parts}
-    data.setup("fit")
-    assert len(data.train_set.text) == sum(path.stat().st_size for path in train)
-
-
-def test_gpt_sees_no_future_and_ties_its_head() -> None:
-    torch.manual_seed(0)
-    model = GPT(context=8, width=16, num_layers=2)
-    tokens = torch.randint(256, (1, 8))
-    changed = tokens.clone()
-    changed[0, 5] += 1
-    before, after = model(tokens), model(changed % 256)
-    torch.testing.assert_close(before[:, :5], after[:, :5])
-    assert not torch.allclose(before[:, 5:], after[:, 5:])
-    assert model.head.weight is model.tokens.weight
-
-
-def test_generate_continues_prompt_beyond_context() -> None:
-    torch.manual_seed(0)
-    model = GPT(context=8, width=16, num_layers=1)
-    text = model.generate("def ", 12)
-    assert text.startswith("def ")
-    assert text == model.generate("def ", 12)
-    assert text != model.generate("def ", 12, seed=1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,6 @@ def _made(directory: str) -> Path:
 
 
 def check(workers: WorkerPools, example: Example) -> None:
-    if example.requires and find_spec(example.requires) is None:
-        pytest.skip(f"{example.requires} is not installed")
     works = [name for name in LAYOUTS if name not in example.refused]
     (alone,) = workers(1).run(run, example, (ONE_PROCESS,))[0]
     ranks = workers(2).run(run, example, (DDP, *works), timeout=200)

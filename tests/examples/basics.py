@@ -8,13 +8,12 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
-from torchmetrics import Accuracy
 
 from tests.examples.data import NUM_CLASSES, SIZE, images
 from tests.examples.place import Outcome, Place, outcome
@@ -124,51 +123,6 @@ def autoencoder(place: Place) -> Outcome:
 
 def autoencoder_on_all_ranks(place: Place) -> Outcome:
     return fit_test_predict(place, Autoencoder, [Samples()])
-
-
-class Backbone(nn.Module):
-    def __init__(self, hidden_dim: int = 32) -> None:
-        super().__init__()
-        self.first = nn.Linear(PIXELS, hidden_dim)
-        self.second = nn.Linear(hidden_dim, NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.second(torch.relu(self.first(x.view(x.size(0), -1)))))
-
-
-class Classifier(L.LightningModule):
-    """Around a backbone of the caller's; logs by step and epoch."""
-
-    def __init__(self, backbone: Backbone | None = None, learning_rate: float = 1e-2) -> None:
-        super().__init__()
-        self.save_hyperparameters(ignore=["backbone"])
-        self.backbone = backbone or Backbone()
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.backbone(x)
-        return logits
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        self.log("train_loss", loss, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("valid_loss", F.cross_entropy(self(batch[0]), batch[1]), on_step=True)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("test_loss", F.cross_entropy(self(batch[0]), batch[1]))
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits: Tensor = self(batch[0])
-        return logits
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])
-
-
-def classifier(place: Place) -> Outcome:
-    return fit_test_predict(place, Classifier, [])
 
 
 VOCABULARY, CONTEXT = 32, 10
@@ -288,81 +242,5 @@ def torch_profiled(place: Place) -> Outcome:
     return profiled(place, "PyTorchProfiler")
 
 
-def simply_profiled(place: Place) -> Outcome:
-    return profiled(place, "SimpleProfiler")
-
-
-def precisely_profiled(place: Place) -> Outcome:
-    return profiled(place, "AdvancedProfiler")
-
-
 def manually_profiled(place: Place) -> Outcome:
     return profiled(place, "PyTorchProfiler", is_automatic=False)
-
-
-class OneFile(L.LightningModule):
-    """Has its data hooks, too, splits at random in `setup`, and tests as it validates."""
-
-    def __init__(self, learning_rate: float = 1e-2) -> None:
-        super().__init__()
-        self.learning_rate = learning_rate
-        self.model = nn.Sequential(
-            nn.Flatten(),
-            nn.Linear(PIXELS, 16),
-            nn.ReLU(),
-            nn.Dropout(0.0),
-            nn.Linear(16, 16),
-            nn.ReLU(),
-            nn.Dropout(0.0),
-            nn.Linear(16, NUM_CLASSES),
-        )
-        self.accuracy = Accuracy(task="multiclass", num_classes=NUM_CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.log_softmax(self.model(x), dim=1)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = F.nll_loss(self(batch[0]), batch[1])
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits = self(batch[0])
-        loss = F.nll_loss(logits, batch[1])
-        self.accuracy(torch.argmax(logits, dim=1), batch[1])
-        self.log("val_loss", loss, prog_bar=True)
-        self.log("val_acc", self.accuracy, prog_bar=True)
-        return loss
-
-    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.validation_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
-
-    def prepare_data(self) -> None:
-        Path("prepared").touch()
-
-    def setup(self, stage: str) -> None:
-        assert Path("prepared").exists()
-        if stage == "fit":
-            self.train_part, self.val_part = random_split(images(48), [32, 16])
-        else:
-            self.test_part = images(16, seed=1)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.train_part, batch_size=8)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.val_part, batch_size=8)
-
-    def test_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.test_part, batch_size=8)
-
-
-def one_file(place: Place) -> Outcome:
-    trainer = place.trainer([ModelCheckpoint(dirpath="kept")], max_epochs=2, enable_checkpointing=True)
-    model = OneFile()
-    trainer.fit(model)
-    tested = trainer.test(model, verbose=False)
-    return outcome(trainer, dict(tested[0]))

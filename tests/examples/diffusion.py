@@ -6,7 +6,6 @@ What the examples draw in a step (noise, times, posteriors) is a function of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import lightning as L
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from diffusers import (
     AutoencoderKL,
-    ControlNetModel,
     DDPMScheduler,
     UNet2DConditionModel,
     UNet2DModel,
@@ -147,10 +145,6 @@ def unconditional_averaged(place: Place) -> Outcome:
     return fit(place, Unconditional)
 
 
-def unconditional_averaged_late(place: Place) -> Outcome:
-    return fit(place, partial(Unconditional, late=True))
-
-
 # ---- text_to_image
 
 
@@ -226,58 +220,7 @@ def text_to_image(place: Place) -> Outcome:
 # ---- controlnet
 
 
-class Controlled(TextToImage):
-    """Trains a ControlNet, a copy of the U-Net's first half, beside the frozen U-Net."""
-
-    def __init__(self) -> None:
-        super().__init__(snr_gamma=None)
-        self.controlnet = ControlNetModel.from_unet(self.unet, conditioning_channels=3)
-        self.controlnet.controlnet_cond_embedding = nn.Conv2d(3, 16, 3, stride=2, padding=1)
-        self.unet.requires_grad_(False)
-        self.controlnet.train()
-
-    def predicted(self, noisy: Tensor, times: Tensor, text: Tensor, batch: Batch) -> Tensor:
-        down, middle = self.controlnet(
-            noisy, times, encoder_hidden_states=text, controlnet_cond=batch["like"], return_dict=False
-        )
-        made: Tensor = self.unet(
-            noisy,
-            times,
-            encoder_hidden_states=text,
-            down_block_additional_residuals=list(down),
-            mid_block_additional_residual=middle,
-            return_dict=False,
-        )[0]
-        return made
-
-
-def controlled(place: Place) -> Outcome:
-    return fit(place, Controlled)
-
-
 # ---- dreambooth
-
-
-def with_prior(samples: list[dict[str, Tensor]]) -> Batch:
-    """Pictures of the thing in the first half of a batch, of its class in the second."""
-    both = [*(sample["pixels"] for sample in samples), *(sample["like"] for sample in samples)]
-    tokens = [sample["tokens"] for sample in samples]
-    return {"pixels": torch.stack(both), "tokens": torch.stack([*tokens, *tokens])}
-
-
-class PriorPreserving(TextToImage):
-    """Adds a loss for the second half of the batch."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        noisy, times, noise, text = self.noised(batch)
-        predicted, prior = torch.chunk(self.predicted(noisy, times, text, batch), 2, dim=0)
-        target, prior_target = torch.chunk(noise, 2, dim=0)
-        loss = F.mse_loss(predicted.float(), target.float())
-        return self.log_loss(loss + 0.5 * F.mse_loss(prior.float(), prior_target.float()))
-
-
-def dreambooth(place: Place) -> Outcome:
-    return fit(place, PriorPreserving, collate=with_prior)
 
 
 # ---- textual_inversion
@@ -306,22 +249,3 @@ def inversion(place: Place) -> Outcome:
 
 
 # ---- text_to_image_lora
-
-
-class Adapted(TextToImage):
-    """Trains adapters of peft in the U-Net's attention."""
-
-    def __init__(self) -> None:
-        from peft import LoraConfig
-
-        super().__init__(snr_gamma=None)
-        self.unet.requires_grad_(False)
-        self.unet.add_adapter(
-            LoraConfig(
-                r=2, lora_alpha=2, init_lora_weights="gaussian", target_modules=["to_k", "to_q", "to_v", "to_out.0"]
-            )
-        )
-
-
-def adapted(place: Place) -> Outcome:
-    return fit(place, Adapted)

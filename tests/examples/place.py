@@ -8,7 +8,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_3d import ThreeDStrategy
@@ -46,8 +45,6 @@ class Place:
     num_microbatches: int = 2
     ddp: str = "ddp"
     """The name of DDP's strategy."""
-    trains_frozen: bool = False
-    """Whether DDP is `FrozenTooDDP`."""
 
     @property
     def devices(self) -> int:
@@ -57,8 +54,7 @@ class Place:
         """As a configuration file has it."""
         layout = LAYOUTS.get(self.name)
         if layout is None:
-            of_class = {"class_path": "tests.examples.place.FrozenTooDDP", "init_args": {}}
-            return "auto" if self.name == ONE_PROCESS else of_class if self.trains_frozen else self.ddp
+            return "auto" if self.name == ONE_PROCESS else self.ddp
         arguments = {
             "pipeline_parallel_size": layout.pp,
             "tensor_parallel_size": layout.tp,
@@ -85,22 +81,6 @@ class Place:
     def defaults(self, callbacks: Sequence[L.Callback] = (), **settings: Any) -> dict[str, Any]:
         """Of LightningCLI's Trainer."""
         return {**self.settings(), "strategy": self.strategy(), "callbacks": [Losses(), *callbacks], **settings}
-
-
-class FrozenTooDDP(DDPStrategy):
-    """DDP that reduces gradients of parameters that are trained later, too; Lightning's lets replicas drift apart."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(find_unused_parameters=True, **settings)
-
-    def configure_ddp(self) -> None:
-        assert self.model is not None
-        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        super().configure_ddp()
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 class Losses(L.Callback):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.examples.place import Outcome, Place, outcome
@@ -153,101 +152,3 @@ def q_learning(place: Place) -> Outcome:
 
 
 # ---- reinforce_learn_ppo.py
-
-
-class Actor(nn.Module):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.actor_net = net
-
-    def forward(self, states: Tensor) -> tuple[Categorical, Tensor]:
-        policy = Categorical(logits=self.actor_net(states))
-        return policy, policy.sample()
-
-
-class Rollouts(IterableDataset[tuple[Tensor, ...]]):
-    def __init__(self, module: PolicyLearning) -> None:
-        self.module = module
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.module.rollout()
-
-
-def mlp(num_outputs: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(NUM_OBSERVED, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, num_outputs)
-    )
-
-
-class PolicyLearning(L.LightningModule):
-    """Its loader runs the model; two optimizers by hand, each of whose steps is done twice."""
-
-    def __init__(self, clip_ratio: float = 0.2, batch_size: int = 8, steps_per_epoch: int = 32) -> None:
-        super().__init__()
-        self.clip_ratio, self.batch_size, self.steps_per_epoch = clip_ratio, batch_size, steps_per_epoch
-        self.save_hyperparameters()
-        self.automatic_optimization = False
-        self.world = World()
-        self.critic = mlp(1)
-        self.actor = Actor(mlp(NUM_ACTIONS))
-        self.state = torch.tensor(self.world.reset())
-        self.avg_reward = 0.0
-
-    def forward(self, x: Tensor) -> tuple[Categorical, Tensor, Tensor]:
-        policy, action = self.actor(x)
-        return policy, action, self.critic(x)
-
-    def rollout(self) -> Iterator[tuple[Tensor, ...]]:
-        made: list[tuple[Tensor, ...]] = []
-        rewards: list[float] = []
-        for _ in range(self.steps_per_epoch):
-            with torch.no_grad():
-                policy, action, value = self(self.state.to(self.device))
-                likelihood = policy.log_prob(action)
-            new_state, reward, done = self.world.step(int(action))
-            value_of_action = torch.tensor(reward + 0.9 * value.item())
-            made.append((self.state, action, likelihood, value_of_action, value_of_action - value.item()))
-            rewards.append(reward)
-            self.state = torch.tensor(self.world.reset() if done else new_state)
-        self.avg_reward = sum(rewards) / self.steps_per_epoch
-        yield from made
-
-    def training_step(self, batch: tuple[Tensor, ...]) -> None:
-        states, actions, old_likelihoods, values, advantages = batch
-        advantages = (advantages - advantages.mean()) / advantages.std()
-        self.log("avg_reward", self.avg_reward, prog_bar=True, on_step=False, on_epoch=True)
-        of_actor, of_critic = self.optimizers()  # type: ignore[misc]
-
-        policy, _ = self.actor(states)
-        ratio = torch.exp(policy.log_prob(actions) - old_likelihoods)
-        clipped = torch.clamp(ratio, 1 - self.clip_ratio, 1 + self.clip_ratio) * advantages
-        loss_actor = -(torch.min(ratio * advantages, clipped)).mean()
-        self.manual_backward(loss_actor)
-        of_actor.step()
-        of_actor.zero_grad()
-
-        loss_critic = (values - self.critic(states).squeeze(-1)).pow(2).mean()
-        self.manual_backward(loss_critic)
-        of_critic.step()
-        of_critic.zero_grad()
-        self.log("loss_critic", loss_critic, on_step=False, on_epoch=True, prog_bar=False, logger=True)
-        self.log("loss_actor", loss_actor, on_step=False, on_epoch=True, prog_bar=True, logger=True)
-
-    def configure_optimizers(self) -> Any:
-        of_actor = torch.optim.Adam(self.actor.parameters(), lr=3e-3, eps=1e-3)
-        return of_actor, torch.optim.Adam(self.critic.parameters(), lr=1e-2, eps=1e-3)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        for _ in range(2):
-            super().optimizer_step(*args, **kwargs)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Rollouts(self), batch_size=self.batch_size)
-
-
-def policy_learning(place: Place) -> Outcome:
-    """One epoch, as what steps draw has no part in later draws with this strategy."""
-    trainer = place.trainer(max_epochs=1)
-    module = PolicyLearning()
-    trainer.fit(module)
-    return outcome(trainer, module.avg_reward)

@@ -22,13 +22,9 @@ class Example:
     """By layout."""
     note: Mapping[str, str] = field(default_factory=dict)
     """By layout, what the table adds to "works"."""
-    requires: str = ""
-    """A package without which it is skipped."""
     has_batch_norm: bool = False
     """Whether its batches can't be split into microbatches with the numbers of one process."""
     ddp: str = "ddp"
-    trains_frozen: bool = False
-    """As in `Place`."""
     shares_buffers: bool = True
     """Whether DDP does; not with manual optimization, of which buffers of other ranks than 0 are not compared."""
     is_small: bool = False
@@ -43,9 +39,7 @@ class Example:
         module, _, function = self.run.partition(".")
         program: Callable[[Place], Outcome] = getattr(import_module(f"tests.examples.{module}"), function)
         num_microbatches = 1 if self.has_batch_norm else 2
-        return program(
-            Place(name=name, num_microbatches=num_microbatches, ddp=self.ddp, trains_frozen=self.trains_frozen)
-        )
+        return program(Place(name=name, num_microbatches=num_microbatches, ddp=self.ddp))
 
 
 UNUSED = "ddp_find_unused_parameters_true"
@@ -71,7 +65,6 @@ EXAMPLES = (
         },
     ),
     Example(shown="the same, sampling on all ranks", run="basics.autoencoder_on_all_ranks"),
-    Example(shown="`basics/backbone_image_classifier.py`", run="basics.classifier"),
     Example(shown="`basics/transformer.py`", run="basics.transformer"),
     Example(
         shown="`basics/profiler_example.py`",
@@ -79,31 +72,13 @@ EXAMPLES = (
         note=dict.fromkeys(("pp 2", "tp 2"), "no names of modules"),
         is_small=True,
     ),
-    Example(shown="the same by `SimpleProfiler`", run="basics.simply_profiled"),
-    Example(shown="the same by `AdvancedProfiler`", run="basics.precisely_profiled"),
     Example(shown="the same by manual optimization", run="basics.manually_profiled", refused=BY_HAND),
-    Example(
-        shown="`domain_templates/computer_vision_fine_tuning.py`",
-        run="domains.fine_tuning",
-        has_batch_norm=True,
-        note=SINGLE_BATCH,
-        trains_frozen=True,
-    ),
     Example(
         shown="`domain_templates/generative_adversarial_net.py`",
         run="domains.adversarial",
         refused=BY_HAND,
         ddp=UNUSED,
         shares_buffers=False,
-    ),
-    Example(
-        shown="`domain_templates/imagenet.py`",
-        run="domains.imagenet",
-        has_batch_norm=True,
-        note={
-            "pp 2": "batch norms: with one microbatch; `num_processes` counts all ranks",
-            "tp 2": "`num_processes` counts all ranks",
-        },
     ),
     Example(
         shown="`domain_templates/reinforce_learn_Qnet.py`",
@@ -118,27 +93,11 @@ EXAMPLES = (
         is_small=True,
     ),
     Example(
-        shown="`domain_templates/reinforce_learn_ppo.py`",
-        run="reinforcement.policy_learning",
-        refused=BY_HAND,
-        ddp=UNUSED,
-    ),
-    Example(
         shown="`domain_templates/semantic_segmentation.py`",
         run="domains.segmentation",
         has_batch_norm=True,
         note=SINGLE_BATCH,
         is_small=True,
-    ),
-    Example(shown="`bug_report/bug_report_model.py`", run="basics.one_file"),
-    Example(
-        shown="`servable_module/production.py`",
-        run="serving.served",
-        requires="fastapi",
-        refused=dict.fromkeys(
-            ("pp 2", "tp 2"),
-            Refusal(message="ServableModuleValidator serves the model from rank 0", reason="it serves from rank 0"),
-        ),
     ),
     Example(
         shown="demos: `BoringModel`, also with `BoringDataModule`",
@@ -146,19 +105,12 @@ EXAMPLES = (
         refused=SINGLE_SAMPLES,
     ),
     Example(
-        shown="demos: `IterableBoringDataModule`",
-        run="demos.iterable_data",
-        refused=SINGLE_SAMPLES,
-    ),
-    Example(shown="demos: `ManualOptimBoringModel`", run="demos.boring_by_hand", refused=BY_HAND),
-    Example(
         shown="demos: `DemoModel`, also with `RandomIterableDataset`",
         run="demos.demo",
         refused={
             "pp 2": Refusal(message="the model has only 1 calls of blocks to share out", reason="it is one layer")
         },
     ),
-    Example(shown="demos: `LightningTransformer`", run="demos.demo_transformer"),
     Example(
         shown="demos: `LightningLSTM` with `SequenceSampler`",
         run="demos.demo_lstm",
@@ -167,18 +119,9 @@ EXAMPLES = (
         },
         is_small=True,
     ),
-    Example(shown="demos: `Net`", run="demos.demo_net"),
     Example(shown="diffusers: `unconditional_image_generation`", run="diffusion.unconditional"),
     Example(shown="the same with `EMAModel`", run="diffusion.unconditional_averaged", refused=AVERAGES),
-    Example(
-        shown="the same, `EMAModel` made in `on_fit_start`",
-        run="diffusion.unconditional_averaged_late",
-        refused=AVERAGES,
-    ),
     Example(shown="diffusers: `text_to_image`", run="diffusion.text_to_image"),
-    Example(shown="diffusers: `text_to_image` with LoRA (peft)", run="diffusion.adapted", requires="peft"),
-    Example(shown="diffusers: `controlnet`", run="diffusion.controlled", ddp=UNUSED),
-    Example(shown="diffusers: `dreambooth`, prior preservation", run="diffusion.dreambooth"),
     Example(
         shown="diffusers: `textual_inversion`",
         run="diffusion.inversion",
