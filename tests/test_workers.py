@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.utils.data import DataLoader
 
-from tests.workers import RUNS_PER_POOL, WorkerError, WorkerPools
+from tests.scripts import start
+from tests.workers import WorkerError, WorkerPools
 
 
 def _rank_and(value: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -41,12 +41,6 @@ def _hang_on(bad_rank: int) -> None:
         time.sleep(600)
 
 
-def _exit_on(bad_rank: int) -> None:
-    if dist.get_rank() == bad_rank:
-        os._exit(3)
-    dist.barrier()
-
-
 def _crash_after_training() -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, logger=False, enable_progress_bar=False)
     trainer.fit(BoringModel())
@@ -66,16 +60,6 @@ def _cluster() -> tuple[str, int, int, int]:
     environment = trainer._accelerator_connector.cluster_environment
     is_torchrun = isinstance(environment, TorchElasticEnvironment)
     return ("torchrun" if is_torchrun else "other", trainer.global_rank, trainer.world_size, torch.get_num_threads())
-
-
-def _load_in_processes() -> list[int]:
-    return [int(item) for item in DataLoader(range(4), num_workers=2, batch_size=None)]  # type: ignore[arg-type]
-
-
-def test_results_come_by_rank_and_collectives_work(workers: WorkerPools) -> None:
-    results = workers(2).run(_rank_and, torch.tensor([1.0, 2.0]))
-    assert [rank for rank, _ in results] == [0, 1]
-    assert all(torch.equal(total, torch.tensor([2.0, 4.0])) for _, total in results)
 
 
 def test_failing_rank_is_reported_and_pool_works_afterwards(workers: WorkerPools) -> None:
@@ -108,13 +92,6 @@ def test_hanging_rank_times_out_and_pool_works_afterwards(workers: WorkerPools) 
     assert [rank for rank, _ in workers(2).run(_rank_and, torch.ones(1))] == [0, 1]
 
 
-def test_dead_rank_is_reported(workers: WorkerPools) -> None:
-    with pytest.raises(WorkerError, match="exited with code 3") as caught:
-        workers(2).run(_exit_on, 0)
-    assert "exited with code 3" in caught.value.failures[0]
-    assert [rank for rank, _ in workers(2).run(_rank_and, torch.ones(1))] == [0, 1]
-
-
 def test_a_rank_that_crashes_shows_its_stacks(workers: WorkerPools) -> None:
     with pytest.raises(WorkerError, match=r"SIGABRT[\s\S]*Fatal Python error: Aborted[\s\S]*in _crash_after_training"):
         workers(1).run(_crash_after_training)
@@ -129,19 +106,8 @@ def test_runs_share_processes_but_no_directory_and_no_environment(workers: Worke
     assert [pid for *_, pid in first] == [pid for *_, pid in second]
 
 
-def test_processes_are_replaced_in_time() -> None:
-    with WorkerPools() as pools:
-        pids = [pools(1).run(os.getpid)[0] for _ in range(RUNS_PER_POOL + 1)]
-    assert len(set(pids[:-1])) == 1
-    assert pids[-1] != pids[0]
-
-
 def test_lightning_sees_ranks_as_started_by_torchrun(workers: WorkerPools) -> None:
     assert workers(2).run(_cluster) == [("torchrun", 0, 2, 1), ("torchrun", 1, 2, 1)]
-
-
-def test_ranks_may_start_dataloader_workers(workers: WorkerPools) -> None:
-    assert workers(2).run(_load_in_processes) == [[0, 1, 2, 3]] * 2
 
 
 def _abandon(pid_file: str) -> None:
@@ -169,3 +135,12 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     while _is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _is_alive(pid)
+
+
+def test_a_program_that_takes_too_long_is_killed_with_those_that_it_started() -> None:
+    """Torchrun gives each of its processes a session of its own; one that is left would keep the pipe open."""
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+    begin = time.monotonic()
+    with pytest.raises(AssertionError, match="still running after 1 s"):
+        start(["-c", child, "import time; time.sleep(200)"], timeout=1)
+    assert time.monotonic() - begin < 100
