@@ -20,7 +20,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import typing
 import warnings
 import weakref
@@ -100,6 +99,7 @@ from lightning_3d.torch_internals import (
     versions,
 )
 from lightning_3d.waits import CountedWait, not_told
+from tests.parity import QUIET
 from tests.workers import WorkerPools
 
 _CHECKED: set[tuple[str, str]] = set()
@@ -181,20 +181,92 @@ def test_an_import_warns_of_other_versions_but_not_of_what_lightning_itself_call
     assert "LeafSpec" not in done.stderr
 
 
+Reads = Callable[[], object]
+
+_ATTEND = torch.ops.aten._scaled_dot_product_efficient_attention.default
+DRAWING = [
+    (_ATTEND, (None, None, None, None, True)),
+    (_ATTEND, (None, None, None, None, True, 0.1)),
+    (torch.ops.aten.native_dropout.default, (None, 0.5, True)),
+    (torch.ops.aten.mm.default, (None, None)),
+    *((torch.ops.aten._cudnn_rnn.default, (None,) * 11 + (p,)) for p in (0.0, 0.1)),
+]
+DRAWS = [False, True, True, False, False, True]
+
+VALUES: list[tuple[ModuleType, tuple[str, ...], Reads, object]] = [
+    (tensors, ("contiguous_stride",), lambda: tensors.contiguous_stride(torch.Size((2, 3, 4))), (12, 4, 1)),
+    (
+        tensors,
+        ("are_transforms_active",),
+        lambda: torch.vmap(_adds_whether_transformed)(torch.zeros(1)).tolist(),
+        [1.0],
+    ),
+    (tensors, ("are_transforms_active",), tensors.are_transforms_active, False),
+    (tensors, ("typed_storage",), lambda: type(tensors.typed_storage(torch.zeros(2))), torch.TypedStorage),
+    (tensors, ("storage_of",), lambda: tensors.storage_of(torch.eye(2).to_sparse()), None),
+    (
+        modules,
+        ("TORCH_ATTRIBUTES",),
+        lambda: vars(nn.Linear(2, 2)).keys() - modules.TORCH_ATTRIBUTES,
+        {"in_features", "out_features"},
+    ),
+    (
+        dispatch,
+        ("HigherOrderOperator",),
+        lambda: isinstance(torch.ops.higher_order.flex_attention, dispatch.HigherOrderOperator),
+        True,
+    ),
+    (
+        dispatch,
+        ("name_of", "GROUPED_MM", "SCALED_GROUPED_MM"),
+        lambda: [
+            dispatch.name_of(operator)
+            for operator in (
+                torch.ops.aten.mm.default,
+                torch.ops.aten.mm.dtype,
+                torch.ops.higher_order.flex_attention,
+                dispatch.GROUPED_MM.default,
+                dispatch.SCALED_GROUPED_MM.default,
+            )
+        ],
+        ["aten::mm", "aten::mm.dtype", "flex_attention", "aten::_grouped_mm", "aten::_scaled_grouped_mm"],
+    ),
+    (
+        dispatch,
+        ("foreach_norm",),
+        lambda: [float(n) for n in dispatch.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([-2.0])], 2.0)],
+        [5.0, 2.0],
+    ),
+    (
+        dispatch,
+        ("draws_random_numbers",),
+        lambda: [dispatch.draws_random_numbers(*each, {}) for each in DRAWING],
+        DRAWS,
+    ),
+    (dispatch, ("may_write_any",), lambda: dispatch.may_write_any(torch.ops.c10d.allreduce_.default), True),
+    (dispatch, ("may_write_any",), lambda: dispatch.may_write_any(torch.ops.aten.add_.Tensor), False),
+    (lightning_helpers, ("default_backend",), lambda: lightning_helpers.default_backend(torch.device("cpu")), "gloo"),
+]
+"""An adapter, its symbols, what is read of them, and what that is to be."""
+
+for row in VALUES:
+    canary(row[0], *row[1])
+
+
+def _adds_whether_transformed(tensor: Tensor) -> Tensor:
+    return tensor + tensors.are_transforms_active()
+
+
+@pytest.mark.parametrize(("adapter", "symbols", "read", "expected"), VALUES)
+def test_values(adapter: ModuleType, symbols: tuple[str, ...], read: Reads, expected: object) -> None:
+    @canary(adapter, *symbols)
+    def check() -> None:
+        assert read() == expected
+
+    check()
+
+
 # ---------------------------------------------------------------------------------------------------- tensors, modules
-
-
-@canary(tensors, "version_of")
-def test_versions() -> None:
-    tensor = torch.zeros(2)
-    before = tensors.version_of(tensor)
-    tensor[:1].add_(1)
-    assert tensors.version_of(tensor) > before, "an in-place change of a view counts"
-
-
-@canary(tensors, "contiguous_stride")
-def test_strides() -> None:
-    assert tensors.contiguous_stride(torch.Size((2, 3, 4))) == (12, 4, 1)
 
 
 @canary(tensors, "apart")
@@ -209,8 +281,12 @@ def test_complex_views_of_real_numbers() -> None:
     assert tensors.apart(real[0])._base is real
 
 
-@canary(tensors, "base_of", "is_view")
+@canary(tensors, "base_of", "is_view", "version_of")
 def test_views() -> None:
+    counted = torch.zeros(2)
+    before = tensors.version_of(counted)
+    counted[:1].add_(1)
+    assert tensors.version_of(counted) > before, "an in-place change of a view counts"
     tensor = torch.zeros(2, requires_grad=True) * 1
     view = tensor[:1]
     assert tensors.base_of(view) is tensor
@@ -357,8 +433,8 @@ def test_backward_hooks_of_a_module_are_seen() -> None:
         assert modules.has_backward_hooks(module)
 
 
-@canary(autograd, "is_refusal_of_hooks")
-def test_transforms_refuse_hooks() -> None:
+@canary(autograd, "is_refusal_of_hooks", "is_refusal_of_compiled_code")
+def test_refusals_of_torch() -> None:
     def square(x: Tensor) -> Tensor:
         return x.square().sum()
 
@@ -368,10 +444,6 @@ def test_transforms_refuse_hooks() -> None:
                 take(torch.ones(2))
             assert autograd.is_refusal_of_hooks(caught.value)
     assert not autograd.is_refusal_of_hooks(RuntimeError("another"))
-
-
-@canary(autograd, "is_refusal_of_compiled_code")
-def test_compiled_code_refuses_second_gradients() -> None:
     x = torch.ones(2, requires_grad=True)
     function = dynamo.compiled(torch.sin, backend="aot_eager", mode="default", compiling=contextlib.nullcontext)
     (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
@@ -452,18 +524,14 @@ def test_copies_of_shards_are_kept_in_a_step_until_the_shard_changes() -> None:
             assert read().data_ptr() != first.data_ptr(), "of another step"
 
 
-@canary(autograd, "is_in_backward")
-def test_a_backward_is_noticed() -> None:
+@canary(autograd, "is_in_backward", "current_backward")
+def test_backwards_are_noticed_and_have_numbers() -> None:
     noticed: list[bool] = []
     parameter = nn.Parameter(torch.ones(2))
     parameter.register_post_accumulate_grad_hook(lambda _: noticed.append(autograd.is_in_backward()))
     parameter.sum().backward()
     assert noticed == [True]
     assert not autograd.is_in_backward()
-
-
-@canary(autograd, "current_backward")
-def test_backwards_have_numbers() -> None:
     numbers: list[int] = []
     parameter = nn.Parameter(torch.ones(2))
     parameter.register_post_accumulate_grad_hook(lambda _: numbers.append(autograd.current_backward()))
@@ -487,12 +555,6 @@ def test_tensors_inside_of_transforms() -> None:
     assert tensors.untransformed(plain) is plain
 
 
-@canary(tensors, "are_transforms_active")
-def test_code_inside_of_transforms() -> None:
-    assert torch.vmap(lambda x: x + tensors.are_transforms_active())(torch.zeros(1)).item()
-    assert not tensors.are_transforms_active()
-
-
 @canary(tensors, "makes_a_parameter")
 def test_parameters_made_of_a_subclass() -> None:
     seen: list[bool] = []
@@ -510,15 +572,13 @@ def test_parameters_made_of_a_subclass() -> None:
     assert seen == [True, False]
 
 
-@canary(tensors, "storage_id", "storage_of", "typed_storage")
+@canary(tensors, "storage_id", "storage_of")
 def test_storages() -> None:
     with fake_tensors.FakeTensorMode():
         tensor, other = torch.zeros(2), torch.zeros(2)
     assert tensors.storage_id(tensor.untyped_storage()) == tensors.storage_id(tensor[:1].untyped_storage())
     assert tensors.storage_id(tensor.untyped_storage()) != tensors.storage_id(other.untyped_storage())
     assert tensors.storage_of(tensor) == tensors.storage_id(tensor.untyped_storage())
-    assert tensors.storage_of(torch.eye(2).to_sparse()) is None
-    assert isinstance(tensors.typed_storage(torch.zeros(2)), torch.TypedStorage)
 
 
 class _Wrapper(Tensor):
@@ -553,18 +613,12 @@ def test_tensors_that_count_as_parameters() -> None:
     assert set(vars(wrapper)) == {tensors.IS_PARAMETER}
 
 
-@canary(tensors, "set_gradient_hooks")
-def test_gradient_hooks_are_set_as_a_mapping() -> None:
-    leaf, seen = torch.ones(3, requires_grad=True), []
-    tensors.set_gradient_hooks(leaf, {0: seen.append})
-
-    (leaf * 2).sum().backward()  # type: ignore[no-untyped-call]
-
-    assert torch.equal(seen[0], torch.full((3,), 2.0))
-
-
-@canary(tensors, "has_gradient_hooks")
+@canary(tensors, "has_gradient_hooks", "set_gradient_hooks")
 def test_gradient_hooks() -> None:
+    leaf, seen = torch.ones(3, requires_grad=True), list[Tensor]()
+    tensors.set_gradient_hooks(leaf, {0: seen.append})
+    (leaf * 2).sum().backward()
+    assert torch.equal(seen[0], torch.full((3,), 2.0))
     parameter = nn.Parameter(torch.zeros(2))
     assert not tensors.has_gradient_hooks(parameter)
     handle = parameter.register_hook(lambda gradient: None)
@@ -668,12 +722,6 @@ def test_hooks_that_look() -> None:
     layer(torch.ones(2))
     assert called == []
     assert seen == ["before any", "before", "after any", "after"]
-
-
-@canary(modules, "TORCH_ATTRIBUTES")
-def test_attributes_of_every_module() -> None:
-    module = nn.Linear(2, 2)
-    assert vars(module).keys() - modules.TORCH_ATTRIBUTES == {"in_features", "out_features"}
 
 
 @canary(
@@ -799,19 +847,6 @@ def test_dispatch_modes() -> None:
     assert torch.ops.higher_order.flex_attention in mode.calls
 
 
-@canary(dispatch, "HigherOrderOperator", "name_of")
-def test_names_of_operators() -> None:
-    assert isinstance(torch.ops.higher_order.flex_attention, dispatch.HigherOrderOperator)
-    operators = torch.ops.aten.mm.default, torch.ops.aten.mm.dtype, torch.ops.higher_order.flex_attention
-    assert [dispatch.name_of(op) for op in operators] == ["aten::mm", "aten::mm.dtype", "flex_attention"]
-
-
-@canary(dispatch, "GROUPED_MM", "SCALED_GROUPED_MM")
-def test_products_per_expert() -> None:
-    names = [dispatch.name_of(packet.default) for packet in (dispatch.GROUPED_MM, dispatch.SCALED_GROUPED_MM)]
-    assert names == ["aten::_grouped_mm", "aten::_scaled_grouped_mm"]
-
-
 @canary(dispatch, "OpOverload", "schema_of", "written_arguments")
 def test_schemas() -> None:
     op = torch.ops.aten.native_batch_norm.default
@@ -853,15 +888,18 @@ def test_compiled_code_is_known_in_a_dispatch_mode() -> None:
     assert seen == [False, False, False, True]
 
 
-@canary(dispatch, "alias_below_autograd")
-def test_an_alias_counts_the_changes_of_its_tensor() -> None:
-    aliases: list[Tensor] = []
+@canary(dispatch, "alias_below_autograd", "autograd_recording")
+def test_a_dispatch_makes_aliases_and_may_record_a_graph() -> None:
+    aliases, made, weight = list[Tensor](), list[Tensor](), torch.ones(2, requires_grad=True)
 
     class Mode(dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             answer = func(*args, **(kwargs or {}))
             if func is torch.ops.aten.exp.default:
                 aliases.append(dispatch.alias_below_autograd(answer))
+                made.append(weight * 2)
+                with dispatch.autograd_recording():
+                    made.append(weight * 2)
             return answer
 
     with Mode():
@@ -871,24 +909,7 @@ def test_an_alias_counts_the_changes_of_its_tensor() -> None:
     assert tensors.version_of(aliases[0]) == version + 1
     assert aliases[0].grad_fn is None
     assert aliases[0].tolist() == tensor.tolist()
-
-
-@canary(dispatch, "autograd_recording")
-def test_a_dispatch_may_record_a_graph() -> None:
-    weight = torch.ones(2, requires_grad=True)
-    made: list[Tensor] = []
-
-    class Mode(dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.exp.default:
-                made.append(weight * 2)
-                with dispatch.autograd_recording():
-                    made.append(weight * 2)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        torch.ones(2, requires_grad=True).exp()
-    assert [tensor.requires_grad for tensor in made] == [False, True]
+    assert [each.requires_grad for each in made] == [False, True]
 
 
 @canary(dispatch, "version_counter")
@@ -921,21 +942,7 @@ def test_attention_with_dropout_is_a_softmax_and_products_on_a_cpu(dtype: torch.
     torch.testing.assert_close(found.to(dtype), expected)
 
 
-@canary(dispatch, "draws_random_numbers", "may_write_any")
-def test_operators_that_draw_or_hide_what_they_write() -> None:
-    attend = torch.ops.aten._scaled_dot_product_efficient_attention.default
-    arguments = (None, None, None, None, True)
-    assert not dispatch.draws_random_numbers(attend, arguments, {})
-    assert dispatch.draws_random_numbers(attend, (*arguments, 0.1), {})
-    assert dispatch.draws_random_numbers(torch.ops.aten.native_dropout.default, (None, 0.5, True), {})
-    assert not dispatch.draws_random_numbers(torch.ops.aten.mm.default, (None, None), {})
-    recur = torch.ops.aten._cudnn_rnn.default
-    assert [dispatch.draws_random_numbers(recur, (None,) * 11 + (p,), {}) for p in (0.0, 0.1)] == [False, True]
-    reduce = torch.ops.c10d.allreduce_.default
-    assert dispatch.may_write_any(reduce)
-    assert not dispatch.may_write_any(torch.ops.aten.add_.Tensor)
-
-
+@canary(dispatch, "FUSED_RMS_NORM", "LOG_SOFTMAX", "SOFTMAX")
 @canary(dispatch, *("INDEX_PUT_IMPL", "LOCAL_SCALAR_DENSE", "RESHAPE_ALIAS", "TO_COPY", "UNIQUE2", "UNSAFE_VIEW"))
 def test_operators_without_public_names() -> None:
     tensor = torch.arange(3.0)
@@ -951,10 +958,6 @@ def test_operators_without_public_names() -> None:
         tensor[0].item()
         tensor.to(torch.int64)
     assert {dispatch.UNIQUE2, dispatch.LOCAL_SCALAR_DENSE, dispatch.TO_COPY} <= set(mode.calls)
-
-
-@canary(dispatch, "FUSED_RMS_NORM", "LOG_SOFTMAX", "SOFTMAX")
-def test_operators_behind_norms_and_softmax() -> None:
     tensor = torch.arange(3.0)
     assert torch.equal(dispatch.SOFTMAX(tensor, 0, False), tensor.softmax(0))
     assert torch.equal(dispatch.LOG_SOFTMAX(tensor, 0, False), tensor.log_softmax(0))
@@ -966,24 +969,14 @@ def test_operators_behind_norms_and_softmax() -> None:
     assert mode.calls == [dispatch.SOFTMAX, dispatch.LOG_SOFTMAX]
 
 
-@canary(dispatch, "foreach_norm")
-def test_norms_of_a_list() -> None:
-    norms = dispatch.foreach_norm([torch.tensor([3.0, 4.0]), torch.tensor([-2.0])], 2.0)
-    assert [norm.item() for norm in norms] == [5.0, 2.0]
-
-
-@canary(dispatch, "foreach_multiply")
-def test_products_of_a_list() -> None:
-    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-2.0], dtype=torch.bfloat16)]
-    dispatch.foreach_multiply(tensors, torch.tensor(0.5))
-    assert [(tensor.tolist(), tensor.dtype) for tensor in tensors] == [
+@canary(dispatch, "foreach_multiply", "unscale_and_check")
+def test_lists_are_multiplied_and_what_is_not_finite_is_found() -> None:
+    given = [torch.tensor([3.0, 4.0]), torch.tensor([-2.0], dtype=torch.bfloat16)]
+    dispatch.foreach_multiply(given, torch.tensor(0.5))
+    assert [(tensor.tolist(), tensor.dtype) for tensor in given] == [
         ([1.5, 2.0], torch.float32),
         ([-1.0], torch.bfloat16),
     ]
-
-
-@canary(dispatch, "unscale_and_check")
-def test_unscaling_finds_what_is_not_finite() -> None:
     for last, found in ((1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)):
         tensors, flag = [torch.tensor([4.0, 8.0]), torch.tensor([last], dtype=torch.float16)], torch.zeros(1)
         dispatch.unscale_and_check(tensors, flag, torch.full((1,), 0.25))
@@ -1091,45 +1084,6 @@ def test_custom_functions_are_seen() -> None:
     assert seen == [_Doubled, _Doubled]
     assert tensor.grad is not None
     assert tensor.grad.tolist() == [2.0, 2.0]
-
-
-class _DoubledTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(tensor: Tensor, times: int = 2) -> Tensor:
-        return _apply_doubled(tensor) * times
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.times = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * 2 * ctx.times, None
-
-
-_apply_twice = _DoubledTwice.apply
-
-
-def test_custom_functions_in_others_in_transforms_and_with_errors() -> None:
-    def answer(cls: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        seen.append(cls)
-        if args[0] is None:
-            raise KeyError(cls)
-        return apply(*args, **kwargs)
-
-    seen: list[Any] = []
-    with custom_functions.custom_functions_seen(lambda *_: "outer"):
-        with custom_functions.custom_functions_seen(answer):
-            assert _apply_twice(torch.ones(1), times=3).tolist() == [6.0]
-            for apply in (_DoubledTwice.apply, _apply_doubled):
-                with pytest.raises(KeyError):
-                    apply(None)
-            assert seen == [_DoubledTwice, _Doubled, _DoubledTwice, _Doubled]
-            with contextlib.suppress(RuntimeError):  # `_Doubled` has no setup_context
-                torch.func.grad(lambda x: _DoubledTwice.apply(x).sum())(torch.ones(1))
-            assert not tensors.are_transforms_active()
-        assert _apply_doubled(torch.ones(1)) == "outer"
-    assert _apply_twice(torch.ones(1)).tolist() == [4.0]
 
 
 @canary(autograd, "checkpoints_replaced", "recomputed_by", "is_reentrant", "StopRecomputation")
@@ -1271,10 +1225,9 @@ def test_links_to_the_last_checkpoint_are_made_by_others(tmp_path: Path) -> None
             open_now.enter_context(lightning_helpers.last_linked(trainer, note, note))
 
     keeps = ModelCheckpoint(tmp_path, filename="{epoch}", save_last="link")
-    settings: Any = {"max_epochs": 2, "limit_train_batches": 1, "limit_val_batches": 0, "accelerator": "cpu"}
-    quiet: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    settings: Any = {**QUIET, "max_epochs": 2, "limit_train_batches": 1, "limit_val_batches": 0}
     with contextlib.ExitStack() as open_now:
-        L.Trainer(callbacks=[keeps, Calls()], **settings, **quiet).fit(BoringModel())
+        L.Trainer(callbacks=[keeps, Calls()], **settings).fit(BoringModel())
     assert calls == [
         ("epoch=0.ckpt", "last.ckpt"),
         ("epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"),
@@ -1558,23 +1511,6 @@ def test_the_peak_of_the_allocator(workers: WorkerPools) -> None:
     assert 4 * 32_000 <= peak < 4 * 32_000 + 2000
 
 
-def _peak_with_frees_by_a_thread() -> int:
-    peak = profiling.AllocatedPeak()
-    peak.start()
-    peak.mark()
-    for _ in range(20):
-        given = [torch.ones(100_000)]
-        freeing = threading.Thread(target=given.clear)
-        freeing.start()
-        freeing.join()
-    return peak.stop()
-
-
-def test_what_other_threads_free_is_not_counted_for_long(workers: WorkerPools) -> None:
-    (peak,) = workers(1).run(_peak_with_frees_by_a_thread)
-    assert 400_000 <= peak < 10 * 400_000  # of 20 that were freed
-
-
 @canary(pipelining, "splittable")
 def test_a_backward_that_torch_splits() -> None:
     received, weights = torch.ones(3, requires_grad=True), [nn.Parameter(torch.full((3,), 2.0)) for _ in range(2)]
@@ -1619,6 +1555,16 @@ def test_a_function_is_captured() -> None:
     assert capture.recompile_limit() > 1
 
 
+def _saved(sizes: list[int]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Notes how large tensors are that a backward keeps."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
 @canary(joint_graph, "JointGraphPass")
 def test_marks_in_a_joint_graph() -> None:
     """A buffer that is changed is read as it was; of a product and its sine, the backward has what is marked."""
@@ -1633,14 +1579,10 @@ def test_marks_in_a_joint_graph() -> None:
         buffer, sizes = torch.ones(()), list[int]()
         compiled = capture.capture(computation, [tensor, factor, buffer], "aot_eager", is_kept=is_kept)
 
-        def pack(saved: Tensor) -> Tensor:
-            sizes.append(saved.numel())
-            return saved
-
         for num in (1, 2):
             tensor.grad = None
             sizes.clear()
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            with _saved(sizes):
                 (output,) = compiled(tensor, factor, buffer)
             output.sum().backward()
             slope = -math.sin(math.sin(0.2 * num)) * math.cos(0.2 * num) * num
@@ -1689,11 +1631,7 @@ def test_what_a_compiled_backward_computes_again() -> None:
         compiled = capture.capture(computation, [tensor, factor], "aot_eager")
         sizes: list[int] = []
 
-        def pack(saved: Tensor) -> Tensor:
-            sizes.append(saved.numel())
-            return saved
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        with _saved(sizes):
             (output,) = compiled(tensor, factor)
         output.sum().backward()
         torch.testing.assert_close(tensor.grad, torch.full((2, 2), 64 * math.cos(2.0)))
@@ -1755,7 +1693,7 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-@canary(lightning_helpers, "ScriptLauncher", "connect", "default_backend", "reduce_tensor")
+@canary(lightning_helpers, "ScriptLauncher", "connect", "reduce_tensor")
 def test_helpers_of_strategies() -> None:
     assert list(inspect.signature(lightning_helpers.ScriptLauncher).parameters) == [
         "cluster_environment",
@@ -1763,7 +1701,6 @@ def test_helpers_of_strategies() -> None:
         "num_nodes",
     ]
     assert {"cluster_environment", "torch_distributed_backend", "kwargs"} <= _parameters(lightning_helpers.connect)
-    assert lightning_helpers.default_backend(torch.device("cpu")) == "gloo"
     assert {"group", "reduce_op"} <= _parameters(lightning_helpers.reduce_tensor)
     for method in (L.Trainer._fit_impl, L.Trainer._validate_impl, L.Trainer._test_impl, L.Trainer._predict_impl):
         assert "weights_only" in _parameters(method)  # which ScriptLauncher notes
@@ -1908,39 +1845,30 @@ def test_signals_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issubclass(lightning_helpers.TunerExit, Exception)
 
 
-def _two_stores(path: Path) -> str:
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
-    process_groups.further_store("one").set("name", "text")
-    answer: bytes = process_groups.further_store("one").get("name")
-    assert not process_groups.further_store("other").check(["name"])
-    dist.destroy_process_group()
-    return answer.decode()
-
-
-@canary(process_groups, "further_store")
-def test_a_further_store_shares_the_names_of_the_first(tmp_path: Path) -> None:
-    assert _two_stores(tmp_path / "store") == "text"
-
-
-@canary(process_groups, "abort_process_group")
-def test_aborted_groups_are_gone(tmp_path: Path) -> None:
+@pytest.fixture
+def group_of_one(tmp_path: Path) -> Iterator[None]:
+    """A default process group of this process."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+@canary(process_groups, "further_store", "object_device", "abort_process_group")
+def test_groups_of_processes() -> None:
+    process_groups.further_store("one").set("name", "text")
+    assert process_groups.further_store("one").get("name") == b"text"
+    assert not process_groups.further_store("other").check(["name"])
+    assert process_groups.object_device(dist.group.WORLD) == "cpu", "where objects can go by the host"
     dist.new_group([0])
     process_groups.abort_process_group()
     assert not dist.is_initialized()
 
 
-@canary(process_groups, "object_device")
-def test_objects_go_by_the_host_where_they_can(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    assert process_groups.object_device(dist.group.WORLD) == "cpu"
-    dist.destroy_process_group()
-
-
-def _groups_of_gloo(path: Path) -> list[dist.ProcessGroup]:
+def _groups_of_gloo() -> list[dist.ProcessGroup]:
     """Groups as torch makes them, then others, each in both ways of debugging, after a collective in each."""
     groups: list[Any] = []
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
     for way in (dist.DebugLevel.OFF, dist.DebugLevel.DETAIL):
         dist.set_debug_level(way)
         groups.append(dist.new_group([0]))
@@ -1953,11 +1881,12 @@ def _groups_of_gloo(path: Path) -> list[dist.ProcessGroup]:
     return groups
 
 
+@pytest.mark.usefixtures("group_of_one")
 @canary(process_groups, "one_gloo_thread", "num_gloo_threads")
-def test_gloo_runs_collectives_in_as_many_threads_as_its_options_say(tmp_path: Path) -> None:
+def test_gloo_runs_collectives_in_as_many_threads_as_its_options_say() -> None:
     made, cpu = distributed_c10d.ProcessGroupGloo, torch.device("cpu")
     try:
-        torchs, ours, torchs_debugged, ours_debugged = _groups_of_gloo(tmp_path / "store")
+        torchs, ours, torchs_debugged, ours_debugged = _groups_of_gloo()
         assert [process_groups.num_gloo_threads(group, "cpu") for group in (torchs, torchs_debugged)] == [2, 2]
         assert [process_groups.num_gloo_threads(group, "cpu") for group in (ours, ours_debugged)] == [1, 1]
         names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
@@ -1970,7 +1899,6 @@ def test_gloo_runs_collectives_in_as_many_threads_as_its_options_say(tmp_path: P
         assert own.global_ranks_in_group == theirs.global_ranks_in_group == [0]
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
-        dist.destroy_process_group()
 
 
 @canary(lightning_helpers, "logging_as_alone")
@@ -1991,37 +1919,6 @@ def test_modules_know_their_device() -> None:
     assert module.device == torch.device("meta")
 
 
-class _Loaded(L.LightningModule):
-    seen: typing.ClassVar[list[Any]] = []
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return (batch, dataloader_idx)
-
-    def train_dataloader(self) -> Any:
-        return {"a": DataLoader(range(4)), "b": DataLoader(range(4, 8))}
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        loaders = lightning_helpers.active_loaders(self.trainer)
-        assert loaders is not None
-        self.seen.append((len(loaders.flat), loaders.is_sequential, loaders.structured([1, 2])))
-
-    def configure_optimizers(self) -> None:
-        return None
-
-
-@pytest.mark.filterwarnings("ignore:.*configure_optimizers", "ignore:.*training_step. returned")
-@canary(lightning_helpers, "active_loaders", "Loaders", "before_transfer")
-def test_dataloaders_of_a_loop(tmp_path: Path) -> None:
-    trainer = L.Trainer(
-        default_root_dir=tmp_path, max_steps=1, limit_train_batches=1, logger=False, enable_checkpointing=False
-    )
-    module = _Loaded()
-    trainer.fit(module)
-    assert module.seen == [(2, False, {"a": 1, "b": 2})]
-    assert lightning_helpers.before_transfer(module, 1) == (1, 0)
-    assert lightning_helpers.Loaders(flat=[], is_sequential=True, _spec=None).is_sequential
-
-
 class _Unsized:
     """Gives four batches, from the one that its state says."""
 
@@ -2037,7 +1934,9 @@ class _Unsized:
         self.first = state["first"]
 
 
-class _Streamed(_Loaded):
+class _Streamed(L.LightningModule):
+    seen: typing.ClassVar[list[Any]] = []
+
     def train_dataloader(self) -> Any:
         return _Unsized()
 
@@ -2054,17 +1953,20 @@ class _Streamed(_Loaded):
         lightning_helpers.change_loaders(trainer, lambda loader: loader[0])
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(int(batch[0]))
+        self.seen.append(int(batch))
+
+    def configure_optimizers(self) -> None:
+        return None
 
 
-@pytest.mark.filterwarnings("ignore:.*configure_optimizers", "ignore:.*training_step. returned")
+_FIT: dict[str, Any] = {**QUIET, "max_epochs": 1, "enable_checkpointing": False}
+
+
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers", "ignore:.*training_step. returned", "ignore:.*num_workers")
 @canary(lightning_helpers, "change_loaders", "fetched_ahead", "load_loader_states")
-def test_dataloaders_that_were_made_early(tmp_path: Path) -> None:
-    trainer = L.Trainer(default_root_dir=tmp_path, max_epochs=1, logger=False, enable_checkpointing=False)
-    module = _Streamed()
-    module.seen.clear()
-    trainer.fit(module)
-    assert module.seen == [2, 3]
+def test_dataloaders_that_were_made_early() -> None:
+    L.Trainer(**_FIT).fit(_Streamed())
+    assert _Streamed.seen == [2, 3]
 
 
 @canary(distributions, "arguments_unchecked")
@@ -2092,11 +1994,14 @@ class _Rehearsed(L.LightningModule):
         self.layer = nn.Linear(1, 1)
         self.seen: list[Any] = []
 
-    def val_dataloader(self) -> DataLoader[int]:
+    def val_dataloader(self) -> Any:
         return DataLoader(range(3))  # type: ignore[arg-type]
 
-    def train_dataloader(self) -> DataLoader[int]:
-        return DataLoader(range(2))  # type: ignore[arg-type]
+    def train_dataloader(self) -> Any:
+        return {"a": DataLoader(range(4)), "b": DataLoader(range(4, 8))}  # type: ignore[arg-type]
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch, dataloader_idx)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
@@ -2109,22 +2014,25 @@ class _Rehearsed(L.LightningModule):
         arguments = [lightning_helpers.further_arguments(self.trainer, s) for s in (steps.one, steps.two, steps.all)]
         fetching = [lightning_helpers.fetches_itself(s) for s in (steps.all, steps.fetching)]
         rates = optimizers[0].param_groups[0]["lr"], schedulers[0].scheduler.get_last_lr()
-        self.seen = [rates, self.trainer.num_val_batches, arguments, fetching]
+        self.seen += [rates, self.trainer.num_val_batches, arguments, fetching]
 
-    def training_step(self, batch: Tensor) -> None: ...  # type: ignore[override]
+    def training_step(self, batch: Any) -> None:  # type: ignore[override]
+        loaders = lightning_helpers.active_loaders(self.trainer)
+        assert loaders is not None
+        self.seen.append((len(loaders.flat), loaders.is_sequential, loaders.structured([1, 2])))
 
-    def validation_step(self, batch: Tensor) -> None: ...  # type: ignore[override]
+    def validation_step(self, batch: Any) -> None: ...  # type: ignore[override]
 
 
-@pytest.mark.filterwarnings("ignore:.*training_step. returned")
+@pytest.mark.filterwarnings("ignore:.*training_step. returned", "ignore:.*num_workers")
 @canary(lightning_helpers, "make_optimizers", "set_up_validation", "further_arguments", "fetches_itself")
-def test_what_comes_before_a_step(tmp_path: Path) -> None:
-    trainer = L.Trainer(
-        default_root_dir=tmp_path, max_steps=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0
-    )
+@canary(lightning_helpers, "active_loaders", "Loaders", "before_transfer")
+def test_what_comes_before_a_step() -> None:
     module = _Rehearsed()
-    trainer.fit(module)
-    assert module.seen == [(0.5, [0.5]), [3], [(), (0,), (0,)], [False, True]]
+    L.Trainer(**_FIT, limit_train_batches=1).fit(module)
+    assert module.seen == [(0.5, [0.5]), [3], [(), (0,), (0,)], [False, True], (2, False, {"a": 1, "b": 2})]
+    assert lightning_helpers.before_transfer(module, 1) == (1, 0)
+    assert lightning_helpers.Loaders(flat=[], is_sequential=True, _spec=None).is_sequential
 
 
 @canary(lightning_helpers, "start_anew", "FIXED_NAMES")
@@ -2224,14 +2132,7 @@ class _Counts(L.LightningModule):
     "training_loaders",
 )
 def test_where_a_fit_is_in_its_data(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "accelerator": "cpu",
-        "max_epochs": 2,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    settings: dict[str, Any] = {**QUIET, "max_epochs": 2, "enable_checkpointing": False}
     loader = torch.utils.data.DataLoader(range(4))  # type: ignore[arg-type, var-annotated]
     calls: list[Any] = []
 
