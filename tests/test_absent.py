@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_3d.errors import StepError
-from lightning_3d.model.absent import AbsentTensor, mark_absent
+from lightning_3d.model.absent import mark_absent
 
 
 def _model() -> nn.Sequential:
@@ -75,42 +73,6 @@ def test_changes_of_absent_tensors_by_parameters_of_this_stage_raise(name: str) 
     model = _model()
     with pytest.raises(StepError, match=r"changes 0\.weight by a parameter of another pipeline stage than its own"):
         CROSSING[name](model[0].weight, model[1].weight)  # type: ignore[arg-type]
-
-
-@torch.no_grad()
-def test_what_another_rank_does_is_left_to_it() -> None:
-    model = _model()
-    absent, present = model[0].weight, model[1].weight
-    assert isinstance(absent, nn.Parameter)
-    assert isinstance(present, nn.Parameter)
-    absent.copy_(torch.ones(3, 3))
-    absent.data = torch.ones(3, 3)
-    absent.mul_(torch.tensor(0.5)).add_(absent).clamp_(-1, 1)
-    absent[0] = 1.0
-    torch._foreach_lerp_([absent, present], [absent * 2, present * 2], 0.5)
-    assert present.isfinite().all()
-    assert model[0].weight.is_meta
-
-
-def test_they_look_like_any_parameter() -> None:
-    model = _model()
-    model.append(model[0])
-    absent = model[0].weight
-    assert isinstance(absent, nn.Parameter)
-    told = absent.shape, absent.numel(), absent.requires_grad, absent.is_leaf, absent.grad
-    assert told == ((3, 3), 9, True, True, None)
-    assert "meta" in repr(model[2].running_mean)
-    assert len(list(model.parameters())) == 6
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.zero_grad()
-    assert optimizer.state_dict()["param_groups"][0]["params"] == list(range(6))
-    copied = copy.deepcopy(model)
-    assert copied[0].weight is copied[3].weight
-    for held in (copied[0].weight, copied[2].running_mean, absent.detach().clone()):
-        assert isinstance(held, AbsentTensor)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    average.update_parameters(model)
-    average.update_parameters(model)
 
 
 def test_files_hold_tensors_of_torch() -> None:

@@ -7,7 +7,6 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import lightning as L
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d import StepError, ThreeDStrategy
 from tests.models import loader, tokens
-from tests.parity import Layout, fitted, whole_state
+from tests.parity import Layout, fitted
 from tests.test_averaging import Model
 from tests.workers import WorkerPools
 
@@ -184,15 +183,3 @@ def _go_on(layout: Layout, trainer: L.Trainer, module: L.LightningModule, whole:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_module_is_usable_after_fit(workers: WorkerPools, layout: Layout) -> None:
     workers(layout.world_size).run(_use, layout)
-
-
-def _reduced_in_16_bits() -> float:
-    layout = Layout(pp=2, dp=2, zero=3, zero_settings={"communication_dtype": "bfloat16"})
-    rounded = whole_state(fitted(layout, Recurrent, epochs=1)[0])
-    exact = whole_state(fitted(replace(layout, zero_settings={}), Recurrent, epochs=1)[0])
-    return max(float((rounded[fqn] - exact[fqn]).abs().max()) for fqn in exact)
-
-
-def test_units_that_run_later_than_the_first_backward_reduce_in_another_dtype(workers: WorkerPools) -> None:
-    for difference in workers(4).run(_reduced_in_16_bits):
-        assert 0 < difference < 2e-2

@@ -93,23 +93,6 @@ def test_cli_fits_from_a_file(workers: WorkerPools) -> None:
     assert ranks[0][2] == ranks[1][2]
 
 
-def test_cli_fits_from_the_command_line(workers: WorkerPools) -> None:
-    ranks = workers(2).run(
-        _run_cli,
-        FILE_WITHOUT_STRATEGY,
-        "--trainer.strategy=lightning_3d.ThreeDStrategy",
-        "--trainer.strategy.pipeline_parallel_size=2",
-        "--trainer.strategy.zero.stage=2",
-        "--trainer.strategy.init_args.pipeline.num_microbatches=4",
-        "--trainer.strategy.pipeline.partition=uniform",
-        "--trainer.strategy.pipeline.schedule=gpipe",
-        "--trainer.strategy.save_distributed_checkpoint=false",
-        "--model.width=16",
-    )
-    assert [config for config, _, _ in ranks] == [CONFIGURED] * 2
-    assert [done for _, done, _ in ranks] == [(2, 16)] * 2
-
-
 def test_command_line_changes_the_file(workers: WorkerPools) -> None:
     ranks = workers(2).run(_run_cli, FILE, "--trainer.strategy.zero.stage=3", "--trainer.max_steps=1")
     assert [config.zero for config, _, _ in ranks] == [ZeroConfig(stage=3)] * 2
@@ -148,9 +131,7 @@ def test_our_command_fits_and_knows_the_name(workers: WorkerPools, named: str) -
     ("old", "new", "message"),
     [
         ("stage: 2", "stge: 2", "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"),
-        ("stage: 2", "stage: 4", r"zero.stage=4 is not allowed: use 0, 1, 2 or 3 \(nearest: 3\)"),
         ("gpipe", "g-pipe", r"pipeline.schedule='g-pipe' is not allowed: use .* \(nearest: 'gpipe'\)"),
-        ("pipeline_parallel_size: 2", "pipeline_parallel_size: 0", "pipeline_parallel_size=0 is not allowed"),
     ],
 )
 def test_typos_through_the_cli_give_our_error(
@@ -226,15 +207,9 @@ def test_hydra_instantiates_and_fits(workers: WorkerPools) -> None:
     assert ranks[0][2] == ranks[1][2]
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("+strategy.zero.stge=2", "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"),
-        ("strategy.zero.stage=7", "zero.stage=7 is not allowed"),
-    ],
-)
-def test_typos_through_hydra_give_our_error(override: str, message: str, tmp_path: Path) -> None:
+def test_typos_through_hydra_give_our_error(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(HYDRA_FILE)
+    message = "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"
     with pytest.raises(Exception, match=message) as caught:
-        instantiate(_compose(tmp_path, [override]).strategy)
+        instantiate(_compose(tmp_path, ["+strategy.zero.stge=2"]).strategy)
     assert isinstance(caught.value.__cause__, ConfigError)  # Hydra wraps what a constructor raises

@@ -43,11 +43,6 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_file_by_path_and_name(file: Path) -> None:
-    assert ThreeDConfig.from_file(file) == CONFIG
-    assert ThreeDConfig.from_file(str(file)) == CONFIG
-
-
 def test_overrides_change_exactly_what_they_name(file: Path) -> None:
     overrides = ["zero.stage=2", "pipeline.num_microbatches=6", "pipeline.num_microbatches=8"]
     config = ThreeDConfig.from_file(file, overrides)
@@ -60,14 +55,6 @@ def test_sections_as_mapping_dataclass_or_omegaconf_node() -> None:
     for section in ({"stage": 3}, ZeroConfig(stage=3), OmegaConf.create({"stage": 3})):
         assert ThreeDConfig.from_mapping({"zero": section}) == expected
     assert ThreeDConfig.from_mapping(OmegaConf.create({"zero": {"stage": 3}})) == expected
-
-
-def test_absent_sections_are_defaults(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("zero:\n")
-    assert ThreeDConfig.from_file(file) == ThreeDConfig.from_mapping({"pipeline": None}) == ThreeDConfig()
-    file.write_text("")
-    assert ThreeDConfig.from_file(file) == ThreeDConfig()
 
 
 def test_interpolations_and_floats_of_a_file(tmp_path: Path) -> None:
@@ -223,13 +210,6 @@ def test_wrong_values_are_refused(mapping: dict[str, Any], message: str) -> None
         ThreeDConfig.from_mapping(mapping)
 
 
-def test_places_to_offload_to(tmp_path: Path) -> None:
-    assert ZeroConfig(offload_optimizer=tmp_path).offload_optimizer == str(tmp_path)  # type: ignore[arg-type]
-    mapping = {"zero": {"stage": 3, "offload_optimizer": "~/states", "offload_params": "cpu"}}
-    assert ThreeDConfig.from_mapping(mapping).zero.offload_optimizer == "~/states"
-    assert _from_command_line(["--strategy.zero.offload_optimizer=cpu"]).zero == ZeroConfig(offload_optimizer="cpu")
-
-
 @pytest.mark.parametrize(
     ("key", "nearest"),
     [("pipeline_paralel_size", "pipeline_parallel_size"), ("timout", "timeout"), ("stage", "zero.stage")],
@@ -237,15 +217,6 @@ def test_places_to_offload_to(tmp_path: Path) -> None:
 def test_a_wrong_keyword_of_the_strategy_names_the_nearest(key: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown config key '{key}': the nearest valid key is '{nearest}'"):
         ThreeDStrategy(**{key: 2})
-
-
-def test_dataclasses_check_themselves() -> None:
-    with pytest.raises(ConfigError, match=re.escape("key is 'pipeline.num_microbatches'")):
-        PipelineConfig(num_microbatchs=4)  # type: ignore[call-arg]  # the mistake under test
-    with pytest.raises(ConfigError, match=re.escape("zero.stage=5 is not allowed")):
-        ZeroConfig(stage=5)  # type: ignore[arg-type]  # the mistake under test
-    with pytest.raises(ConfigError, match=re.escape("zero={'stage': 1} is not allowed: use a ZeroConfig")):
-        ThreeDConfig(zero={"stage": 1})  # type: ignore[arg-type]  # the mistake under test
 
 
 @pytest.mark.parametrize(
@@ -284,13 +255,6 @@ def test_unreadable_files_are_refused(tmp_path: Path, content: bytes | None, mes
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         ThreeDConfig.from_file(file)
     assert str(file) in str(caught.value)
-
-
-def test_auto_microbatches_are_the_stages() -> None:
-    assert ThreeDConfig().num_microbatches == 1
-    assert ThreeDConfig(pipeline_parallel_size=4).num_microbatches == 4
-    gpipe = PipelineConfig(num_microbatches=2, schedule="gpipe")
-    assert ThreeDConfig(pipeline_parallel_size=4, pipeline=gpipe).num_microbatches == 2
 
 
 def test_config_is_frozen_and_pickles() -> None:

@@ -85,20 +85,3 @@ def test_batches_come_in_the_users_order(
     for seen, own_losses in workers(2).run(_seen, sizes, order, configured):
         assert seen == numbers
         assert own_losses == pytest.approx(losses, abs=1e-5)
-
-
-def _sampler_arguments(sizes: dict[str, int]) -> dict[str, Any]:
-    trainer = L.Trainer(**QUIET, devices=2, strategy=ThreeDStrategy(**sizes))  # type: ignore[arg-type]
-    return trainer.distributed_sampler_kwargs
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [({}, [(2, 0), (2, 1)]), ({"pipeline_parallel_size": 2}, [(1, 0), (1, 0)])],
-    ids=["dp", "pp"],
-)
-def test_arguments_of_samplers_are_there_before_a_run(
-    workers: WorkerPools, sizes: dict[str, int], expected: list[tuple[int, int]]
-) -> None:
-    found = workers(2).run(_sampler_arguments, sizes)
-    assert [(arguments["num_replicas"], arguments["rank"]) for arguments in found] == expected

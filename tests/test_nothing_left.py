@@ -5,22 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_3d.distributed.groups import GroupPool, MeshGroups
-from lightning_3d.distributed.mesh import AxisName, Mesh, MeshShape, build_mesh, forget_meshes, shared_mesh
-from lightning_3d.torch_internals.process_groups import num_gloo_threads
+from lightning_3d.distributed.mesh import Mesh, MeshShape, shared_mesh
 from tests.models import TinyGPT, loader, tokens
 from tests.parity import Layout, fitted, whole_state
 from tests.workers import WorkerPools
@@ -145,63 +140,7 @@ def test_runs_that_fail_leave_nothing_more(workers: WorkerPools, name: str) -> N
         assert all(later <= left[0] for later in left[1:])
 
 
-def _with_another_default() -> list[int]:
-    found = []
-    for _ in range(2):
-        fitted(LAYOUTS["pp2"], _model, batches=2, epochs=1)
-        found.append(Left.now().groups)
-        dist.barrier()
-        dist.destroy_process_group()
-        rank, store = int(os.environ["RANK"]), dist.FileStore(str(Path("store").resolve()) + str(len(found)), 2)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    return found
-
-
-def test_groups_that_users_destroy_with_the_default_one_are_made_anew(workers: WorkerPools) -> None:
-    # gloo runs that of the user in two threads, so that no mesh takes it
-    assert workers(2).run(_with_another_default) == [[4, 5]] * 2
-    workers(2).close()  # the store of the last default group goes with the folder of the run
-
-
-def _made_by_the_strategy() -> int:
-    dist.destroy_process_group()
-    fitted(LAYOUTS["zero3"], _model, batches=2, epochs=1)
-    assert dist.group.WORLD is not None
-    return num_gloo_threads(dist.group.WORLD, "cpu")
-
-
-def test_the_default_group_of_the_strategy_is_one_that_meshes_take(workers: WorkerPools) -> None:
-    assert workers(2).run(_made_by_the_strategy) == [1, 1]
-    workers(2).close()
-
-
 # -------------------------------------------------------------------------------------------------------------- meshes
-
-
-def _members(mesh_shape: MeshShape, pool: GroupPool) -> tuple[list[str], Mesh]:
-    mesh = build_mesh(mesh_shape, zero_stage=0, device_type="cpu", groups=MeshGroups(pool))
-    names: tuple[AxisName, ...] = ("pp", "dp", "cp", "tp")
-    axes = [mesh.axis(name).get_group() for name in names]
-    return [group.group_name for group in (*axes, mesh.group("replica"))], mesh
-
-
-def _shared_by_ranks() -> tuple[list[str], list[str], bool]:
-    pool = GroupPool()
-    pipeline, first = _members(MeshShape(pp=2, dp=1, cp=1, tp=1), pool)
-    tensor, second = _members(MeshShape(pp=1, dp=1, cp=1, tp=2), pool)
-    totals = [torch.ones(1) for _ in range(2)]
-    for mesh, total in zip((first, second), totals, strict=True):
-        dist.all_reduce(total, group=mesh.group("replica"))
-    return pipeline, tensor, all(float(total) == 2 for total in totals)
-
-
-def test_meshes_share_the_groups_of_the_same_ranks(workers: WorkerPools) -> None:
-    for pipeline, tensor, is_summed in workers(2).run(_shared_by_ranks):
-        pp, alone, *others, replica = pipeline
-        assert others == [alone, alone]
-        assert len({pp, alone, replica}) == 3, "axes of one mesh have groups of their own"
-        assert tensor == [alone, alone, alone, pp, pp], "a replica of tensor parallel alone has the group of its axis"
-        assert is_summed
 
 
 def _make(shape: MeshShape, timeout: float = 30) -> Mesh:
@@ -226,57 +165,6 @@ def _one_rank_keeps(holds: list[bool]) -> list[int]:
 def test_groups_stay_while_any_rank_needs_them(workers: WorkerPools, holds: list[bool]) -> None:
     workers(2).close()  # processes without groups
     assert workers(2).run(_one_rank_keeps, holds) == [[3 if any(holds) else 2, 2]] * 2
-
-
-def _tensor_alone() -> list[list[bool]]:
-    """Whether groups count as used, with a mesh, then with a DTensor of it alone, then without."""
-    pool, found = GroupPool(), []
-    groups = MeshGroups(pool)
-    groups.take([range(2)])  # so that the axis has another one than the default one
-    mesh = build_mesh(MeshShape(pp=1, dp=1, cp=1, tp=2), zero_stage=0, device_type="cpu", groups=groups)
-    tensor = DTensor.from_local(torch.ones(2), mesh.axis("tp"), [Shard(0)])
-    found.append([is_used for is_used, _ in pool.states(None)])
-    del mesh, groups
-    assert (2 * tensor).redistribute(placements=[Replicate()]).to_local().tolist() == [2.0] * 4
-    found.append([is_used for is_used, _ in pool.states(None)])
-    assert float(tensor.sum().full_tensor()) == 4
-    del tensor
-    found.append([is_used for is_used, _ in pool.states(None)])
-    return found
-
-
-def test_tensors_keep_the_groups_of_their_mesh(workers: WorkerPools) -> None:
-    kinds = 2  # of one rank, the axis
-    assert workers(2).run(_tensor_alone) == [[[True] * kinds, [True] * kinds, [False] * kinds]] * 2
-
-
-def _interrupted() -> float:
-    """One rank is interrupted while it makes groups, and then all make others."""
-    kept = _make(MeshShape(pp=1, dp=2, cp=1, tp=1))
-    make, calls = dist.new_subgroups_by_enumeration, []
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        made = make(*args, **kwargs)
-        calls.append(made)
-        if dist.get_rank() == 1:
-            raise KeyboardInterrupt
-        return made
-
-    with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr(dist, "new_subgroups_by_enumeration", interrupted)
-        kept = _make(MeshShape(pp=2, dp=1, cp=1, tp=1))
-    assert calls
-    if dist.get_rank() == 1:
-        forget_meshes()
-    mesh = _make(MeshShape(pp=1, dp=1, cp=1, tp=2))
-    assert mesh is not kept
-    total = torch.ones(1)
-    dist.all_reduce(total, group=mesh.group("replica"))
-    return float(total)
-
-
-def test_a_rank_that_was_interrupted_has_the_groups_of_the_others_again(workers: WorkerPools) -> None:
-    assert workers(2).run(_interrupted) == [2.0, 2.0]
 
 
 def _timed_out() -> bool:

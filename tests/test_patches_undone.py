@@ -8,7 +8,7 @@ whose calls take other ranks keeps its runner, a model of which this rank has pa
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
@@ -201,54 +201,12 @@ def _fit(layout: Layout, fails: str | None) -> tuple[list[str], list[str]]:
 LAYOUTS = {"dp": Layout(dp=2), "pp": Layout(pp=2, num_microbatches=2), "tp": Layout(tp=2)}
 
 
-@pytest.fixture(scope="module")
-def runs() -> dict[tuple[str, str | None], list[tuple[list[str], list[str]]]]:
-    """What fits left changed, by layout and failure; filled as they are needed."""
-    return {}
-
-
-def _left(
-    runs: dict[tuple[str, str | None], list[tuple[list[str], list[str]]]],
-    workers: WorkerPools,
-    layout: str,
-    fails: str | None,
-) -> Iterator[tuple[list[str], list[str]]]:
-    if (layout, fails) not in runs:
-        runs[layout, fails] = workers(2).run(_fit, LAYOUTS[layout], fails)
-    yield from runs[layout, fails]
-
-
 @pytest.mark.parametrize("fails", [None, "step", "block"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_torch_lightning_and_the_process_are_as_before(
-    workers: WorkerPools, runs: Any, layout: str, fails: str | None
-) -> None:
-    for left, _ in _left(runs, workers, layout, fails):
-        assert left == []
-
-
-@pytest.mark.parametrize("fails", [None, "step", "block"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_users_objects_are_as_before(workers: WorkerPools, runs: Any, layout: str, fails: str | None) -> None:
-    for _, left in _left(runs, workers, layout, fails):
-        assert left == []
-
-
-def _fit_in_pieces(layout: Layout, pieces: tuple[int, ...]) -> dict[str, float]:
-    L.seed_everything(1)
-    model, trainer = Model(None), _trainer(layout, max_steps=0)
-    data = loader(tokens(8), global_batch_size=8)
-    for steps in pieces:
-        trainer.fit_loop.epoch_loop.max_steps += steps
-        trainer.fit(model, data)
-    assert trainer.global_step == sum(pieces)
-    return {"loss": trainer.callback_metrics["loss"].item(), "accuracy": trainer.callback_metrics["accuracy"].item()}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_trainer_goes_on_where_it_was(workers: WorkerPools, layout: str) -> None:
-    whole = workers(2).run(_fit_in_pieces, LAYOUTS[layout], (4,))
-    assert workers(2).run(_fit_in_pieces, LAYOUTS[layout], (2, 2)) == whole
+def test_all_is_as_before(workers: WorkerPools, layout: str, fails: str | None) -> None:
+    for of_packages, of_user in workers(2).run(_fit, LAYOUTS[layout], fails):
+        assert of_packages == []
+        assert of_user == []
 
 
 def test_a_patch_is_seen() -> None:

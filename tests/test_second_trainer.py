@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from lightning_3d import StepError, ThreeDStrategy
 from tests.models import TinyGPT, loader, tokens, training_loader
 from tests.parity import QUIET, Layout, assert_same_state, whole_state
 from tests.tables import some_in_matrix
-from tests.workers import WorkerError, WorkerPools
+from tests.workers import WorkerPools
 
 LAYOUTS = {
     "dp2": Layout(dp=2),
@@ -25,17 +22,8 @@ LAYOUTS = {
     "pp2": Layout(pp=2),
     "tp2": Layout(tp=2),
 }
-PAIRS = [
-    ("pp2", "pp2"),
-    ("tp2", "tp2"),
-    ("zero3", "zero3"),
-    ("pp2", "tp2"),
-    ("tp2", "zero3"),
-    ("zero3", "pp2"),
-    ("dp2", "tp2"),
-    ("pp2", "dp2"),
-]
-ALIKE = [("pp2", "pp2"), ("tp2", "tp2"), ("zero3", "zero3"), ("pp2", "dp2")]
+PAIRS = [("pp2", "tp2"), ("tp2", "zero3"), ("zero3", "pp2"), ("dp2", "tp2"), ("pp2", "pp2"), ("zero3", "zero3")]
+ALIKE = PAIRS[4:]
 """Pairs that are left to `make test-matrix`."""
 
 
@@ -128,26 +116,13 @@ def _several_models(layout: Layout | None) -> tuple[list[dict[str, Tensor]], lis
     return states, losses
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["zero3", "pp2", "tp2"])
 def test_one_trainer_trains_several_models(workers: WorkerPools, name: str) -> None:
     states, losses = workers(1).run(_several_models, None)[0]
     for found, of_rank in workers(2).run(_several_models, LAYOUTS[name]):
         for state, expected in zip(found, states, strict=True):
             assert_same_state([state], expected)
         assert of_rank == pytest.approx(losses, abs=1e-5)
-
-
-def _copied(layout: Layout) -> None:
-    module = Counts()
-    first = _trainer(layout, max_epochs=1)
-    first.fit(module, _data(layout)[0])
-    _trainer(layout, max_epochs=1).fit(copy.deepcopy(module), _data(layout)[0])
-
-
-@pytest.mark.parametrize("name", ["zero3", "pp2", "tp2"])
-def test_a_copy_of_parts_is_refused(workers: WorkerPools, name: str) -> None:
-    with pytest.raises(WorkerError, match="Counts is a copy of a model that was made parallel before"):
-        workers(2).run(_copied, LAYOUTS[name])
 
 
 def _asks_the_first(layouts: tuple[Layout, Layout]) -> list[str]:
@@ -209,81 +184,12 @@ def _finetuned(layouts: tuple[Layout | None, Layout | None]) -> list[dict[str, T
     return states
 
 
-@pytest.fixture(scope="module")
-def finetuned(workers: WorkerPools) -> list[dict[str, Tensor]]:
-    """By one process."""
-    return workers(1).run(_finetuned, (None, None))[0]
-
-
-@pytest.mark.parametrize("names", some_in_matrix(((pair,) for pair in PAIRS), lambda pair: pair in ALIKE), ids="-".join)
-def test_models_that_share_modules_are_trained_in_turn(
-    workers: WorkerPools, finetuned: list[dict[str, Tensor]], names: tuple[str, str]
-) -> None:
+@pytest.mark.parametrize("names", [("pp2", "tp2"), ("zero3", "pp2")], ids="-".join)
+def test_models_that_share_modules_are_trained_in_turn(workers: WorkerPools, names: tuple[str, str]) -> None:
+    (expected,) = workers(1).run(_finetuned, (None, None))
     for states in workers(2).run(_finetuned, tuple(LAYOUTS[name] for name in names)):
-        for state, whole in zip(states, finetuned, strict=True):
+        for state, whole in zip(states, expected, strict=True):
             assert_same_state([state], whole)
-
-
-class Averages(L.Callback):
-    """Copies the model once, in the first run or in its first step, and averages it for as long as it lives."""
-
-    def __init__(self, *, early: bool) -> None:
-        self.average: L.LightningModule | None = None
-        self.early = early
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.early:
-            self._begin(pl_module)
-
-    def _begin(self, module: L.LightningModule) -> None:
-        self.average = self.average or copy.deepcopy(module)
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._begin(pl_module)
-        assert self.average is not None
-        with torch.no_grad():
-            for mean, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
-                mean.lerp_(parameter, 0.3)
-
-
-def _averaged(layouts: tuple[Layout | None, Layout | None], early: bool) -> dict[str, Tensor]:
-    L.seed_everything(1, verbose=False)
-    module, average = TinyGPT(num_layers=2), Averages(early=early)
-    for layout in layouts:
-        trainer = _trainer(layout, max_epochs=1, callbacks=[average])
-        trainer.fit(module, _data(layout)[0])
-    assert average.average is not None
-    with contextlib.ExitStack() as stack:
-        if isinstance(trainer.strategy, ThreeDStrategy):
-            stack.enter_context(trainer.strategy.summon_full_params(average.average, writeback=False))
-        return {fqn: value.detach().clone() for fqn, value in average.average.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("names", "early"),
-    some_in_matrix(
-        itertools.product([("zero3", "zero3"), ("zero3", "pp2"), ("pp2", "tp2"), ("tp2", "zero3")], [True, False]),
-        lambda names, early: early is (names in (("zero3", "zero3"), ("pp2", "tp2"))),
-    ),
-)
-def test_callbacks_average_over_several_trainers(workers: WorkerPools, names: tuple[str, str], early: bool) -> None:
-    (expected,) = workers(1).run(_averaged, (None, None), early)
-    assert_same_state(workers(2).run(_averaged, tuple(LAYOUTS[name] for name in names), early), expected)
-
-
-def _asks_for_an_old_copy(layouts: tuple[Layout, Layout]) -> None:
-    module, average = TinyGPT(num_layers=2), Averages(early=False)
-    _trainer(layouts[0], max_epochs=1, callbacks=[average]).fit(module, _data(layouts[0])[0])
-    trainer = _trainer(layouts[1], max_epochs=1)
-    trainer.fit(module, _data(layouts[1])[0])
-    assert isinstance(trainer.strategy, ThreeDStrategy)
-    with pytest.raises(StepError, match="This copy of TinyGPT has the parts that another Trainer gave the model"):
-        trainer.strategy.summon_full_params(average.average).__enter__()
-
-
-@pytest.mark.parametrize("names", [("zero3", "dp2"), ("pp2", "tp2"), ("tp2", "pp2")], ids="-".join)
-def test_copies_that_are_left_behind_are_told(workers: WorkerPools, names: tuple[str, str]) -> None:
-    workers(2).run(_asks_for_an_old_copy, tuple(LAYOUTS[name] for name in names))
 
 
 def _with_another_head(layout: Layout | None) -> tuple[list[dict[str, Tensor]], bool]:
@@ -305,7 +211,7 @@ def _with_another_head(layout: Layout | None) -> tuple[list[dict[str, Tensor]], 
     return [*states, whole_state(trainer)], is_kept
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS.values(), Layout(dp=2, zero=2), Layout(dp=2, zero=0)], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS["zero3"], LAYOUTS["pp2"], LAYOUTS["tp2"], Layout(dp=2, zero=0)], ids=str)
 def test_a_model_is_laid_out_anew_only_where_it_was_changed(workers: WorkerPools, layout: Layout) -> None:
     states, _ = workers(1).run(_with_another_head, None)[0]
     for found, is_kept in workers(2).run(_with_another_head, layout):

@@ -11,35 +11,17 @@ import pytest
 
 from lightning_3d import ConfigError
 from lightning_3d.callbacks import ScheduleTimeline
-from lightning_3d.pipeline.spans import Span, Timeline, idle_share, play
+from lightning_3d.pipeline.spans import Timeline, idle_share, play
 from lightning_3d.planning.schedule_order import Computation, schedule_order
 from tests.models import TinyGPT, loader, tokens
-from tests.parity import Layout
+from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools
-
-
-def _span(stage: int, start: float, end: float) -> Span:
-    return Span(kind="forward", stage=stage, microbatch=0, start=start, end=end)
-
-
-def test_idle_share_counts_what_no_rank_computes() -> None:
-    assert idle_share([[_span(0, 0, 2)], [_span(1, 1, 2)]]) == pytest.approx(0.25)
-    assert idle_share([[_span(0, 0, 1), _span(0, 1, 2)]]) == pytest.approx(0.0)
 
 
 def _fit(layout: Layout, path: str) -> Timeline | None:
     timeline = ScheduleTimeline(path, step=1)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=layout.world_size,
-        strategy=layout.strategy(),
-        max_steps=3,
-        callbacks=[timeline],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    settings = {**QUIET, "max_steps": 3, "enable_checkpointing": False, "callbacks": [timeline]}
+    trainer = L.Trainer(devices=layout.world_size, strategy=layout.strategy(), **settings)
     trainer.fit(TinyGPT(), loader(tokens(24), global_batch_size=8))
     return timeline.timeline
 

@@ -66,28 +66,6 @@ def test_search_for_a_learning_rate_is_that_of_one_process(workers: WorkerPools,
         assert advice == []  # of one replica all ranks log the same
 
 
-class Failing(Loading):
-    """Fails in its second step; has a scheduler, in whose place the search puts one of its own."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            raise ValueError("the user's own")
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
-
-
-def _fails(sizes: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="the user's own"):
-        Tuner(_trainer(sizes, max_steps=1)).lr_find(Failing(), num_training=8)
-
-
-def test_a_search_that_fails_says_why(workers: WorkerPools) -> None:
-    workers(1).run(_fails, {"pipeline_parallel_size": 1})
-
-
 def _error(sizes: dict[str, int]) -> str:
     with pytest.raises(StepError) as error:
         _trainer(sizes, max_steps=1, callbacks=[BatchSizeFinder()]).fit(Loading())

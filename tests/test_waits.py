@@ -70,13 +70,6 @@ def test_a_line_of_rich_that_goes_away_on_a_terminal() -> None:
     assert shown.endswith("\x1b[2K")  # the line is erased
 
 
-def test_lines_above_the_progress_bar_in_steps() -> None:
-    bar = Bar()
-    with _impatient():
-        assert _shown(bar, terminal=True, stepping=True) == ""
-    assert "inner (0 s)" in bar.printed
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_nothing_of_short_waits(terminal: bool) -> None:
     with _impatient(patience=30.0):

@@ -5,14 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
 
-from tests.models import TinyGPT, tokens
-from tests.parity import QUIET, Layout, assert_same_state, fitted, whole_state
+from tests.models import TinyGPT
+from tests.parity import Layout, fitted
 from tests.workers import WorkerPools
 
 LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2), "tp2": Layout(tp=2)}
@@ -48,29 +45,3 @@ def test_user_code_that_counts_all_ranks_is_warned(workers: WorkerPools, name: s
         for read in ("world_size", "num_processes"):
             assert any(f"reads {read}, which counts all 2 ranks; 1 of them" in said for said in on_first)
         assert all("test_world_size.py:" in said for said in on_first)
-
-
-class OwnSampler(TinyGPT):
-    """Makes its sampler itself, as the Trainer would."""
-
-    def __init__(self) -> None:
-        super().__init__(num_layers=2)
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        data, replicas = tokens(32), self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        sampler = DistributedSampler(data, **replicas, shuffle=False)
-        return DataLoader(data, batch_size=8 // replicas["num_replicas"], sampler=sampler)
-
-
-def _sampled(layout: Layout | None) -> dict[str, Tensor]:
-    strategy, devices = ("auto", 1) if layout is None else (layout.strategy(), layout.world_size)
-    L.seed_everything(1, verbose=False)
-    trainer = L.Trainer(strategy=strategy, devices=devices, max_epochs=2, enable_checkpointing=False, **QUIET)
-    trainer.fit(OwnSampler())
-    return whole_state(trainer)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_samplers_of_the_users_go_by_replicas(workers: WorkerPools, name: str) -> None:
-    (expected,) = workers(1).run(_sampled, None)
-    assert_same_state(workers(2).run(_sampled, LAYOUTS[name]), expected)
