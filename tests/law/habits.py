@@ -222,7 +222,7 @@ class Reads(Noting):
         for name, parameter in pl_module.named_parameters():
             self.note(f"norm of {name}", parameter.norm())
             self.note(f"array of {name}", float(parameter.data.cpu().numpy().astype("float64").std()))
-            self.note(f"list of {name}", sum(parameter.flatten().tolist()[:3]))
+            self.note(f"list of {name}", sum(map(abs, parameter.flatten().tolist())))
             self.note(f"finite {name}", torch.isfinite(parameter).all())
             self.note(f"equal {name}", torch.equal(parameter, copied.get_parameter(name)))
         self.note("sum", sum(parameter.pow(2).sum() for parameter in pl_module.parameters()))
@@ -312,7 +312,7 @@ HABITS = {
     "calls": Habit(callbacks=lambda: [CallsOutside()], needs="compute_loss"),
     "evaluated": Habit(mixin=Evaluated, after=_evaluate, needs="compute_loss"),
     "gradients": Habit(callbacks=lambda: [Gradients()], skips=frozenset({"unseen"})),
-    "by-hand": Habit(callbacks=lambda: [ByHand()], skips=frozenset({"unseen"})),
+    "by-hand": Habit(callbacks=lambda: [ByHand()], skips=frozenset({"unseen", "resumed", "resumed-folder"})),
     "reads": Habit(callbacks=lambda: [Reads()], fits=_without_pipelines),
     "watching": Habit(
         callbacks=_watching,
