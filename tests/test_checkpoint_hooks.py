@@ -203,6 +203,7 @@ def wrapped_in(layout: Layout, folder: Path) -> dict[str, Any]:
         return wrapped(layout)
 
 
+@pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance")
 def test_modules_are_hyperparameters(workers: WorkerPools, tmp_path: Path) -> None:
     expected = alone(workers, wrapped)
     for found in workers(2).run(wrapped_in, LAYOUTS[1], tmp_path):

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore  # groups of any size in one process, torch 2.13
@@ -70,6 +70,7 @@ def test_shards_that_do_not_fill_the_replicas(size: int, fitting: str) -> None:
 SHAPES = st.builds(MeshShape, **dict.fromkeys(("pp", "dp", "cp", "tp"), st.integers(1, 4)))
 
 
+@settings(deadline=None)
 @given(SHAPES)
 def test_ranks_have_coordinates_with_tp_innermost_and_pp_outermost(shape: MeshShape) -> None:
     coordinates = [shape.coordinate(rank) for rank in range(shape.world_size)]
@@ -79,6 +80,7 @@ def test_ranks_have_coordinates_with_tp_innermost_and_pp_outermost(shape: MeshSh
         assert shape.replica_ranks(dp) == [rank for rank, at in enumerate(coordinates) if at.dp == dp]
 
 
+@settings(deadline=None)
 @given(SHAPES, st.booleans())
 def test_sizes_fill_the_world(shape: MeshShape, is_told: bool) -> None:
     sizes = {"pipeline_parallel_size": shape.pp, "tensor_parallel_size": shape.tp}

@@ -292,6 +292,12 @@ def test_the_longest_names(tmp_path: Path, length: int) -> None:
 # ------------------------------------------------------------------------------------------- failures
 
 
+@pytest.fixture
+def fresh_ranks(workers: WorkerPools) -> None:
+    """Ranks whose store, a file that grows with every run, is small: full disks refuse that, too."""
+    workers(2).close()
+
+
 class _FullDisk(Callback):
     """The file system takes no more than some bytes for a file, from a step to another, on one rank."""
 
@@ -331,6 +337,7 @@ FULL = [
 ]
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 @pytest.mark.parametrize(("layout", "rank"), FULL)
 def test_a_full_disk(workers: WorkerPools, layout: Layout, rank: int) -> None:
     first, second = workers(2).run(_on_a_full_disk, layout, rank)
@@ -351,6 +358,7 @@ def _going_on(layout: Layout, rank: int) -> None:
     assert len(told) == (2 if dist.get_rank() == 0 else 0)
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 @pytest.mark.parametrize(("layout", "rank"), FULL)
 def test_training_goes_on_without_a_checkpoint(workers: WorkerPools, layout: Layout, rank: int) -> None:
     settings = {**layout.checkpoint, "on_save_failure": "warn"}
@@ -365,6 +373,7 @@ def _never_again(layout: Layout) -> None:
     assert name.startswith("step=1"), "the last one that could be written"
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 def test_the_last_good_one_stays(workers: WorkerPools) -> None:
     layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"on_save_failure": "warn"})
     workers(2).run(_never_again, layout)
