@@ -94,6 +94,9 @@ class BlockInputs(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: object, batch_idx: int
     ) -> None:
         self._inputs.clear()
+        self._hooks = []
+        if trainer.strategy._parallel is None:  # type: ignore[attr-defined]  # where a step is rehearsed, to plan
+            return
         self._hooks = [
             pl_module.get_submodule(block.fqn).register_forward_pre_hook(self._keep(block.fqn), with_kwargs=True)
             for block in trainer.strategy.plan.blocks  # type: ignore[attr-defined]

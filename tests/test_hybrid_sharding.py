@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,33 +13,10 @@ from torch import Tensor
 from lightning_3d import ThreeDStrategy
 from lightning_3d.distributed.mesh import MeshShape, build_mesh
 from tests.models import TinyGPT, loader, tokens
-from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
-from tests.test_fully_sharded import GlueReadsWeight, OddParameters
+from tests.parity import QUIET
 from tests.workers import WorkerPools
 
 Stage = Literal[1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("stage", "model"),
-    [
-        (1, OddParameters),
-        pytest.param(2, partial(TinyGPT, num_layers=2), marks=pytest.mark.matrix),
-        pytest.param(3, GlueReadsWeight, marks=pytest.mark.matrix),
-        (3, OddParameters),
-    ],
-)
-def test_groups_train_as_one_process(workers: WorkerPools, stage: Stage, model: Any) -> None:
-    job = Job(model=model, data=tokens, gradient_clip_val=0.5, accumulate_grad_batches=2, num_val_batches=1)
-    layout = Layout(dp=4, zero=stage, zero_settings={"shard_size": 2})
-    result = run_layout(workers, job, layout)
-    assert_parity(run_reference(job), result)
-    for held in result.held:
-        full = {name: value.numel() for name, value in result.weights.items() if name in held.optimizer_state}
-        states = sum(held.optimizer_state.values()) / 2 / sum(full.values())
-        assert states == pytest.approx(1 / 2, rel=0.03)
-        parameters = sum(held.parameters[name] for name in full) / sum(full.values())
-        assert parameters == pytest.approx(1 / 2 if stage == 3 else 1, rel=0.03)
 
 
 def _groups() -> tuple[list[int], list[int]]:
@@ -78,8 +54,6 @@ def _train(ranks: int, zero: dict[str, Any], folder: bool, epochs: int, path: Pa
     [
         (1, False),
         (3, True),
-        pytest.param(2, True, marks=pytest.mark.matrix),
-        pytest.param(3, False, marks=pytest.mark.matrix),
     ],
 )
 def test_resumed_in_another_layout(workers: WorkerPools, tmp_path: Path, stage: Stage, folder: bool) -> None:

@@ -5,7 +5,6 @@ its shards are proved, no more than in training.
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -18,9 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.planning.memory.block_memory import measure_memory
 from lightning_3d.planning.tensor_blocks import over_vocabulary
-from lightning_3d.trace.ghost import TensorMeta
 from tests.workers import WorkerPools
 
 WIDTH, NUM_BLOCKS, VOCABULARY = 3200, 8, 8192
@@ -184,20 +181,3 @@ def test_the_measure_sees_a_whole_copy(fresh_workers: WorkerPools) -> None:
 def test_proof_of_a_head_takes_no_more_than_training(fresh_workers: WorkerPools) -> None:
     for start, proving, training in fresh_workers(2).run(_head_peaks):
         assert proving <= training, f"{start:.0f} MiB, {proving:.0f} while the head is proved, {training:.0f} in steps"
-
-
-class _DrawsFromPython(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.linear(x) if random.random() < 2 else x
-        return output
-
-
-def test_measuring_a_block_draws_no_random_numbers_of_the_training() -> None:
-    inputs = ((TensorMeta.of(torch.empty(2, 4, device="meta").requires_grad_()),), {})
-    before = random.getstate()
-    assert measure_memory(_DrawsFromPython(), inputs, torch.device("cpu")).forward > 0
-    assert random.getstate() == before

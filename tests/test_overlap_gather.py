@@ -6,120 +6,18 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import numpy as np
-import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.zero.gathering import PendingParameter
-from tests.models import TinyGPT, TinyMLP, features, loader
-from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
+from tests.models import TinyMLP, features, loader
+from tests.parity import QUIET
 from tests.workers import WorkerPools
-
-Stage = Literal[1, 2]
-
-
-class Recurrent(TinyMLP):
-    """An LSTM, whose operator gets a list of weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(8, 8, num_layers=2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.lstm(x[:, None])[0][:, 0])
-
-
-class Attending(TinyMLP):
-    """torch's encoder layer, which evaluates in one fused operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.encoder(x[:, None])[:, 0])
-
-
-class Functional(TinyMLP):
-    """Weights are read where their module is not called."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, *_, last = self.layers
-        x = F.linear(x, first.weight, first.bias)
-        x = torch.stack([x, x @ self.layers[1][0].weight]).sum(0)  # type: ignore[index,union-attr]
-        x = functional_call(self.layers[2], dict(self.layers[2].named_parameters()), (x,))  # type: ignore[index,union-attr,arg-type]
-        return last(x)  # type: ignore[no-any-return]
-
-
-class Scripted(TinyMLP):
-    """TorchScript reads parameters beneath torch's functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with pytest.warns((DeprecationWarning, FutureWarning), match="jit.script"):
-            self.layers = torch.jit.script(self.layers)
-
-
-class Compiled(TinyMLP):
-    """Compiled code reads parameters beneath torch's functions; one layer is compiled by a wrapper."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].compile(backend="aot_eager")  # type: ignore[operator,union-attr]
-        self.layers[2] = torch.compile(self.layers[2], backend="aot_eager")  # type: ignore[assignment]
-
-
-class Custom(TinyMLP):
-    """A weight goes through an autograd function."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_Scale.apply(x, self.layers[-1].weight))  # type: ignore[no-any-return]
-
-
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x * weight.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return gradient * weight.sum(), (gradient * x).sum().expand_as(weight)
-
-
-MODELS: dict[str, Callable[[], L.LightningModule]] = {
-    "LSTM": Recurrent,
-    "encoder layer": Attending,
-    "functional": Functional,
-    "TorchScript": Scripted,
-    "compiled": Compiled,
-    "autograd function": Custom,
-}
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch.compile
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_forwards_wait_for_what_they_read(workers: WorkerPools, name: str, stage: Stage) -> None:
-    job = Job(model=MODELS[name], data=features, sees_gradients=False)
-    layout = Layout(dp=2, zero=stage, zero_settings={"overlap_gather": True})
-    assert_parity(run_reference(job), run_layout(workers, job, layout), tolerance=1e-5)
-
-
-@pytest.mark.parametrize("layout", [Layout(pp=2, dp=2), Layout(dp=2, tp=2), Layout(dp=2, zero=2)], ids=str)
-def test_layouts_overlap(workers: WorkerPools, layout: Layout) -> None:
-    job = Job(model=TinyGPT, accumulate_grad_batches=2, gradient_clip_val=0.3)
-    overlapping = Layout(**{**vars(layout), "zero_settings": {"overlap_gather": True}})
-    assert_parity(run_reference(job), run_layout(workers, job, overlapping))
-
 
 _READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "numpy": lambda parameter: parameter.detach().numpy(),

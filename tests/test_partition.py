@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_3d.planning.partition import StageLoad, additive, least_greatest_load, partition
 
@@ -19,40 +20,34 @@ def _all_cuts(num_calls: int, num_stages: int) -> Iterator[list[int]]:
 
 def _cost(stages: Sequence[int], load: StageLoad, boundary_bytes: Sequence[int]) -> tuple[int, int, int]:
     """(greatest load, bytes over all boundaries, sum of squared loads)."""
-    loads = [
-        load(stage, stages.index(stage), len(stages) - stages[::-1].index(stage)) for stage in range(stages[-1] + 1)
-    ]
-    crossing = sum(boundary_bytes[i - 1] for i in range(1, len(stages)) if stages[i] != stages[i - 1])
-    return max(loads), crossing, sum(value * value for value in loads)
+    bounds = [0, *(i for i in range(1, len(stages)) if stages[i] != stages[i - 1]), len(stages)]
+    loads = [load(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))]
+    return max(loads), sum(boundary_bytes[i - 1] for i in bounds[1:-1]), sum(value * value for value in loads)
 
 
-def _per_stage(rows: Sequence[Sequence[int]]) -> StageLoad:
-    """A load that depends on the stage, as activations do."""
-    return lambda stage, start, stop: sum(rows[stage][start:stop])
+@st.composite
+def _problems(draw: st.DrawFn) -> tuple[StageLoad, list[int], int]:
+    """A load that depends on the stage, as activations do, or not; bytes at each boundary; the number of stages."""
+    num_calls = draw(st.integers(1, 9))
+    num_stages = draw(st.integers(1, num_calls))
+    loads = st.lists(st.integers(0, draw(st.sampled_from([1, 3, 10**12]))), min_size=num_calls, max_size=num_calls)
+    boundary_bytes = draw(st.lists(st.integers(0, 5), min_size=num_calls - 1, max_size=num_calls - 1))
+    if draw(st.booleans()):
+        return additive(draw(loads)), boundary_bytes, num_stages
+    rows = [draw(loads) for _ in range(num_stages)]
+    return lambda stage, start, stop: sum(rows[stage][start:stop]), boundary_bytes, num_stages
 
 
-@pytest.mark.parametrize("greatest", [1, 3, 100, 10**12])  # small ones make many equals
-def test_partition_equals_brute_force(greatest: int) -> None:
-    rng = random.Random(greatest)
-    for _ in range(150):
-        num_calls = rng.randint(1, 10)
-        num_stages = rng.randint(1, num_calls)
-        boundary_bytes = [rng.randint(0, min(greatest, 5)) for _ in range(num_calls - 1)]
-        rows = [[rng.randint(0, greatest) for _ in range(num_calls)] for _ in range(num_stages)]
-        for load in (additive(rows[0]), _per_stage(rows)):
-            stages = partition(load, boundary_bytes, num_stages)
-            assert sorted(set(stages)) == list(range(num_stages))
-            assert stages == sorted(stages)
-            best = min(_cost(cut, load, boundary_bytes) for cut in _all_cuts(num_calls, num_stages))
-            assert _cost(stages, load, boundary_bytes) == best
-            assert least_greatest_load(load, num_calls, num_stages) == best[0]
-
-
-def test_bytes_decide_among_equally_slow_cuts() -> None:
-    load = additive([1, 1, 1, 1, 4])
-    assert partition(load, [5, 5, 9, 5], 3) == [0, 0, 1, 1, 2]  # 10 bytes; the most even of them
-    assert partition(load, [5, 5, 3, 5], 3) == [0, 0, 0, 1, 2]
-    assert partition(load, [5, 5, 3, 9], 3)[-2:] == [1, 2], "fewer bytes never make the slowest stage slower"
+@given(_problems())
+def test_partition_equals_brute_force(problem: tuple[StageLoad, list[int], int]) -> None:
+    load, boundary_bytes, num_stages = problem
+    num_calls = len(boundary_bytes) + 1
+    stages = partition(load, boundary_bytes, num_stages)
+    assert stages == sorted(stages)
+    assert set(stages) == set(range(num_stages))
+    best = min(_cost(cut, load, boundary_bytes) for cut in _all_cuts(num_calls, num_stages))
+    assert _cost(stages, load, boundary_bytes) == best
+    assert least_greatest_load(load, num_calls, num_stages) == best[0]
 
 
 def test_a_thousand_calls_take_seconds() -> None:

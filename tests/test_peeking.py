@@ -92,12 +92,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stateful": Stateful,
     "streams": lambda: DataLoader(Streams(), batch_size=8),
     "generator": lambda: (_batch(range(8 * i % 40, 8 * i % 40 + 8)) for i in range(10)),
-    "zip": lambda: zip(*zip(*(_batch(range(8 * i, 8 * i + 8)) for i in range(5)), strict=True), strict=True),
     "sampler that counts": lambda: DataLoader(DATA, batch_size=8, sampler=Counting()),
-    "generator of its own": lambda: DataLoader(
-        DATA, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(7)
-    ),
-    "shuffled": lambda: DataLoader(DATA, batch_size=8, shuffle=True),
 }
 LAYOUTS = {"pp2": Layout(pp=2), "tp2": Layout(tp=2)}
 

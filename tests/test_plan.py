@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_3d.errors import PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.assignment import boundary_bytes
-from lightning_3d.planning.loads import measure_activations, measure_time
+from lightning_3d.planning.loads import measure_activations
 from lightning_3d.planning.plan import Plan, folded, make_plan
 from lightning_3d.planning.planner import ExampleStep, Observer, decide
 from lightning_3d.planning.split_blocks import is_balanced, split_blocks
@@ -36,8 +35,6 @@ from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
 from tests.models import TinyGPT
-from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.workers import WorkerPools
 
 CPU = torch.device("cpu")
 
@@ -199,23 +196,6 @@ def test_time_is_measured_forward_and_backward() -> None:
     assert plan.stages[1].load > 36e6
 
 
-def test_measuring_leaves_no_trace() -> None:
-    block = Sleeper(1)
-    rng = torch.get_rng_state()
-    measure_time(block, ((_meta(4, 8),), {}), CPU)
-    measure_activations(block, ((_meta(4, 8),), {}), CPU)
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert block.weight.grad is None
-    assert block.last is None
-    assert float(block.num_calls) == 0
-
-
-def test_blocks_that_are_alike_are_measured_once() -> None:
-    chain = Chain(nn.Linear(8, 8), *(Sleeper(2) for _ in range(8)))
-    loads = [stage.load for stage in _plan(chain, "time", pp=4).stages]
-    assert loads[1] == loads[2] == loads[3], "equal to the nanosecond"
-
-
 def _meta(*shape: int, requires_grad: bool = True) -> TensorMeta:
     return TensorMeta(shape=shape, dtype=torch.float32, device=CPU, requires_grad=requires_grad)
 
@@ -226,15 +206,6 @@ def test_activations_are_what_autograd_saves_without_weights() -> None:
     assert measure_activations(block, ((_meta(4, 8),), {}), CPU) == expected
     with torch.no_grad():
         assert measure_activations(block, ((_meta(4, 8),), {}), CPU) == 0
-
-
-def test_blocks_without_weights_yet_are_measured() -> None:
-    with torch.device("meta"):
-        block = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
-        recurrent = nn.LSTM(8, 8)
-    assert measure_time(block, ((_meta(4, 8),), {}), CPU) > 0
-    assert measure_time(recurrent, ((_meta(3, 4, 8),), {}), CPU) > 0
-    assert all(tensor.is_meta for tensor in (*block.parameters(), *block.buffers(), *recurrent.parameters()))
 
 
 def test_memory_counts_state_once_and_activations_in_flight() -> None:
@@ -400,20 +371,6 @@ def test_blocks_that_can_not_be_glue_stay_whole() -> None:
     assert _split(chain, 3) == ["layers.0.0", "layers.0.1", "layers.1"], "the heavier one can't be glue"
 
 
-def test_parameters_of_its_own_keep_a_block_whole() -> None:
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.ones(100, 8))
-            self.inner = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner[1](self.inner[0](x + self.table.mean(0)))
-
-    chain = Chain(Table(), nn.Linear(8, 8))
-    assert _split(chain, 2) == ["layers.0", "layers.1"], "as glue, the table would lie on both stages"
-
-
 # -------------------------------------------------------------------------------------------------------- table
 
 
@@ -437,12 +394,6 @@ def test_table_of_48_blocks_fits(partition: str) -> None:
     assert ("MiB" in text) == (partition == "memory")
 
 
-def test_table_without_a_pipeline_says_less() -> None:
-    text = "\n".join(_printed(_plan(TinyGPT(), pp=1)))
-    assert "blocks.0 .. 3 (4 x Block)" in text
-    assert not re.search("sends|share|slowest|tensor parallel|loss", text)
-
-
 @pytest.mark.parametrize(
     ("setting", "says", "costs"),
     [
@@ -460,54 +411,8 @@ def test_plan_of_a_pipeline_says_what_the_loss_is(setting: str, says: str, costs
     assert (f"holds the activations of all {plan.num_microbatches} microbatches" in text) == costs
 
 
-def test_table_of_a_repeated_block_shows_loads() -> None:
-    repeating = Chain(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), calls_of_first=3)
-    plan = _plan(repeating)
-    assert [stage.load for stage in plan.stages] == [128, 128]
-    assert plan.blocks[0].stages == (0, 0, 1)
-    text = "\n".join(_printed(plan))
-    assert "load" in text
-    assert text.count("layers.0 ") == 2, "it lies on both stages"
-
-
 def test_repeated_patterns_are_folded() -> None:
     blocks = [("embed", "E"), *((f"l.{i}.{n}", n.upper()) for i in range(3) for n in "ab"), ("head", "A")]
     assert folded(blocks) == ["embed (E)", "l.0.a .. 2.b (3 x A, B)", "head (A)"]
     assert folded([("a", "X"), ("b", "Y")]) == ["a (X)", "b (Y)"]
     assert folded([]) == []
-
-
-# ------------------------------------------------------------------------------------------------------- parity
-
-GPT = Job(num_val_batches=1)
-THREE_LAYERS = Job(model=partial(TinyGPT, num_layers=3), num_val_batches=1)
-
-
-@cache
-def _reference(num_layers: int) -> ReferenceRun:
-    return run_reference(GPT if num_layers == 4 else THREE_LAYERS)
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "layout"),
-    [
-        (4, Layout(pp=2, partition="time")),
-        (4, Layout(pp=2, partition="memory")),
-        (4, Layout(pp=2, partition=("blocks.1",))),
-        (3, Layout(pp=2)),  # opens blocks.1
-        pytest.param(3, Layout(pp=2, tp=2), marks=pytest.mark.matrix),
-    ],
-    ids=str,
-)
-def test_layout_equals_one_process(workers: WorkerPools, num_layers: int, layout: Layout) -> None:
-    job = GPT if num_layers == 4 else THREE_LAYERS
-    result = run_layout(workers, job, layout)
-    assert_parity(_reference(num_layers), result)
-    first = result.held[0].parameters
-    assert first
-    assert len(first) < len(_reference(num_layers).parameters), "the first stage holds a part"
-    if isinstance(layout.partition, tuple):
-        assert {fqn for fqn in first if fqn.startswith("blocks")} == {f for f in first if f.startswith("blocks.0.")}
-    if num_layers == 3:
-        assert any(fqn.startswith("blocks.1.") for fqn in first)
-        assert not all(f in first for f in _reference(3).parameters if f.startswith("blocks.1.")), "it is cut inside"

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lightning_3d import PrecisionConfig, StepError, ThreeDPrecision, ThreeDStrategy
-from tests.models import TinyGPT, tokens, training_loader
+from lightning_3d import PrecisionConfig, StepError, ThreeDPrecision
+from tests.models import training_loader
 from tests.parity import QUIET, Layout, whole_state
 from tests.workers import WorkerPools
 
@@ -123,55 +123,3 @@ def _beneath() -> None:
 
 def test_steps_beneath_lightning_are_refused(workers: WorkerPools) -> None:
     workers(2).run(_beneath)
-
-
-# ------------------------------------------------------------------------------------------------------------- hooks
-
-
-class Teacher(TinyGPT):
-    """Reads its weights without gradients before it reads them with them; steps every other batch."""
-
-    def __init__(self) -> None:
-        super().__init__(num_layers=2, num_warmup_steps=10)
-        self.norms: list[float] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            soft = self(batch[0]).softmax(-1)
-        logits = self(batch[0])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-        return loss + (soft - 2 * logits.softmax(-1)).abs().mean()
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if batch_idx % 2 == 0:
-            optimizer.step(closure=optimizer_closure)
-        else:
-            optimizer_closure()
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        assert isinstance(self.trainer.strategy, ThreeDStrategy)
-        self.norms.append(float(self.trainer.strategy.gradient_norm()))
-
-    def on_after_backward(self) -> None:
-        if self.trainer.fit_loop.batch_idx == 0:  # its step is skipped
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(float("nan"))
-
-
-def _taught(layout: Layout, precision: str) -> tuple[dict[str, Tensor], list[float], float]:
-    L.seed_everything(1, verbose=False)
-    model = Teacher()
-    trainer = _fit(layout, precision, model, tokens(8 * 5))
-    return whole_state(trainer), model.norms[2::2], trainer.optimizers[0].param_groups[0]["lr"]
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(pp=2)], ids=str)
-def test_hooks_see_unscaled_gradients_and_weights_are_never_cast_before_they_are_gathered(
-    workers: WorkerPools, layout: Layout
-) -> None:
-    ((expected, expected_norms, expected_rate),) = workers(1).run(_taught, Layout(), "16-mixed")
-    for weights, norms, rate in workers(2).run(_taught, layout, "16-mixed"):
-        assert _difference(weights, expected) < 1e-3
-        assert norms == pytest.approx(expected_norms, rel=1e-2, nan_ok=True)
-        assert rate == expected_rate == pytest.approx(0.005)  # of four batches: the second is no step that is skipped

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.models import Block, TinyGPT
@@ -48,35 +45,11 @@ class Telling(TinyGPT):
         return self.outputs(tokens)[0]
 
 
-class Curious(Telling):
-    """From the second step on its loss has a term of them."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        logits, every = self.outputs(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        if batch_idx > 0:
-            loss = loss + sum(weights.square().mean() for weights in every)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
-        return loss
-
-
-class Attentive(Telling):
-    """Its loss has a term of them on every step."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        return Curious.training_step(self, batch, 1)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
         (Telling, Layout(tp=2)),
         (Telling, Layout(tp=2, sequence_parallel=True)),
-        pytest.param(Telling, Layout(pp=2, tp=2, num_microbatches=2), marks=pytest.mark.matrix),
-        pytest.param(Telling, Layout(dp=2, tp=2, zero=3), marks=pytest.mark.matrix),
-        (Curious, Layout(tp=2)),
-        (Curious, Layout(dp=2, tp=2, zero=3)),
     ],
     ids=str,
 )
@@ -90,44 +63,3 @@ def test_what_nothing_reads_is_not_gathered(workers: WorkerPools, model: type[Te
         num_reduces = plan.num_all_reduces_forward + plan.num_all_reduces_backward
         assert plan.is_sequence_parallel or num_reduces == 4
         assert plan.num_other_collectives_forward == (5 if plan.is_sequence_parallel else 0)
-
-
-def test_what_a_step_reads_is_gathered(workers: WorkerPools) -> None:
-    job = Job(model=Attentive)
-    result = run_layout(workers, job, Layout(tp=2))
-    assert_parity(run_reference(job), result, tolerance=1e-5)
-    assert all(block.tensor is None or not block.tensor.unread for block in result.plan.blocks)
-
-
-class KeepingBlock(Block):
-    """It keeps the activations of its MLP."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        self.hidden = self.mlp[1](self.mlp[0](self.norm2(x)))
-        output: Tensor = x + self.mlp[2](self.hidden)
-        return output
-
-
-class Sparse(TinyGPT):
-    """Its loss has a term of what blocks keep."""
-
-    def __init__(self) -> None:
-        super().__init__(num_layers=2)
-        self.blocks = nn.ModuleList(KeepingBlock(32, 4) for _ in range(2))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        loss = loss + sum(block.hidden.abs().mean() for block in self.blocks)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
-        return loss
-
-
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2, tp=2, num_microbatches=2)], ids=str)
-def test_what_a_block_keeps_is_whole_to_its_readers(workers: WorkerPools, layout: Layout) -> None:
-    job = Job(model=Sparse)
-    result = run_layout(workers, job, layout)
-    assert_parity(run_reference(job), result, tolerance=1e-5)
-    plans = [block.tensor for block in result.plan.blocks if block.kind == KeepingBlock.__name__]
-    assert [plan is not None and plan.is_sharded for plan in plans] == [True, True]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_3d import ThreeDStrategy
-from tests.models import TinyMLP, features, reference_loader, training_loader
+from tests.models import TinyMLP
 from tests.workers import WorkerPools
 
 STEPS = 4
@@ -24,7 +23,6 @@ BATCH_SIZE = 8
 """Over all replicas."""
 
 PIPELINE: Mapping[str, Any] = {"pipeline_parallel_size": 2}
-DATA: Mapping[str, Any] = {"data_parallel_size": 2}
 TENSOR: Mapping[str, Any] = {"tensor_parallel_size": 2}
 
 Batch = tuple[Tensor, Tensor]
@@ -72,81 +70,6 @@ def _train(model: L.LightningModule, data: Any, *, devices: int = 2, **arguments
         if not parameter.is_meta
     }
     return Trained(losses=losses.values, weights=weights)
-
-
-# ------------------------------------------------------------------------------------------------- against one process
-
-
-class ThawsLater(TinyMLP):
-    """Trains its last layers first, then all of them, as fine-tuning does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[:3].requires_grad_(False)
-
-    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if self.global_step == 2:
-            self.requires_grad_(True)
-
-
-class WithLBFGS(TinyMLP):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)
-
-
-class WithoutBlocks(L.LightningModule):
-    """All its parameters are used by glue."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8, 4))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return F.mse_loss(batch[0] @ self.weight, batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _train_rank(build: Callable[[], L.LightningModule], settings: Mapping[str, Any], num_samples: int) -> Trained:
-    L.seed_everything(0, verbose=False)
-    replicas = settings.get("data_parallel_size", 1)
-    samples = features(num_samples)
-    data = training_loader(samples, global_batch_size=BATCH_SIZE, data_parallel_size=replicas, seed=0)
-    return _train(build(), data, strategy=ThreeDStrategy(**settings))
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
-@pytest.mark.parametrize(
-    ("build", "settings", "num_samples"),
-    [
-        pytest.param(ThawsLater, PIPELINE, STEPS * BATCH_SIZE, id="thawing in a pipeline"),
-        pytest.param(ThawsLater, DATA, STEPS * BATCH_SIZE, id="thawing in data parallel"),
-        pytest.param(WithLBFGS, DATA, STEPS * BATCH_SIZE, id="LBFGS in data parallel"),
-        pytest.param(WithoutBlocks, DATA, STEPS * BATCH_SIZE, id="no blocks in data parallel"),
-        pytest.param(WithoutBlocks, TENSOR, STEPS * BATCH_SIZE, id="no blocks in tensor parallel"),
-        pytest.param(
-            TinyMLP,
-            {**PIPELINE, "pipeline": {"num_microbatches": 4}},
-            (STEPS - 1) * BATCH_SIZE + 2,
-            id="last batch smaller than the microbatches",
-        ),
-    ],
-)
-def test_equals_one_process(
-    workers: WorkerPools, build: Callable[[], L.LightningModule], settings: Mapping[str, Any], num_samples: int
-) -> None:
-    L.seed_everything(0, verbose=False)
-    data = reference_loader(features(num_samples), global_batch_size=BATCH_SIZE, seed=0)
-    expected = _train(build(), data, devices=1)
-    ranks = workers(2).run(_train_rank, build, settings, num_samples)
-    weights = ranks[0].weights | ranks[1].weights
-    assert weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0)
-    losses = [sum(values) / 2 for values in zip(ranks[0].losses, ranks[1].losses, strict=True)]
-    assert losses == pytest.approx(expected.losses, abs=1e-5)
-    assert len(losses) == STEPS
 
 
 # ------------------------------------------------------------------------------------------ batches that differ by rank

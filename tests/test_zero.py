@@ -135,12 +135,3 @@ def test_gradients_travel_in_bfloat16_in_every_layout(workers: WorkerPools, layo
     weights = run_layout(workers, job, rounded).weights
     differences = [float((weights[fqn] - value).abs().max()) for fqn, value in reference.weights.items()]
     assert 1e-5 < max(differences) < 2e-3
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_buckets_of_any_size_reduce_alike(workers: WorkerPools, stage: Literal[0, 1, 2]) -> None:
-    layout = Layout(dp=2, zero=stage, zero_settings=UNSEEN)
-    (_, exact), _ = workers(2).run(_sent, layout)
-    for size in (0, 0.01):
-        (_, other), _ = workers(2).run(_sent, replace(layout, zero_settings={**UNSEEN, "bucket_size": size}))
-        torch.testing.assert_close(exact, other, atol=1e-6, rtol=0)

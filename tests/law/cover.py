@@ -72,10 +72,7 @@ class Case:
         return self._fitted(OTHERS[self.layout])
 
     def _fitted(self, name: str) -> Layout:
-        layout = self.setting_row.in_layout(LAYOUTS[name])
-        if "batch statistics" in self.model_row.traits:
-            return replace(layout, num_microbatches=1, schedule="gpipe")
-        return layout
+        return _layout(name, self.setting, "batch statistics" in self.model_row.traits)
 
     @property
     def reference(self) -> str:
@@ -97,9 +94,11 @@ class Case:
         model, layout, setting, habit = self.model_row, LAYOUTS[self.layout], self.setting_row, HABITS[self.habit]
         layouts = [layout, LAYOUTS[OTHERS[self.layout]]] if setting.is_resumed else [layout]
         pieces = self.layout_row.num_microbatches
-        if isinstance(pieces, int) and pieces > self.job.global_batch_size // layout.dp:
+        if isinstance(pieces, int) and pieces > model.job.global_batch_size // layout.dp:
             return False
-        if self.setting in model.skips | habit.skips or not all(map(model.fits, layouts)):
+        if habit.wraps_step and not model.has_plain_step:
+            return False
+        if self.habit in model.skips or self.setting in model.skips | habit.skips or not all(map(model.fits, layouts)):
             return False
         if any(at.dp > 1 for at in layouts) and model.traits:
             return False
@@ -109,7 +108,13 @@ class Case:
             return False
         if habit.needs is not None and not hasattr(_class_of(model.job), habit.needs):
             return False
-        return setting.suits(model, layout) and all(map(habit.fits, layouts))
+        return all(setting.suits(model, at) and habit.fits(at) for at in layouts)
+
+
+@cache
+def _layout(name: str, setting: str, is_in_one_piece: bool) -> Layout:
+    layout = SETTINGS[setting].in_layout(LAYOUTS[name])
+    return replace(layout, num_microbatches=1, schedule="gpipe") if is_in_one_piece else layout
 
 
 def _class_of(job: Job) -> Any:
@@ -130,6 +135,13 @@ PINNED = (
     Case("llama-tied", "tp4"),
     Case("llama-recomputed", "pp2-tp2"),
     Case("mixture", "pp2-dp2-zero3"),  # data decides what each replica's blocks run
+    *(Case(model, "pp2", "zbv") for model in ("branched-stages", "stopped-stages", "frozen-stages", "masked-stages")),
+    *(Case(model, "pp2", "zero-bubble") for model in ("recomputed-stages", "gpt-of-two-blocks", "odd-blocks")),
+    Case("odd-parameters", "dp4-zero3", "hybrid"),
+    Case("odd-parameters", "dp4-zero1", "hybrid"),
+    *(Case("odd-blocks", layout, "recomputed") for layout in ("tp2", "dp2-zero3")),
+    Case("odd-gpt", "pp2-tp2", "selective"),
+    Case("hooked-and-opened", "pp2"),
     Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
 )
 """Cases that are run though others cover their pairs."""

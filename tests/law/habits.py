@@ -12,9 +12,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric
 
 from tests.parity import Layout
@@ -57,6 +58,7 @@ class Metrics(L.LightningModule):
         return loss
 
     def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
         self.log("whole", self.whole.compute(), sync_dist=True)
         self.whole.reset()
 
@@ -68,6 +70,7 @@ class Hooks(L.LightningModule):
         self.notes: list[Note] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         self.notes.append(("on_train_batch_start", batch_idx))
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -84,6 +87,7 @@ class Hooks(L.LightningModule):
         self.notes.append(("optimizer_step", self.global_step))
 
     def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
         self.notes.append(("on_train_epoch_end", self.current_epoch))
 
 
@@ -95,10 +99,12 @@ class Thawing(L.LightningModule):
         self.frozen = [name for name, p in self.named_parameters() if p in set(parameters[: len(parameters) // 2])]
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         if self.global_step < 2:
             self._set(False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         if self.global_step == 2:
             self._set(True)
 
@@ -123,6 +129,62 @@ class Manual(L.LightningModule):
         return loss.detach()
 
 
+class Adversaries(L.LightningModule):
+    """Steps two optimizers by hand, each for half of the parameters, the second one after two backwards."""
+
+    def add_to(self) -> None:
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()  # type: ignore[misc]
+        self.toggle_optimizer(first)
+        loss = super().training_step(batch, batch_idx)  # type: ignore[misc]
+        self.manual_backward(loss)
+        self.clip_gradients(first, 0.1, "norm")
+        first.step()
+        first.zero_grad()
+        self.untoggle_optimizer(first)
+        self.toggle_optimizer(second)
+        for _ in range(2):
+            self.manual_backward(self.compute_loss(batch))  # type: ignore[operator]
+        nn.utils.clip_grad_norm_([p for group in second.param_groups for p in group["params"]], 0.1)
+        second.step()
+        second.zero_grad()
+        self.untoggle_optimizer(second)
+        return loss.detach()
+
+
+def _by_halves(module: L.LightningModule, lr: float) -> list[torch.optim.Optimizer]:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    half = len(trained) // 2
+    return [torch.optim.SGD(part, lr=lr, momentum=0.9) for part in (trained[:half], trained[half:])]
+
+
+class StepsAgain(L.LightningModule):
+    """Trains once more on each batch when the step has ended."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        (optimizer,) = self.trainer.optimizers
+        optimizer.zero_grad()
+        self.compute_loss(batch).backward()  # type: ignore[operator]
+        optimizer.step()
+
+
+class Clips(L.LightningModule):
+    """Clips gradients with torch's own functions, half of them and all, by several norms and by value."""
+
+    def add_to(self) -> None:
+        self.notes: list[Note] = []
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        every = list(self.parameters())
+        nn.utils.clip_grad_norm_(every[len(every) // 2 :], 0.5, norm_type=1)
+        self.notes.append(("norm", float(nn.utils.clip_grad_norm_(every, 0.1))))
+        self.notes.append(("largest", float(nn.utils.clip_grad_norm_(every, 0.05, norm_type=float("inf")))))
+        nn.utils.clip_grad_value_(self.parameters(), 0.03)
+
+
 class Evaluated(L.LightningModule):
     """Is validated, tested and asked for predictions once it is trained."""
 
@@ -144,6 +206,33 @@ def _evaluate(trainer: L.Trainer, module: L.LightningModule, data: Any) -> list[
 
 def _nothing(trainer: L.Trainer, module: L.LightningModule, data: Any) -> list[Note]:
     return []
+
+
+class Averages(L.Callback):
+    """Averages that users write, of copies made before the model is made parallel and after; all end in the weights."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.early, self.averaged = copy.deepcopy(pl_module), AveragedModel(pl_module, multi_avg_fn=_AVERAGED)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.late, self.shadow = copy.deepcopy(pl_module), [p.detach().clone() for p in pl_module.parameters()]
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.averaged.update_parameters(pl_module)
+        for average in (self.early.parameters(), self.late.parameters(), self.shadow):
+            for mine, current in zip(average, pl_module.parameters(), strict=True):
+                if mine.is_floating_point():
+                    mine.lerp_(current.detach(), 0.5)
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        found = [[*each.parameters()] for each in (self.early, self.averaged.module, self.late)]
+        for i, parameter in enumerate(pl_module.parameters()):
+            parameter.copy_([*found, self.shadow][i % 4][i])
+
+
+_AVERAGED = get_ema_multi_avg_fn(0.5)
 
 
 class CallsOutside(Noting):
@@ -283,10 +372,27 @@ class Habit:
     fits: Callable[[Layout], bool] = _anywhere
     skips: frozenset[str] = field(default_factory=frozenset)
     """Settings that it does not go with."""
+    optimizers: Callable[[L.LightningModule, float], Any] | None = None
+    """In place of the setting's."""
     needs: str | None = None
     """A method that the model has to have."""
+    warns: tuple[str, ...] = ()
+    """Beginnings of warnings that it may give."""
     after: Callable[[L.Trainer, L.LightningModule, Any], list[Note]] = _nothing
     """Called after training, with batches; what it notes is compared, too."""
+
+    @property
+    def wraps_step(self) -> bool:
+        """Whether it takes the loss that the training step returns."""
+        return self.mixin is not None and "training_step" in vars(self.mixin)
+
+
+_STEPS_BY_HAND = frozenset(
+    {"accumulated", "clipped", "clipped-values", "unseen", "warmed-up", "stepped", "plateau", "sam"}
+)
+"""What Lightning leaves to who steps by hand."""
+_OTHER_OPTIMIZERS = frozenset({"adamw", "groups", "nadam", "lars", "clipping", "schedule-free"})
+_RESUMED = frozenset({"resumed", "resumed-folder", "lars-resumed", "shampoo-resumed"})
 
 
 def _watching() -> list[L.Callback]:
@@ -307,12 +413,33 @@ HABITS = {
     "manual": Habit(
         mixin=Manual,
         fits=_without_model_parallel,
-        skips=frozenset({"accumulated", "clipped", "clipped-values", "unseen", "warmed-up", "stepped"}),
+        skips=_STEPS_BY_HAND,
     ),
+    "adversaries": Habit(
+        mixin=Adversaries,
+        optimizers=_by_halves,
+        fits=_without_model_parallel,
+        skips=_STEPS_BY_HAND | _OTHER_OPTIMIZERS | _RESUMED,
+        needs="compute_loss",
+    ),
+    "steps-again": Habit(
+        mixin=StepsAgain,
+        fits=_without_model_parallel,
+        skips=_STEPS_BY_HAND | {"fp16", "lars", "bf16"},
+        needs="compute_loss",
+    ),
+    "clips": Habit(mixin=Clips, skips=frozenset({"unseen"})),
+    "averages": Habit(callbacks=lambda: [Averages()], skips=_RESUMED),
+    "ema": Habit(
+        callbacks=lambda: [EMAWeightAveraging(decay=0.5)],
+        skips=_RESUMED,
+        warns=("66 of the 70 entries of this state_dict",),  # where the end is saved; the file is whole
+    ),
+    "anomalies": Habit(trainer=lambda: {"detect_anomaly": True}),
     "calls": Habit(callbacks=lambda: [CallsOutside()], needs="compute_loss"),
     "evaluated": Habit(mixin=Evaluated, after=_evaluate, needs="compute_loss"),
     "gradients": Habit(callbacks=lambda: [Gradients()], skips=frozenset({"unseen"})),
-    "by-hand": Habit(callbacks=lambda: [ByHand()], skips=frozenset({"unseen", "resumed", "resumed-folder"})),
+    "by-hand": Habit(callbacks=lambda: [ByHand()], skips=frozenset({"unseen"}) | _RESUMED),
     "reads": Habit(callbacks=lambda: [Reads()], fits=_without_pipelines),
     "watching": Habit(
         callbacks=_watching,

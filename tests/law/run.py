@@ -6,16 +6,17 @@ import gc
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d import ThreeDStrategy
+from lightning_3d import PrecisionConfig, ThreeDPrecision, ThreeDStrategy
 from lightning_3d.checkpoint import export_checkpoint
 from lightning_3d.checkpoint.box import full_value
 from lightning_3d.planning.plan import Plan
@@ -110,7 +111,7 @@ def _built(job: Job, lr: float, setting: Setting, habit: Habit) -> L.LightningMo
     """The model with the law's optimizer and the habit's methods before its own."""
     L.seed_everything(job.seed, verbose=False)
     model = job.model()
-    methods = {"configure_optimizers": lambda module: setting.optimizer(module, lr)}
+    methods = {"configure_optimizers": lambda module: (habit.optimizers or setting.optimizer)(module, lr)}
     bases = [model.__class__] if habit.mixin is None else [habit.mixin, model.__class__]
     model.__class__ = type(model.__class__.__name__, tuple(bases), methods)
     if habit.mixin is not None and hasattr(model, "add_to"):
@@ -163,12 +164,11 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
     if layout is not None and not job.sees_gradients:
         layout = replace(layout, zero_settings={"show_gradients": False, **layout.zero_settings})
     inputs = BlockInputs() if layout is not None and case.measures_sent else None
-    model = _built(job, case.model_row.lr, setting, habit)
     trainer = L.Trainer(
         **{"enable_checkpointing": False, **QUIET, **habit.trainer()},
         devices=1 if layout is None else layout.world_size,
-        strategy="auto" if layout is None else layout.strategy(),
-        precision=job.precision,
+        strategy="auto" if layout is None else _strategy(layout, setting),
+        **_precision(job, None if layout is None else setting.half),
         max_epochs=epochs,
         accumulate_grad_batches=job.accumulate_grad_batches,
         gradient_clip_val=job.gradient_clip_val,
@@ -176,6 +176,8 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
         log_every_n_steps=1,
         callbacks=[*callbacks, observer, *([inputs] if inputs else [])],
     )
+    with trainer.init_module() if setting.is_deferred else nullcontext():
+        model = _built(job, case.model_row.lr, setting, habit)
     train, val = splits(job)
     common: dict[str, Any] = {"global_batch_size": job.global_batch_size, "collate": job.collate}
     if layout is None:
@@ -197,6 +199,17 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
         run.plan = trainer.strategy.plan
         run.sent = inputs.sent(run.plan) if inputs else {}
         dist.barrier()  # rank 0 reads, and the folder of the run is removed
+
+
+def _strategy(layout: Layout, setting: Setting) -> ThreeDStrategy:
+    strategy = layout.strategy()
+    if setting.half is not None:  # the first losses of 2**16 would overflow
+        strategy.config = replace(strategy.config, precision=PrecisionConfig(initial_scale_power=8))
+    return strategy
+
+
+def _precision(job: Job, half: Literal["16-mixed"] | None) -> dict[str, Any]:
+    return {"precision": job.precision} if half is None else {"plugins": [ThreeDPrecision(half)]}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim import SGD, AdamW, NAdam
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from tests.law.models.row import Model
+from tests.optimizers import ClippingAdam, Lars, Sam, ScheduleFree, Shampoo
 from tests.parity import Layout
 
 
@@ -57,6 +58,46 @@ def stepped(module: LightningModule, lr: float) -> Any:
     return [optimizer], [StepLR(optimizer, 1, gamma=0.1)]
 
 
+def plateau(module: LightningModule, lr: float) -> Any:
+    """The rate falls where the loss of the validation does not, by its own measure."""
+    optimizer = descent(module, lr)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+def schedule_free(module: LightningModule, lr: float) -> Any:
+    """Counts in its groups."""
+    return ScheduleFree(_trained(module), lr=lr)
+
+
+def nadam(module: LightningModule, lr: float) -> Any:
+    """Has a state of one number that is no count."""
+    return NAdam(_trained(module), lr=0.1 * lr, eps=1e-4)
+
+
+def lars(module: LightningModule, lr: float) -> Any:
+    """Takes norms of whole parameters."""
+    return Lars(_trained(module), lr=lr)
+
+
+def shampoo(module: LightningModule, lr: float) -> Any:
+    """Has states of other shapes than its parameters."""
+    return Shampoo(_trained(module), lr=lr)
+
+
+def clipping(module: LightningModule, lr: float) -> Any:
+    """Clips all gradients together in its step."""
+    return ClippingAdam(_trained(module), lr=0.1 * lr, eps=1e-4)
+
+
+def sam(module: LightningModule, lr: float) -> Any:
+    """Runs the step a second time."""
+    return Sam(_trained(module), lr=lr)
+
+
+NAdam([torch.nn.Parameter(torch.zeros(1))])  # torch patches a class of optimizers when it makes the first
+
+
 def _any_layout(layout: Layout) -> bool:
     return True
 
@@ -77,6 +118,35 @@ def _in_buckets(layout: Layout) -> bool:
     return layout.dp > 1 and layout.zero < 3
 
 
+def _by_replicas(layout: Layout) -> bool:
+    return layout.dp > 1
+
+
+def _on_parts(layout: Layout) -> bool:
+    """Where no rank holds the whole model."""
+    return layout.pp > 1 or layout.zero == 3
+
+
+def _at_stage_3(layout: Layout) -> bool:
+    return layout.dp > 1 and layout.zero == 3
+
+
+def _stepped_in_parts(layout: Layout) -> bool:
+    return layout.dp > 1 and layout.zero in (1, 2)
+
+
+def _on_whole_parameters(layout: Layout) -> bool:
+    return layout.tp == 1 and (layout.dp == 1 or layout.zero < 3)
+
+
+def _by_replicas_alone(layout: Layout) -> bool:
+    return layout.dp == layout.world_size and layout.zero < 3
+
+
+def _in_groups(layout: Layout) -> bool:
+    return layout.dp == 4
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """A row."""
@@ -88,6 +158,10 @@ class Setting:
     optimizer: Callable[[LightningModule, float], Any] = descent
     """Gives what `configure_optimizers` returns, from the model and its learning rate."""
     epochs: int = 1
+    half: Literal["16-mixed"] | None = None
+    """The layout's precision, where one process can't compute in it on a CPU and stays at that of the job."""
+    is_deferred: bool = False
+    """Whether the model is built where the Trainer says (``init_module``)."""
     is_resumed: bool = False
     """Whether each epoch after the first is trained by a new run, of which the first had another layout."""
     tolerance: float = 1e-3
@@ -152,5 +226,36 @@ SETTINGS = {
     "compiled": Setting(layout={"compile_backend": "aot_eager"}, warns=("compile.enabled: ",)),
     "offloaded": Setting(layout={"zero_settings": _OFFLOADED}),
     "sequence": Setting(layout={"sequence_parallel": True}, fits=_on_shards),
+    "uneven": Setting(layout={"num_microbatches": 3}, fits=_with_two_stages_per_rank, needs_pieces=True),
+    "by-time": Setting(layout={"partition": "time"}, fits=_in_pipelines),
+    "partitioned": Setting(layout={"activations": {"recompute": "full", "partition": True}}, fits=_on_shards),
+    "budget": Setting(layout={"activations": {"recompute": "auto", "budget": 100.0}}, fits=_on_parts),
+    "deferred": Setting(is_deferred=True, fits=_on_parts),
+    "fp16": Setting(half="16-mixed", tolerance=0.05, job={"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    "offloaded-files": Setting(
+        layout={"zero_settings": {**_OFFLOADED, "offload_optimizer": "states"}}, fits=_by_replicas
+    ),
+    "offloaded-parameters": Setting(
+        layout={"zero_settings": {**_OFFLOADED, "offload_params": "parameters"}}, fits=_at_stage_3
+    ),
+    "kept-gathered": Setting(layout={"zero_settings": {"reshard_after_forward": False}}, fits=_at_stage_3),
+    "overlapped": Setting(layout={"zero_settings": {"overlap_gather": True}}, fits=_stepped_in_parts),
+    "whole-steps": Setting(layout={"zero_settings": {"optimizer_steps": "parameters"}}, fits=_stepped_in_parts),
+    "hybrid": Setting(layout={"zero_settings": {"shard_size": 2}}, fits=_in_groups),
+    "plateau": Setting(optimizer=plateau, epochs=2, fits=_in_pipelines),
+    "schedule-free": Setting(optimizer=schedule_free, fits=_by_replicas),
+    "nadam": Setting(optimizer=nadam, tolerance=1e-2, fits=_at_stage_3),
+    "lars": Setting(optimizer=lars, tolerance=1e-2, fits=_on_whole_parameters, job={"gradient_clip_val": 0.1}),
+    "lars-resumed": Setting(optimizer=lars, tolerance=1e-2, fits=_on_whole_parameters, epochs=2, is_resumed=True),
+    "shampoo-resumed": Setting(
+        optimizer=shampoo,
+        tolerance=1e-2,
+        fits=_on_whole_parameters,
+        epochs=2,
+        is_resumed=True,
+        layout={"save_distributed_checkpoint": True},
+    ),
+    "clipping": Setting(optimizer=clipping, tolerance=1e-2, fits=_by_replicas_alone),
+    "sam": Setting(optimizer=sam, tolerance=1e-2, fits=_by_replicas_alone),
     "small-buckets": Setting(layout={"zero_settings": {"bucket_size": 0.002}}, fits=_in_buckets),
 }

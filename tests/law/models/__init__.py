@@ -7,7 +7,16 @@ another row stands for it in the cover.
 
 from __future__ import annotations
 
-from tests.law.models import by_hand, losses, odd_views, transformers
+from tests.law.models import blocks, by_hand, losses, odd_views, programs, stages, transformer_losses, transformers
 from tests.law.models.row import Model
 
-MODELS: dict[str, Model] = {**by_hand.MODELS, **transformers.MODELS, **losses.MODELS, **odd_views.MODELS}
+MODELS: dict[str, Model] = {
+    **by_hand.MODELS,
+    **transformers.MODELS,
+    **losses.MODELS,
+    **odd_views.MODELS,
+    **programs.MODELS,
+    **blocks.MODELS,
+    **stages.MODELS,
+    **transformer_losses.MODELS,
+}

@@ -30,7 +30,9 @@ class Model:
     warns: tuple[str, ...] = ()
     """Beginnings of warnings that it may give."""
     skips: frozenset[str] = frozenset()
-    """Settings that it does not go with."""
+    """Settings and habits that it does not go with."""
+    has_plain_step: bool = True
+    """Whether its training step takes a batch and a number, and returns the loss, as habits that wrap it have it."""
     families: frozenset[Family] = frozenset({"pp", "tp"})
     """Where the cover trains it: in a pipeline, on shards of tensors, by replicas alone."""
     fits: Callable[[Layout], bool] = lambda layout: True

@@ -1,20 +1,20 @@
-"""Schedules that compute the gradients of weights apart from those of inputs, on stages where torch can't do so as it
-is: it looks for weights only along the paths from what a stage received, and detaches in place what a stage sends.
+"""Models whose layers are a stage each, for schedules that compute gradients of weights apart from those of inputs.
+
+Torch looks for weights only along the paths from what a stage received, and detaches in place what a stage sends.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.law.models.row import Model
 from tests.models import Regression, TinyGPT, features
-from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.workers import WorkerPools
+from tests.parity import Job
 
 WIDTH = 16
 
@@ -104,43 +104,17 @@ class Masked(Regression):
         return output
 
 
-def _chain(**settings: Any) -> Job:
-    return Job(model=partial(Chain, **settings), data=features)
+def _row(model: Any, **settings: Any) -> Model:
+    job = Job(model=partial(model, **settings), data=features, num_val_batches=1)
+    return Model(job=job, alike="odd-blocks")
 
 
-JOBS = {
-    "gpt-of-two-blocks": Job(model=partial(TinyGPT, num_layers=2)),  # sends a residual stream and its norm
-    "masked": Job(model=Masked, data=features),
-    "branches": Job(model=Branches, data=features),
-    "stopped": Job(model=Stopped, data=features),
-    "one-frozen": _chain(num_frozen=1),
-    "three-frozen": _chain(num_frozen=3),
-    "recomputed": _chain(is_recomputed=True),
+MODELS = {
+    "gpt-of-two-blocks": Model(job=Job(model=partial(TinyGPT, num_layers=2)), alike="gpt"),
+    "masked-stages": _row(Masked),
+    "branched-stages": _row(Branches),
+    "stopped-stages": _row(Stopped),
+    "frozen-stages": _row(Chain, num_frozen=3),
+    "recomputed-stages": _row(Chain, is_recomputed=True),
 }
-STAGES = {
-    "gpt-of-two-blocks": "parameters",
-    "masked": ("layers.1", "layers.2", "last"),
-    "stopped": ("layers.1", "layers.2", "last"),
-}
-EACH_LAYER = ("layers.1", "layers.2", "layers.3")
-SPLITTING: Any = ("zbv", "interleaved_zero_bubble")
-
-
-@cache
-def _reference(name: str) -> ReferenceRun:
-    return run_reference(JOBS[name])
-
-
-@pytest.mark.parametrize("schedule", SPLITTING)
-@pytest.mark.parametrize("name", JOBS)
-def test_equals_one_process(workers: WorkerPools, name: str, schedule: Any) -> None:
-    layout = Layout(pp=2, schedule=schedule, num_microbatches=4, partition=STAGES.get(name, EACH_LAYER))
-    result = run_layout(workers, JOBS[name], layout)
-    assert_parity(_reference(name), result, tolerance=1e-5)
-    assert [len(result.plan.blocks_of(stage)) > 0 for stage in range(4)] == [True] * 4
-
-
-@pytest.mark.parametrize(("name", "zero"), [("branches", 2), ("one-frozen", 3)])
-def test_equals_one_process_with_replicas(workers: WorkerPools, name: str, zero: Any) -> None:
-    layout = Layout(pp=2, dp=2, zero=zero, schedule="zbv", num_microbatches=2, partition=EACH_LAYER)
-    assert_parity(_reference(name), run_layout(workers, JOBS[name], layout), tolerance=1e-5)
+"""The first sends a residual stream and its norm."""
