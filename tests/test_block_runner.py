@@ -5,23 +5,16 @@ from __future__ import annotations
 import inspect
 import pickle
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from lightning_3d.model.block_runner import own_forward, runner_of, running
+from lightning_3d.model.block_runner import own_forward, runner_of
 from lightning_3d.trace.attributes import AttributeGuards
 from lightning_3d.trace.interception import routed
-from tests.models import TinyMLP, features, loader
-from tests.parity import Layout
-from tests.workers import WorkerPools
 
 WIDTH = 4
 
@@ -141,27 +134,6 @@ def test_nothing_stays_of_a_route(fails: bool) -> None:
     assert {fqn: vars(block) for fqn, block in blocks.items()} == before
 
 
-def test_what_others_wrap_around_it_stays() -> None:
-    block = Base()
-    with routed({"block": block}):
-        runner = block.forward
-        block.forward = lambda x: runner(x) + 10  # type: ignore[method-assign]
-    torch.testing.assert_close(block(_input()), Base.forward(block, _input()) + 10)
-    with routed({"block": block}):
-        torch.testing.assert_close(block(_input()), Base.forward(block, _input()) + 10)
-    del block.forward
-    assert "forward" not in vars(block)
-
-
-def test_a_block_is_routed_once() -> None:
-    block = Base()
-    with routed({"block": block}):
-        with pytest.raises(AssertionError, match="block is routed already"), routed({"block": block}):
-            pass
-        assert runner_of(block) is not None, "the outer route stays"
-    assert runner_of(block) is None
-
-
 def test_guards_come_off() -> None:
     class Counter(Base):
         limit = 5
@@ -184,108 +156,4 @@ def test_guards_come_off() -> None:
 # ------------------------------------------------------------------------------------------------------------ FSDP2
 
 
-class Appending(Base):
-    """Changes a list among its arguments, which FSDP2's hooks copy."""
-
-    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:  # type: ignore[override]
-        y = super().forward(x)
-        seen.append(y)
-        return y
-
-
-def _with_fsdp(*, patched_first: bool) -> None:
-    torch.manual_seed(0)
-    block, mesh = Appending(), init_device_mesh("cpu", (2,))
-    expected = deepcopy(block)(_input(), [])
-    if patched_first:
-        running(block)
-    fully_shard(block, mesh=mesh)
-    with routed({"block": block}):
-        assert type(block).__name__ == "FSDPAppending"
-        seen: list[Tensor] = []
-        output = block(_input(), seen)
-        output.sum().backward()
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(seen, [expected])
-    runner = runner_of(block)
-    assert runner is not None, "its weights stay sharded"
-    assert runner.route is None
-    block(_input(), seen)
-    assert len(seen) == 2
-
-
-@pytest.mark.parametrize("patched_first", [False, True])
-def test_it_composes_with_fsdp(workers: WorkerPools, patched_first: bool) -> None:
-    workers(2).run(partial(_with_fsdp, patched_first=patched_first))
-
-
 # ------------------------------------------------------------------------------------------------------- after a run
-
-
-class Counting(nn.Linear):
-    """Its forward changes an attribute, which is guarded where the block is absent."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size, size)
-        self.num_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        return super().forward(x)
-
-
-class Model(TinyMLP):
-    """TinyMLP with such blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), Counting(16), Counting(16), nn.Linear(16, 4))
-
-
-class Fails(L.Callback):
-    """Raises after the first batch."""
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("out of tune")
-
-
-def _patches_after_a_run(layout: Layout, *, fails: bool) -> None:
-    model, data = Model(), loader(features(16), global_batch_size=8, data_parallel_size=layout.dp)
-    before = {fqn: (type(inner), vars(inner).keys()) for fqn, inner in model.named_modules()}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=layout.world_size,
-        strategy=layout.strategy(),
-        max_epochs=1,
-        barebones=True,
-        callbacks=[Fails()] if fails else [],
-    )
-    try:
-        trainer.fit(model, data)
-    except ValueError:
-        assert fails
-    strategy: Any = trainer.strategy
-    sharded = {block.fqn for block in strategy.plan.blocks if block.tensor is not None and block.tensor.is_sharded}
-    for fqn in (block.fqn for block in strategy.plan.blocks):
-        block = model.get_submodule(fqn)
-        runner = runner_of(block)
-        assert runner is None or runner.route is None
-        needs_one = layout.pp > 1 or fqn in sharded or (layout.dp > 1 and layout.zero == 3)
-        assert (runner is not None) == needs_one, f"{fqn} of {layout}"
-        cls, names = before[fqn]
-        assert type(block) is cls or isinstance(block, FSDPModule)
-        if not needs_one:
-            assert vars(block).keys() == names
-    if layout.pp == 1:
-        model(torch.randn(2, 8)).sum().backward()
-    if not fails:
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(model, data)
-        trainer.validate(model, data, verbose=False)
-        assert trainer.current_epoch == 2
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2), Layout(dp=2), Layout(dp=2, zero=3), Layout()], ids=str)
-def test_blocks_are_as_their_weights_need_them_after_a_run(workers: WorkerPools, layout: Layout, fails: bool) -> None:
-    workers(layout.world_size).run(partial(_patches_after_a_run, layout, fails=fails))

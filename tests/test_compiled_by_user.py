@@ -38,41 +38,35 @@ class CompilesItself(TinyMLP):
         self.compile(backend="eager")
 
 
-class CompilesNet(TinyMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = _compile(self.layers)
+@_compile
+def _loss(predicted: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(predicted, targets) + 0.1 * predicted.square().mean()
 
 
-class CompilesNetInPlace(TinyMLP):
+class CompilesParts(TinyMLP):
+    """Layers, some of them in place, its forward and its loss."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers.compile(backend="eager")
+        first, second, third, *others = self.layers
+        third.compile(backend="eager")
+        self.layers = nn.Sequential(_compile(first), _compile(second), third, *others)
+
+    @_compile
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = _loss(self(batch[0]), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
 
 
 class CompilesBlocks(TinyMLP):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(_compile(layer) for layer in self.layers))
-
-
-class CompilesForward(TinyMLP):
-    @_compile
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
-
-
-@_compile
-def _loss(predicted: Tensor, targets: Tensor) -> Tensor:
-    return F.mse_loss(predicted, targets) + 0.1 * predicted.square().mean()
-
-
-class CompilesLoss(TinyMLP):
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = _loss(self(batch[0]), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
-        return loss
 
 
 class CompilesInSetup(TinyMLP):
@@ -83,14 +77,6 @@ class CompilesInSetup(TinyMLP):
 class DoesNotLog(TinyMLP):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return F.mse_loss(self(batch[0]), batch[1])
-
-
-class CompilesBackwardsOfNet(TinyMLP):
-    """Its first layer makes more features than it gets, as heads make logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers.compile(backend="aot_eager")
 
 
 class CompilesBackwardsAfterFirst(TinyMLP):
@@ -119,23 +105,9 @@ class CompilesLossOfManyFeatures(TinyMLP):
         self.log("val_loss", _distance(self(batch[0]), batch[1]), sync_dist=True)
 
 
-READERS = [CompilesBackwardsOfNet, CompilesBackwardsAfterFirst, CompilesLossOfManyFeatures]
-
-MODELS = [
-    CompilesItself,
-    CompilesNet,
-    CompilesNetInPlace,
-    CompilesBlocks,
-    CompilesForward,
-    CompilesLoss,
-    CompilesInSetup,
-]
-LAYOUTS = [
-    pytest.param(Layout(dp=2), marks=pytest.mark.matrix),
-    Layout(dp=2, zero=3),
-    Layout(pp=2),
-    Layout(tp=2),
-]
+READERS = [CompilesBackwardsAfterFirst, CompilesLossOfManyFeatures]
+MODELS = [CompilesItself, CompilesParts, CompilesInSetup]
+LAYOUTS = [Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -149,7 +121,7 @@ def test_compiled_code_trains_as_in_one_process(
     assert_parity(references[model.__name__], run_layout(workers, job, layout))
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout()], ids=str)
 @pytest.mark.parametrize("model", READERS, ids=[model.__name__ for model in READERS])
 def test_compiled_code_may_read_what_a_head_makes_lazily(
     workers: WorkerPools, model: type[TinyMLP], layout: Layout

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.law.models.compiled import WIDTH, Drawing, Habits
 from tests.models import Regression, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
-
-WIDTH = 16
 
 # Dynamo looks at `grad` of what it compiles.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -29,73 +28,6 @@ BACKENDS = [
         "inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
     ),
 ]
-
-
-class Quantizing(nn.Module):
-    """Takes the nearest code of each sample, and moves codes by moving averages (van den Oord et al. 2017)."""
-
-    codes: Tensor
-    counts: Tensor
-    sums: Tensor
-
-    def __init__(self, num_codes: int = 8) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("codes", torch.randn(num_codes, WIDTH))
-        self.register_buffer("counts", torch.ones(num_codes))
-        self.register_buffer("sums", self.codes.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        nearest = torch.cdist(x, self.codes).argmin(1)
-        quantized = self.codes[nearest]
-        if self.training:
-            with torch.no_grad():
-                hits = F.one_hot(nearest, len(self.codes)).to(x.dtype)
-                self.counts.mul_(0.9).add_(hits.sum(0), alpha=0.1)
-                self.sums.mul_(0.9).add_(hits.T @ x, alpha=0.1)
-                self.codes.copy_(self.sums / self.counts[:, None])
-        return torch.tanh(self.second(x + (quantized - x).detach())) + x
-
-
-class Scaled(nn.Module):
-    """Adds products with a factor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.add(x, self.first(x), alpha=0.3)
-        return torch.add(x @ self.second.weight, torch.tanh(y), alpha=1.7)
-
-
-class Drawing(nn.Module):
-    """Draws into a part of a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        noise = torch.empty(len(x), 2 * WIDTH)[:, ::2].normal_()
-        return torch.tanh(self.second(torch.tanh(self.first(x)) + 0.1 * noise))
-
-
-class Caching(nn.Module):
-    """Puts values into a dict and a list of its caller."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, *, cache: dict[str, Any], means: list[Tensor]) -> Tensor:
-        y: Tensor = self.second(torch.tanh(self.first(x)))
-        if "last" in cache:
-            y = y + 0.1 * cache["last"]
-        cache["last"] = y
-        means.append(y.mean())
-        return x + y
 
 
 class Net(Regression):
@@ -111,22 +43,6 @@ class Net(Regression):
         for block in self.blocks:
             h = block(h)
         output: Tensor = self.head(h)
-        return output
-
-
-class CachingNet(Net):
-    """The first block gets the output of a layer that might be a head, so logits that nobody has read yet."""
-
-    def __init__(self) -> None:
-        super().__init__(Caching)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = self.inlet(x)
-        cache: dict[str, Any] = {}
-        means: list[Tensor] = []
-        for block in self.blocks:
-            h = block(h, cache=cache, means=means)
-        output: Tensor = self.head(h + cache["last"]) + means[0] + 2 * means[1]
         return output
 
 
@@ -174,11 +90,9 @@ def _trained(layout: Layout | None, model: Callable[[], L.LightningModule]) -> t
 
 
 MODELS: dict[str, Callable[[], L.LightningModule]] = {
-    "moving averages": partial(Net, Quantizing),
-    "sums with factors": partial(Net, Scaled),
+    "habits": Habits,
     "draws into views": partial(Net, Drawing),
     "two backwards": Twice,
-    "caches": CachingNet,
 }
 
 

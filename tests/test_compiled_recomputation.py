@@ -142,106 +142,6 @@ def test_blocks_that_run_eagerly_are_recomputed_eagerly(workers: WorkerPools, la
     assert len(found[0][2]) == 1, "one warning"
 
 
-class Counting(Block):
-    """Changes buffers in place and computes with them, before and after."""
-
-    num: Tensor
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, HEADS)
-        self.register_buffer("num", torch.ones(()))
-        self.register_buffer("mean", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * self.mean.clone()
-        self.num.add_(1)
-        y = super().forward(x) * (1 + 1 / self.num)
-        with torch.no_grad():
-            self.mean.mul_(0.5).add_(0.5 * y.abs().mean((0, 1)))
-        return y / (self.mean + 0.5)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("activations", [{}, SELECTIVE], ids=["none", "selective"])
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
-def test_a_backward_reads_buffers_as_its_forward_found_them(
-    workers: WorkerPools, layout: Layout, activations: dict[str, Any], backend: str
-) -> None:
-    run = partial(workers(layout.world_size).run, _trained)
-    plain = run(layout, Counting)
-    found = run(replace(layout, compile_backend=backend, activations=activations), Counting)
-    assert_same_state([state for state, _, _ in found], plain[0][0])
-    assert not any(told for _, _, told in found)
-
-
-class Scaling(Block):
-    """Is called with a buffer that its model changes after each call."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, HEADS)
-        self.register_buffer("scale", torch.full((WIDTH,), 1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(torch.tanh(x * (1 + self.scale)))
-
-
-class ScalingGPT(GPT):
-    def __init__(self) -> None:
-        super().__init__(Scaling)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            for _ in range(2):
-                x = block(x)
-                block.scale.mul_(0.5)  # type: ignore[union-attr,operator]
-            block.scale.fill_(1.0)  # type: ignore[union-attr,operator]
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-def _state_of_scaling(layout: Layout) -> dict[str, Tensor]:
-    trainer, _ = fitted(layout, ScalingGPT)
-    return whole_state(trainer)
-
-
-@pytest.mark.parametrize("backend", [None, *BACKENDS])
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_buffers_that_other_code_changes_before_the_backward(
-    workers: WorkerPools, recompute: str, backend: str | None
-) -> None:
-    (plain,) = workers(1).run(_state_of_scaling, Layout())
-    layout = Layout(compile_backend=backend, activations={"recompute": recompute})
-    assert_same_state(workers(1).run(_state_of_scaling, layout), plain)
-
-
-class Shifting(Block):
-    """Changes its argument in place, before and after it computes with it."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, HEADS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.sin(x.clone())
-        x.add_(1).mul_(0.5)
-        return super().forward(y + torch.tanh(x))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("activations", [{}, SELECTIVE], ids=["none", "selective"])
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
-def test_a_backward_reads_arguments_as_its_forward_found_them(
-    workers: WorkerPools, layout: Layout, activations: dict[str, Any], backend: str
-) -> None:
-    run = partial(workers(layout.world_size).run, _trained)
-    plain = run(layout, Shifting)
-    found = run(replace(layout, compile_backend=backend, activations=activations), Shifting)
-    assert_same_state([state for state, _, _ in found], plain[0][0])
-
-
 class Noisy(Block):
     """Draws random numbers in the default dtype."""
 
@@ -252,16 +152,11 @@ class Noisy(Block):
         return super().forward(x * (1 + 0.1 * torch.randn(WIDTH)))
 
 
-def _trained_in_64(layout: Layout) -> tuple[dict[str, Tensor], int, list[str]]:
-    return _trained(layout, Noisy, precision="64-true")
+def _trained_in_64(layouts: list[Layout]) -> list[dict[str, Tensor]]:
+    return [_trained(layout, Noisy, precision="64-true")[0] for layout in layouts]
 
 
-@pytest.mark.parametrize("backend", [None, *BACKENDS])
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_a_recomputation_has_the_default_dtype_of_its_forward(
-    workers: WorkerPools, backend: Any, recompute: str
-) -> None:
-    layout = Layout(compile_backend=backend, activations={"recompute": recompute})
-    ((plain, _, _),) = workers(1).run(_trained_in_64, Layout())
-    ((found, _, _),) = workers(1).run(_trained_in_64, layout)
-    assert_same_state([found], plain)
+def test_a_recomputation_has_the_default_dtype_of_its_forward(workers: WorkerPools) -> None:
+    again = [Layout(activations={"recompute": "full"}), Layout(compile_backend="aot_eager", activations=SELECTIVE)]
+    ((plain, *found),) = workers(1).run(_trained_in_64, [Layout(), *again])
+    assert_same_state(found, plain)

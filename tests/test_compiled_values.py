@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -18,27 +17,12 @@ from tests.models import Block
 from tests.workers import WorkerPools
 
 SHAPE = (2, 8, 32)
-FACTOR = [1.0]
 SETTINGS = SimpleNamespace(inner=SimpleNamespace(factor=1.0))
 scale = 1.0
 
 
 def _helper() -> float:
     return scale
-
-
-class Slotted:
-    __slots__ = ("factor",)
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-
-
-class Config:
-    shared = 1.0
-
-    def __init__(self) -> None:
-        self.inner, self.factors, self.slotted = SimpleNamespace(factor=1.0), deque([1.0]), Slotted()
 
 
 class Scaled(Block):
@@ -48,7 +32,7 @@ class Scaled(Block):
 
     def __init__(self) -> None:
         super().__init__(32, 4)
-        self.config, self.array = Config(), np.array([1.0])
+        self.array = np.array([1.0])
 
     def factor(self) -> float:
         return 1.0
@@ -62,34 +46,9 @@ class OfClass(Scaled):
         return self.by
 
 
-class OfInnerObject(Scaled):
-    def factor(self) -> float:
-        return float(self.config.inner.factor)
-
-
-class OfQueue(Scaled):
-    def factor(self) -> float:
-        return self.config.factors[0]
-
-
-class OfSlots(Scaled):
-    def factor(self) -> float:
-        return self.config.slotted.factor
-
-
-class OfClassOfObject(Scaled):
-    def factor(self) -> float:
-        return self.config.shared
-
-
 class OfArray(Scaled):
     def factor(self) -> float:
         return float(self.array[0])
-
-
-class OfGlobalList(Scaled):
-    def factor(self) -> float:
-        return FACTOR[0]
 
 
 class OfGlobalObject(Scaled):
@@ -125,9 +84,8 @@ class OfOwner(Scaled):
 
 def _change(block: Scaled, to: float) -> None:
     global scale
-    scale = OfClass.by = Config.shared = to
-    FACTOR[0] = block.array[0] = SETTINGS.inner.factor = to
-    block.config.inner.factor = block.config.factors[0] = block.config.slotted.factor = to
+    scale = OfClass.by = to
+    block.array[0] = SETTINGS.inner.factor = to
 
 
 def _outputs(
@@ -150,10 +108,7 @@ def _outputs(
     return found, [str(warning.message) for warning in caught if "compile.enabled" in str(warning.message)]
 
 
-MAKES = (
-    *(OfClass, OfInnerObject, OfQueue, OfSlots, OfClassOfObject, OfArray, OfGlobalList, OfGlobalObject, OfHelper),
-    OfOwner,
-)
+MAKES = (*(OfClass, OfArray, OfGlobalObject, OfHelper, OfOwner),)
 
 
 def _compared() -> dict[str, tuple[float, float, int, list[str]]]:

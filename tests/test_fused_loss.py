@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -23,12 +23,11 @@ from lightning_3d.errors import StepError
 from lightning_3d.tensor.vocabulary import chunked_loss, head_record
 from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
-from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, lazy_logits, made
+from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy
-from lightning_3d.zero import gathering
+from tests.law.models.heads import ByRow, ByTable, Shifted
 from tests.models import TinyGPT, tokens
-from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
-from tests.tables import some_in_matrix
+from tests.parity import QUIET, Job, Layout, assert_parity, fitted, run_layout, run_reference
 from tests.workers import WorkerPools
 
 CLASSES, WIDTH = 10, 5
@@ -113,35 +112,25 @@ def test_every_option_of_cross_entropy(dtype: torch.dtype) -> None:
 
 FUSED: list[Use] = [
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT),
-    lambda x: F.cross_entropy(x.view(-1, CLASSES), FLAT),
     lambda x: F.cross_entropy(x.reshape(-1, x.size(-1)).float(), FLAT),
     lambda x: F.cross_entropy(x.reshape((8, x.shape[-1])).to(torch.float64), FLAT),
     lambda x: F.cross_entropy(x.transpose(1, 2), TARGETS),
-    lambda x: F.cross_entropy(x.permute(0, 2, 1), TARGETS, reduction="none"),
     lambda x: F.cross_entropy(x.transpose(-1, -2).contiguous(), TARGETS, label_smoothing=0.2),
     lambda x: F.cross_entropy(x.permute(2, 1, 0).permute(2, 0, 1), TARGETS),
     lambda x: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, CLASSES), TARGETS[:, 1:].flatten()),
-    lambda x: F.cross_entropy(x[:, 1:].reshape(-1, CLASSES), TARGETS[:, 1:].flatten()),
-    lambda x: F.cross_entropy(x[:, :-1, :].flatten(0, 1), TARGETS[:, 1:].flatten()),
-    lambda x: F.cross_entropy(x[0], TARGETS[0]),
     lambda x: F.cross_entropy(x[:, 0], TARGETS[:, 0]),
     lambda x: F.cross_entropy(x[0, 0], TARGETS[0, 0]),
     lambda x: F.cross_entropy(x[TARGETS > 2], TARGETS[TARGETS > 2]),
     lambda x: F.cross_entropy(x[:, torch.tensor([3, 0, 0])].flatten(0, 1), TARGETS[:, [3, 0, 0]].flatten().abs() % 10),
-    lambda x: F.cross_entropy(x.flatten(0, 1) / 0.7, FLAT),
     lambda x: F.cross_entropy((torch.tanh(x / 3) * 3).flatten(0, 1), FLAT, WEIGHT),
     lambda x: F.cross_entropy((2 * x).float().tanh().flatten(0, 1), FLAT, reduction="none"),
     lambda x: nn.CrossEntropyLoss(ignore_index=5)(x.view(8, CLASSES).clone(), FLAT.clamp(min=0)),
-    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT).mul_(2.0),
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT, reduction="none").mul_(FLAT > 2),
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + F.cross_entropy(x[0], TARGETS[0], reduction="sum"),
     lambda x: F.cross_entropy(x[:, 0], TARGETS[:, 0]) * F.cross_entropy(x[:, 1], TARGETS[:, 1]),
-    lambda x: F.nll_loss(F.log_softmax(x.flatten(0, 1), -1), FLAT),
     lambda x: nn.NLLLoss(WEIGHT, ignore_index=5, reduction="sum")(nn.LogSoftmax(1)(x.view(8, -1)), FLAT.clamp(min=0)),
     lambda x: F.nll_loss(x.log_softmax(-1).transpose(1, 2), TARGETS, reduction="none"),
-    lambda x: F.nll_loss(F.log_softmax(x.transpose(1, 2), dim=1), TARGETS, WEIGHT),
     lambda x: F.nll_loss(torch.log_softmax(x.float() / 0.7, dim=2)[:, :-1].flatten(0, 1), TARGETS[:, 1:].flatten()),
-    lambda x: F.nll_loss(x.log_softmax(-1, dtype=torch.float64).view(-1, CLASSES), FLAT),
     lambda x: F.nll_loss(F.log_softmax(x.tanh(), -1, dtype=torch.float32).double().flatten(0, 1), FLAT),
     lambda x: F.cross_entropy(x.log_softmax(-1).flatten(0, 1), FLAT, label_smoothing=0.1),
     lambda x: F.cross_entropy(x[:0].flatten(0, 1), FLAT[:0], reduction="sum") + F.cross_entropy(x[1], TARGETS[1]),
@@ -209,13 +198,9 @@ def _changed(logits: Tensor) -> Tensor:
 
 READ: list[Use] = [
     lambda x: x.argmax(-1),
-    lambda x: x[..., 3],
     lambda x: x[..., 2:5],
-    lambda x: x.log_softmax(-1),
     lambda x: -x.log_softmax(-1).gather(-1, TARGETS.clamp(min=0).unsqueeze(-1)),
-    lambda x: F.nll_loss(x.flatten(0, 1), FLAT),
     lambda x: F.nll_loss(x.log_softmax(1).flatten(0, 1), FLAT),
-    lambda x: F.nll_loss(2 * x.log_softmax(-1).flatten(0, 1), FLAT),
     lambda x: F.nll_loss(x.log_softmax(-1).log_softmax(-1).flatten(0, 1), FLAT),
     lambda x: F.nll_loss(x.log_softmax(-1).half().flatten(0, 1).float(), FLAT),
     _with_entropy,
@@ -225,22 +210,14 @@ READ: list[Use] = [
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT.clamp(min=0).byte()),
     lambda x: F.cross_entropy(x.flatten(0, 1), torch.full((8, CLASSES), 0.1)),
     lambda x: F.cross_entropy(x, torch.zeros(2, CLASSES, dtype=torch.int64)),
-    lambda x: F.mse_loss(x, torch.zeros(2, 4, CLASSES)),
-    lambda x: torch.cat([x, x], 1),
     lambda x: torch.stack(x.unbind(1)).sum(),
     lambda x: x.view(2, 4, 2, 5),
     lambda x: x.detach(),
-    lambda x: x > 0,
     lambda x: x * torch.linspace(0, 1, CLASSES),
     lambda x: x[0] + x,
-    lambda x: x.flatten(),
-    lambda x: x.half(),
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + 0.1 * x.logsumexp(-1).square().mean(),
-    lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + 0.1 * x.view(-1, CLASSES).square().mean(),
-    lambda x: _Doubled.apply(x),
     lambda x: _Doubled.apply((x / 3).tanh().transpose(1, 2)).square(),
     lambda x: _Doubled.apply((x / 3).log_softmax(-1).transpose(1, 2)).square(),
-    lambda x: torch.vmap(lambda row: row.square().sum())(x),
     _changed,
     lambda x: torch.vmap(lambda row: row.square().sum())(x).sum() + x.square().sum(),
     lambda x: _read_twice(x / 3),
@@ -255,25 +232,6 @@ def test_other_uses_see_the_logits(number: int) -> None:
     compared = Compared(2, 4)
     compared.check(READ[number])
     assert len(compared.reads) == 1  # the head ran once
-
-
-def test_data_of_lazy_logits() -> None:
-    compared = Compared(2, 4)
-    lazy, dense = compared.lazy(), compared.dense()
-    assert isinstance(lazy, LazyLogits)
-    assert (lazy.shape, lazy.dtype, lazy.stride(), lazy.requires_grad) == (
-        dense.shape,
-        dense.dtype,
-        dense.stride(),
-        True,
-    )
-    assert not compared.reads
-    compared = Compared(2, 4)
-    assert compared.lazy().tolist() == compared.dense().tolist()
-    assert (compared.lazy().detach().numpy() == compared.dense().detach().numpy()).all()
-    assert repr(compared.lazy().detach()) == repr(compared.dense().detach())
-    lazy = compared.lazy()
-    assert {lazy: 1}[lazy] == 1
 
 
 def test_the_graph_can_be_run_twice_and_in_pieces() -> None:
@@ -299,15 +257,6 @@ def test_frozen_leaves_get_no_gradient(frozen: int) -> None:
         assert leaves[frozen].grad is None
     for theirs, ours in zip(*compared.leaves, strict=True):
         assert ours is compared.leaves[1][frozen] or torch.allclose(ours.grad, theirs.grad, atol=1e-7)
-
-
-def test_without_gradients_none_are_computed() -> None:
-    compared = Compared(8)
-    with torch.no_grad():
-        loss = F.cross_entropy(compared.lazy(), FLAT)
-    assert not loss.requires_grad
-    torch.testing.assert_close(loss, F.cross_entropy(compared.dense(), FLAT).detach())
-    assert not compared.reads
 
 
 @pytest.mark.parametrize("reader", [lambda x: x.register_hook(print), lambda x: x.retain_grad()])
@@ -372,84 +321,6 @@ def test_logits_never_exist() -> None:
 # ------------------------------------------------------------------------------------------------------- training
 
 
-class Shifted(TinyGPT):
-    """A head with a bias, and a loss with all that fusing must see through."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(tied=False, **options)
-        vocabulary, width = self.tokens.weight.shape
-        self.head = nn.Linear(width, vocabulary)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, _ = batch
-        logits = self(inputs)
-        shifted, targets = logits[..., :-1, :].float().contiguous() / 0.8, inputs[..., 1:]
-        weight = torch.linspace(0.5, 1.5, logits.shape[-1], device=self.device)
-        loss = F.cross_entropy(
-            shifted.view(-1, logits.size(-1)),
-            targets.flatten(),
-            weight,
-            reduction="sum",
-            ignore_index=3,
-            label_smoothing=0.1,
-        )
-        loss = loss / targets.numel()
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-
-class ByRow(TinyGPT):
-    """Its loss is a weighted mean of losses by row, made by a module."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.criterion = nn.CrossEntropyLoss(reduction="none")
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        losses = self.criterion(self(inputs).transpose(1, 2), targets)
-        loss = (losses * torch.linspace(0.5, 1.5, losses.shape[1])).mean()
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-
-class Logs(TinyGPT):
-    """Gives logarithms of probabilities."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.log_softmax(super().forward(tokens).float(), dim=-1)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        logs = self(inputs)
-        weight = torch.linspace(0.5, 1.5, logs.shape[-1], device=self.device)
-        loss = F.nll_loss(logs.view(-1, logs.size(-1)), targets.flatten(), weight, ignore_index=3, reduction="sum")
-        loss = loss / targets.numel()
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        logs = self(batch[0]).flatten(0, 1)
-        self.log("val_loss", nn.NLLLoss()(logs, batch[1].flatten()), sync_dist=True)
-        self.log("val_entropy", -(logs.exp() * logs).sum(-1).mean(), sync_dist=True)
-
-
-JOBS = {
-    "tied": Job(),
-    "logs": Job(model=Logs, accumulate_grad_batches=2),
-    "logs untied": Job(model=partial(Logs, tied=False)),
-    "untied": Job(model=partial(TinyGPT, tied=False), accumulate_grad_batches=2, gradient_clip_val=0.3),
-    "shifted": Job(model=Shifted),
-    "by row": Job(model=ByRow),
-    "by row untied": Job(model=partial(ByRow, tied=False)),
-}
-
-
-@cache
-def _reference(name: str) -> ReferenceRun:
-    return run_reference(JOBS[name])
-
-
 class Reading(TinyGPT):
     """Does more with its logits than to compute a loss."""
 
@@ -478,7 +349,7 @@ class Reading(TinyGPT):
         pass
 
 
-WAYS = ("nothing", "accuracy", "accuracy at times", "kept", "returned")
+WAYS = ("accuracy", "accuracy at times", "kept", "returned")
 
 
 def _read_in(way: str) -> None:
@@ -509,44 +380,37 @@ ELSEWHERE = (
     " unless the step reads logits or waits for their gradient",
 )
 
-TABLE = [
-    ("tied", Layout(), FUSED_LINE),
-    ("shifted", Layout(dp=2), FUSED_LINE),
-    ("untied", Layout(dp=2, zero=2), FUSED_LINE),
-    ("untied", Layout(dp=2, zero=3), FUSED_LINE),
-    ("shifted", Layout(dp=2, zero=3), FUSED_LINE),
-    ("by row untied", Layout(dp=2, zero=3), FUSED_LINE),
-    ("tied", Layout(dp=2, zero=3), FUSED_LINE),
-    ("untied", Layout(zero=3, zero_settings={"offload_params": "cpu", "offload_optimizer": "cpu"}), FUSED_LINE),
-    ("logs untied", Layout(dp=2, zero=3), FUSED_LINE),
-    ("logs", Layout(pp=2), ELSEWHERE),
-    ("logs", Layout(pp=2, schedule="zbv"), FUSED_LINE),
-    ("untied", Layout(dp=2, pp=2, zero=3), ELSEWHERE),
-    ("by row untied", Layout(dp=2, pp=2, zero=3, schedule="zbv"), FUSED_LINE),
-    ("shifted", Layout(pp=2), ELSEWHERE),
+
+def of_table(lines: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(line.replace("head:", "tokens.weight:") for line in lines)
+
+
+LINES: list[tuple[Any, Layout, tuple[str, ...]]] = [
+    (TinyGPT, Layout(tp=2), FUSED_LINE),
+    (Shifted, Layout(pp=2), ELSEWHERE),
+    (ByRow, Layout(pp=2, schedule="zbv", stages_per_rank=2), FUSED_LINE),
     (
-        "untied",
+        partial(TinyGPT, tied=False),
         Layout(pp=2, activations={"recompute": "full", "blocks": ["head"]}),
         ("head: makes logits, as its backward computes it again (activations.recompute)",),
     ),
-    ("by row", Layout(pp=2, schedule="zbv"), FUSED_LINE),
+    (partial(ByTable, "part"), Layout(tp=2), of_table(FUSED_LINE)),
+    (partial(ByTable, "twice"), Layout(pp=2), of_table(ELSEWHERE)),
+    (partial(ByTable, "operator"), Layout(dp=2, zero=3), of_table(FUSED_LINE)),
 ]
 
 
-MORE = (("logs untied", Layout(dp=2, zero=3)), ("logs", Layout(pp=2, schedule="zbv")))
+def _lines(model: Any, layout: Layout) -> tuple[str, ...]:
+    trainer, _ = fitted(layout, model, batches=1, epochs=1, limit_val_batches=0)
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    return trainer.strategy.plan.heads
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "heads"),
-    some_in_matrix(TABLE, lambda name, layout, heads: layout.world_size > 2 or (name, layout) in MORE),
-    ids=[f"{name}-{layout}" for name, layout, _ in TABLE],
-)
-def test_fused_heads_train_as_in_one_process(
-    workers: WorkerPools, name: str, layout: Layout, heads: tuple[str, ...]
+@pytest.mark.parametrize(("model", "layout", "lines"), LINES)
+def test_plans_tell_what_becomes_of_heads(
+    workers: WorkerPools, model: Any, layout: Layout, lines: tuple[str, ...]
 ) -> None:
-    result = run_layout(workers, JOBS[name], layout)
-    assert_parity(_reference(name), result, tolerance=1e-5)
-    assert result.plan.heads == heads  # as rank 0 has it
+    assert workers(2).run(_lines, model, layout)[0] == lines
 
 
 def _alive_between_microbatches() -> list[int]:
@@ -569,28 +433,6 @@ def test_microbatches_leave_nothing_behind(workers: WorkerPools) -> None:
     assert not first
     assert len(last) >= 4
     assert not any(last)
-
-
-class Keywords(TinyGPT):
-    """Calls its head by keyword."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(input=x)
-
-
-def _gathered_alone() -> None:
-    with patch.object(gathering, "_IN_PLACE_BYTES", 0):
-        layout = Layout(dp=2, zero=2, zero_settings={"overlap_gather": True})
-        trainer, _ = fitted(layout, partial(Keywords, tied=False), limit_val_batches=0)
-    assert trainer.strategy.plan.heads == FUSED_LINE
-
-
-def test_weights_on_their_way_are_waited_for(workers: WorkerPools) -> None:
-    """A large weight, which other ranks made parts of, comes alone, and is waited for by the call of the head."""
-    workers(2).run(_gathered_alone)
 
 
 class Gathered(TinyGPT):
@@ -646,13 +488,6 @@ def test_what_becomes_of_logits_whose_weight_is_gathered_for_them(workers: Worke
     assert result.plan.heads[0].startswith(OUTCOMES[way])
 
 
-@pytest.mark.matrix
-def test_functions_of_the_user_on_the_last_stage_see_the_logits(workers: WorkerPools) -> None:
-    job = Job(model=partial(Gathered, "halved"))
-    result = run_layout(workers, job, Layout(pp=2, dp=2, zero=3))
-    assert_parity(run_reference(job), result, tolerance=1e-5)
-
-
 def _batched() -> str:
     try:
         fitted(Layout(dp=2, zero=3), partial(Gathered, "batched"))
@@ -683,16 +518,3 @@ def test_gradients_have_gradients(reduction: Any) -> None:
         found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_chunks_of_gpus_are_thicker() -> None:
-    """With 128 rows a chunk of 128k classes reads and writes the gradient of the weight more than it multiplies."""
-    with patch.object(chunked_loss, "LEAST_LOGITS", 2**22):
-        rows = [chunked_loss.chunk_length(4096, 2**17, kind) for kind in ("cpu", "cuda")]
-    assert rows == [128, 512]
-
-
-def test_products_of_cuda_add_to_a_wider_dtype_in_place() -> None:
-    total = torch.empty(CLASSES, WIDTH, device="meta")
-    gradient, rows = (torch.empty(3, n, dtype=torch.bfloat16, device="meta") for n in (CLASSES, WIDTH))
-    assert torch.addmm(total, gradient.t(), rows, out_dtype=torch.float32, out=total) is total

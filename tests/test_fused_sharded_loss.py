@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader
 
-from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import StepError
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter
@@ -26,21 +21,15 @@ from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from tests.collectives import Collectives
-from tests.models import TinyGPT, tokens
-from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
-from tests.tables import some_in_matrix
+from tests.models import TinyGPT
+from tests.parity import Layout, fitted
 from tests.test_fused_loss import (
     CLASSES,
-    ELSEWHERE,
     FLAT,
     FUSED,
-    FUSED_LINE,
-    JOBS,
     READ,
     WEIGHT,
-    ByRow,
     Compared,
-    Shifted,
     Use,
 )
 from tests.workers import WorkerPools
@@ -148,148 +137,7 @@ def test_collectives_of_a_chunk(workers: WorkerPools) -> None:
     workers(2).run(_collectives)
 
 
-@SMALL
-def _one_rank_reads() -> None:
-    """What one rank alone does with logits, without gathering them, changes nothing in how the loss is computed."""
-    compared = Sharded(2, 4)
-
-    def use(logits: Tensor) -> Tensor:
-        if compared.axis.rank == 0:
-            compared.kept = logits + 1.0  # type: ignore[attr-defined]
-        return F.cross_entropy(logits.flatten(0, 1), FLAT)
-
-    compared.check(use)
-    compared.call.end()
-    assert compared.axis.rank == 1 or compared.reads
-
-
-def test_one_rank_may_read_them(workers: WorkerPools) -> None:
-    workers(2).run(_one_rank_reads)
-
-
-@SMALL
-def _largest_chunk() -> None:
-    """No more logits than those of a chunk exist at a time: rows x own classes."""
-    compared, made = Sharded(64), []
-    forward = chunked_loss.vocabulary_loss.forward
-
-    def noted(call: Any, logits: Tensor, *rest: Any) -> Any:
-        made.append(tuple(logits.shape))
-        return forward(call, logits, *rest)
-
-    sizes: list[int] = []
-    with (
-        patch.object(chunked_loss.vocabulary_loss, "forward", noted),
-        torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x),
-    ):
-        F.cross_entropy(compared.lazy(), torch.zeros(64, dtype=torch.int64))
-    assert set(made) == {(2, CLASSES // 2)}
-    assert max(sizes) <= compared.leaves[1][0].numel()
-
-
-def test_logits_never_exist(workers: WorkerPools) -> None:
-    workers(2).run(_largest_chunk)
-
-
 # ------------------------------------------------------------------------------------------------------- training
-
-ODD = partial(tokens, vocabulary=61)
-"""A vocabulary that 2 does not divide."""
-SHARDED_JOBS = {
-    **JOBS,
-    "odd": Job(model=partial(TinyGPT, vocabulary=61), data=ODD, gradient_clip_val=0.3),
-    "odd untied": Job(model=partial(TinyGPT, vocabulary=61, tied=False), data=ODD, accumulate_grad_batches=2),
-    "odd shifted": Job(model=partial(Shifted, vocabulary=61), data=ODD),
-    "odd by row": Job(model=partial(ByRow, vocabulary=61), data=ODD),
-}
-TABLE: list[tuple[str, Layout, tuple[str, ...]]] = [
-    ("tied", Layout(tp=2), FUSED_LINE),
-    ("logs", Layout(tp=2), FUSED_LINE),
-    ("odd untied", Layout(tp=2), FUSED_LINE),
-    ("odd shifted", Layout(tp=2), FUSED_LINE),
-    ("odd by row", Layout(tp=2), FUSED_LINE),
-    ("odd", Layout(tp=2, sequence_parallel=True), FUSED_LINE),
-    ("shifted", Layout(tp=2, pp=2), ELSEWHERE),
-    ("odd by row", Layout(tp=2, pp=2, schedule="zbv"), FUSED_LINE),
-    ("odd", Layout(tp=2, dp=2, zero=1), FUSED_LINE),
-    ("odd", Layout(tp=2, dp=2, zero=3), FUSED_LINE),
-    ("odd shifted", Layout(tp=2, dp=2, zero=3), FUSED_LINE),
-    ("odd untied", Layout(tp=2, dp=2, zero=3), FUSED_LINE),
-    ("odd shifted", Layout(tp=2, dp=2, zero=2, sequence_parallel=True), FUSED_LINE),
-]
-
-
-def _on_four_ranks(name: str, layout: Layout, lines: object) -> bool:
-    return layout.world_size > 2
-
-
-@cache
-def _reference(name: str) -> ReferenceRun:
-    return run_reference(SHARDED_JOBS[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "heads"),
-    some_in_matrix(TABLE, _on_four_ranks),
-    ids=[f"{name}-{layout}" for name, layout, _ in TABLE],
-)
-def test_sharded_heads_train_as_in_one_process(
-    workers: WorkerPools, name: str, layout: Layout, heads: tuple[str, ...]
-) -> None:
-    result = run_layout(workers, SHARDED_JOBS[name], layout)
-    assert_parity(_reference(name), result, tolerance=1e-5)
-    assert result.plan.heads == heads  # as rank 0 has it
-
-
-class Reading(TinyGPT):
-    """Reads its logits at times."""
-
-    def __init__(self, reads: Callable[[Any, int], bool]) -> None:
-        super().__init__()
-        self.reads = reads
-        self.seen: list[Tensor] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        logits = self(batch[0])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-        if self.reads(self, batch_idx):
-            self.seen.append((logits.argmax(-1) == batch[1]).float().mean())
-        self.seen.append(loss.detach())
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        logits = self(batch[0])
-        self.seen.append((logits.argmax(-1) == batch[1]).float().mean())
-        self.seen.append(F.cross_entropy(logits.flatten(0, 1), batch[1].flatten()))
-
-
-def _always(module: Any, batch_idx: int) -> bool:
-    return True
-
-
-def _later(module: Any, batch_idx: int) -> bool:
-    return batch_idx > 0
-
-
-READ_LINE = "head: makes logits, as the step, as traced, reads logits or does not show that it never does"
-
-
-def _fit_reading(reads: Callable[[Any, int], bool], line: str) -> None:
-    seen = []
-    for settings in ({}, {"activations": {"fused_loss": "never"}}):
-        L.seed_everything(1)
-        model = Reading(reads)
-        strategy = ThreeDStrategy(tensor_parallel_size=2, **settings)
-        trainer = L.Trainer(strategy=strategy, devices=2, max_steps=4, limit_val_batches=1, **QUIET)
-        trainer.fit(model, DataLoader(tokens(16), batch_size=4), DataLoader(tokens(4), batch_size=4))
-        seen.append(torch.stack(model.seen))
-        assert strategy.plan.heads == ((line,) if not settings else ())
-    torch.testing.assert_close(seen[1], seen[0], rtol=1e-5, atol=0)
-
-
-def test_steps_that_read_logits(workers: WorkerPools) -> None:
-    workers(2).run(_fit_reading, _always, READ_LINE)
-    workers(2).run(_fit_reading, _later, *FUSED_LINE)
 
 
 class Changing(TinyGPT):

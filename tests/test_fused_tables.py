@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
 
 import pytest
 import torch
@@ -18,10 +16,7 @@ from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits
 from lightning_3d.tensor.vocabulary.table_heads import Table, TableHead, find_tables
 from tests.models import TinyGPT
-from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.tables import some_in_matrix
-from tests.test_fused_loss import CLASSES, ELSEWHERE, FLAT, FUSED_LINE, WIDTH
-from tests.workers import WorkerPools
+from tests.test_fused_loss import CLASSES, FLAT, WIDTH
 
 Logits = Callable[[Tensor, nn.Parameter], Tensor]
 
@@ -101,20 +96,6 @@ def test_products_with_tables_make_no_logits(monkeypatch: pytest.MonkeyPatch, nu
     sizes = seen.check(FUSED[number], _loss)
     assert seen.head.text == "table: fused with its cross entropy, without logits"
     assert max(sizes) < 8 * 8  # the least logits
-
-
-def test_views_of_what_is_a_view_itself() -> None:
-    """As ZeRO's stage 3 gathers a table for code without gradients."""
-    seen = Seen()
-    memory = torch.rand(1, CLASSES * WIDTH)
-    seen.owner.table = nn.Parameter(torch.zeros(0))
-    with seen.head.on(), torch.no_grad():
-        table = memory.view(CLASSES, WIDTH)
-        seen.head._see(table)
-        logits = seen.rows[0] @ table.T
-        assert type(logits) is LazyLogits
-        torch.testing.assert_close(_loss(logits), _loss(seen.rows[0] @ memory.view(CLASSES, WIDTH).T))
-        assert type(seen.rows[0] @ table[:5]) is Tensor
 
 
 def test_a_matrix_of_columns_is_a_table_too() -> None:
@@ -202,30 +183,6 @@ def test_values_behind_data_that_change_before_the_loss_are_refused() -> None:
             _loss(logits)
 
 
-@pytest.mark.parametrize("view", [lambda table: table, lambda table: table.T], ids=["table", "view"])
-def test_parameters_of_tables(view: Callable[[Tensor], Tensor]) -> None:
-    seen = Seen()
-    with seen.head.on():
-        made = nn.Parameter(view(seen.table))
-        frozen = nn.Parameter(view(seen.table), requires_grad=False)
-    assert isinstance(made, nn.Parameter)
-    assert made.requires_grad
-    assert not frozen.requires_grad
-    assert made.data_ptr() == frozen.data_ptr() == seen.table.data_ptr()
-    assert type(seen.table) is nn.Parameter
-
-
-def test_tables_that_are_taken_away() -> None:
-    seen = Seen()
-    del seen.owner.table
-    with seen.head.on():
-        pass
-    seen.owner.table = None
-    with seen.head.on():
-        pass
-    assert seen.head.text is None
-
-
 def test_losses_in_regions_of_autocast_round_no_gradients_of_heads_outside() -> None:
     def loss(logits: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -252,24 +209,6 @@ def test_gradients_of_gradients_of_a_table_that_embeds_its_rows() -> None:
     Seen().check(noted, loss)
 
 
-def test_transforms_of_torch_func_read_logits() -> None:
-    factors = torch.tensor([0.5, 1.0])
-
-    def loss(rows: Tensor, table: nn.Parameter) -> Tensor:
-        made, other = F.linear(rows, table), torch.vmap(lambda x: x * F.linear(rows, table))(factors)
-        inside = torch.vmap(lambda factor: factor * _loss(made))(factors).sum()
-        return _loss(made) + _loss(other[0]) + inside + torch.func.grad(lambda x: _loss(x * made))(factors[0])
-
-    seen = Seen()
-    expected = loss(seen.rows[0], seen.equal)
-    expected.backward()
-    with seen.head.on():
-        made = loss(seen.rows[1], seen.table)
-    made.backward()
-    torch.testing.assert_close(made, expected)
-    torch.testing.assert_close(seen.table.grad, seen.equal.grad)
-
-
 def test_matrices_of_blocks_are_no_tables() -> None:
     module = TinyGPT(tied=False)
     module.own = nn.Parameter(torch.zeros(3, 4))
@@ -290,113 +229,3 @@ def test_lazy_logits_of_tables() -> None:
         assert type(F.linear(seen.rows[0].long(), seen.table.long())) is Tensor
         assert type(F.embedding(FLAT.clamp(min=0), seen.table)) is Tensor
         assert type(F.linear(torch.ones(CLASSES), seen.table.T)) is Tensor  # narrows
-
-
-# ------------------------------------------------------------------------------------------------------- training
-
-
-class ByTable(TinyGPT):
-    """Multiplies with its table of tokens."""
-
-    def __init__(self, way: str = "linear", **options: Any) -> None:
-        super().__init__(tied=True, **options)
-        del self.head
-        self.way = way
-        if way == "own":
-            width, vocabulary = self.tokens.weight.shape[1], self.tokens.weight.shape[0]
-            self.out = nn.Parameter(0.1 * torch.randn(width, vocabulary))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.logits(self.norm(x))
-
-    def logits(self, x: Tensor) -> Tensor:
-        table = self.tokens.weight
-        if self.way == "own":
-            return x @ self.out
-        if self.way == "operator":
-            return x @ table.T
-        return torch.matmul(x, table[:48].t()) if self.way == "part" else F.linear(x, table)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        logits = self(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten() % logits.shape[-1])
-        if self.way == "twice":
-            again = F.linear(self.tokens(inputs).tanh(), self.tokens.weight)
-            loss = loss + 0.1 * F.cross_entropy(again.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
-        if self.way == "read":
-            loss = loss + 0.01 * logits.logsumexp(-1).square().mean()
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        logits = self(batch[0]).flatten(0, 1)
-        targets = batch[1].flatten() % logits.shape[-1]
-        self.log("val_loss", F.cross_entropy(logits, targets), sync_dist=True)
-        self.log("val_read", logits.softmax(-1).square().mean(), sync_dist=True)
-
-
-JOBS = {
-    "linear": Job(model=ByTable, accumulate_grad_batches=2, gradient_clip_val=0.3),
-    "mixed": Job(model=ByTable, precision="bf16-mixed"),
-    **{way: Job(model=partial(ByTable, way)) for way in ("operator", "part", "twice", "own", "read")},
-}
-
-
-@cache
-def _reference(name: str) -> ReferenceRun:
-    return run_reference(JOBS[name])
-
-
-def _of(name: str, lines: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(line.replace("head:", f"{name}:") for line in lines)
-
-
-FUSED_TABLE, TABLE_ELSEWHERE = _of("tokens.weight", FUSED_LINE), _of("tokens.weight", ELSEWHERE)
-OFFLOADED = {"offload_params": "cpu", "offload_optimizer": "cpu"}
-
-TABLE = [
-    ("operator", Layout(), FUSED_TABLE),
-    ("linear", Layout(dp=2, zero=3), FUSED_TABLE),
-    ("linear", Layout(tp=2), FUSED_TABLE),
-    ("twice", Layout(pp=2), TABLE_ELSEWHERE),
-]
-MORE = [
-    *(
-        (way, layout, FUSED_TABLE)
-        for way in ("linear", "mixed", "part", "twice")
-        for layout in (Layout(), Layout(tp=2))
-    ),
-    *((way, Layout(dp=2, zero=3), FUSED_TABLE) for way in ("operator", "mixed", "part", "twice")),
-    ("own", Layout(dp=2, zero=3), _of("out", FUSED_LINE)),
-    ("own", Layout(tp=2), _of("out", FUSED_LINE)),
-    ("own", Layout(pp=2), _of("out", ELSEWHERE)),
-    ("twice", Layout(dp=2, zero=2, zero_settings={"overlap_gather": True}), FUSED_TABLE),
-    ("linear", Layout(zero=3, zero_settings=OFFLOADED), FUSED_TABLE),
-    ("linear", Layout(pp=2, zero=3, zero_settings=OFFLOADED), TABLE_ELSEWHERE),
-    ("operator", Layout(pp=2, schedule="zbv"), FUSED_TABLE),
-    ("twice", Layout(pp=2, schedule="zbv", zero=3, zero_settings=OFFLOADED), None),
-    ("mixed", Layout(pp=2), TABLE_ELSEWHERE),
-    ("linear", Layout(pp=2, dp=2, zero=3), TABLE_ELSEWHERE),
-    ("linear", Layout(pp=2, tp=2), TABLE_ELSEWHERE),
-    ("read", Layout(dp=2, zero=3), None),
-    ("read", Layout(tp=2), None),
-    ("read", Layout(pp=2), None),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "heads"),
-    some_in_matrix([*TABLE, *MORE], lambda *case: case in MORE),
-    ids=[f"{name}-{layout}" for name, layout, _ in [*TABLE, *MORE]],
-)
-def test_tables_train_as_in_one_process(
-    workers: WorkerPools, name: str, layout: Layout, heads: tuple[str, ...] | None
-) -> None:
-    result = run_layout(workers, JOBS[name], layout)
-    is_rounded = name == "mixed" and layout.world_size > 1  # in other places than in one process
-    assert_parity(_reference(name), result, tolerance=5e-3 if is_rounded else 1e-5)
-    assert heads is None or result.plan.heads == heads  # as rank 0 has it

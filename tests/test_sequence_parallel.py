@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import shutil
 from typing import Any
 
@@ -13,14 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.config.compile import CompileConfig
-from lightning_3d.planning.memory.live_bytes import LiveBytes
 from lightning_3d.tensor import BlockCompiler, apply_block, plan_block, verify_block
 from tests.collectives import Collectives, by_kind, planned
-from tests.models import Block, TinyGPT
-from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
+from tests.models import Block
 from tests.workers import WorkerPools
 
 SHAPE = (2, 8, 32)  # (B, T, D)
@@ -35,21 +31,6 @@ class DropoutBlock(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = x + F.dropout(self.attention(self.norm1(x)), 0.5, self.training)
         output: Tensor = x + F.dropout(self.mlp(self.norm2(x)), 0.5, self.training)
-        return output
-
-
-class FlatBlock(nn.Module):
-    """Projects (B T, D), where no sequence is left, and adds a plain table of positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.positions = nn.Parameter(torch.randn(8, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.norm(x + self.positions).reshape(-1, 32)
-        output: Tensor = x + self.down(F.gelu(self.up(hidden))).view(x.shape)
         return output
 
 
@@ -113,102 +94,11 @@ def test_block_communicates_as_planned_and_keeps_its_part_of_the_activations(wor
         assert rank["sliced"] <= rank["dense"] * (1 / size + 0.03)
 
 
-def _masks_differ() -> tuple[bool, float]:
-    torch.manual_seed(0)
-    mesh, block = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), DropoutBlock()
-    inputs = torch.zeros(SHAPE)
-    nn.init.zeros_(block.attention.out.weight)
-    nn.init.ones_(block.attention.out.bias)
-    nn.init.zeros_(block.mlp[2].weight)
-    nn.init.zeros_(block.mlp[2].bias)
-    apply_block(block, plan_block(block, (inputs,), {}, size=2, sequence_parallel=True), mesh)
-    first, second = block(inputs).chunk(2, dim=1)
-    return not torch.equal(first, second), float((first == 0).float().mean())
-
-
-def test_dropout_differs_between_slices(workers: WorkerPools) -> None:
-    for differ, share in workers(2).run(_masks_differ):
-        assert differ
-        assert 0.3 < share < 0.7
-
-
-def _prove_flat() -> tuple[str, bool]:
-    torch.manual_seed(0)
-    mesh, block, inputs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), FlatBlock(), torch.randn(SHAPE)
-    plan = plan_block(block, (inputs,), {}, size=2, sequence_parallel=True)
-    return str(verify_block(block, plan, (inputs,), {}, mesh)), plan.weight("down.weight").role == "row"
-
-
-def test_what_leaves_the_sequence_is_gathered(workers: WorkerPools) -> None:
-    for proof, is_row in workers(2).run(_prove_flat):
-        assert proof.startswith("proved")
-        assert is_row
-
-
-def _recomputed() -> float:
-    torch.manual_seed(0)
-    mesh, block, inputs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), DropoutBlock(), torch.randn(SHAPE)
-    apply_block(block, plan_block(block, (inputs,), {}, size=2, sequence_parallel=True), mesh)
-    gradients = []
-    for recompute in (False, True):
-        torch.manual_seed(1)
-        leaf = inputs.detach().clone().requires_grad_()
-        output = checkpoint(block, leaf, use_reentrant=False) if recompute else block(leaf)
-        output.square().sum().backward()
-        gradients.append(leaf.grad)
-    return float((gradients[0] - gradients[1]).abs().max())
-
-
-def test_recomputation_sees_the_same(workers: WorkerPools) -> None:
-    assert workers(2).run(_recomputed) == [0.0, 0.0]
-
-
-def _alive() -> list[int]:
-    """Bytes that a forward leaves: planned without sequence parallel, with it, and the latter under a checkpoint."""
-    torch.manual_seed(0)
-    mesh, inputs, alive = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(SHAPE), []
-    for along, recompute in ((False, False), (True, False), (True, True)):
-        block = Block(32, 4)
-        apply_block(block, plan_block(block, (inputs,), {}, size=2, sequence_parallel=along), mesh)
-        leaf = inputs.detach().clone().requires_grad_()
-        with LiveBytes() as live:
-            output = checkpoint(block, leaf, use_reentrant=False) if recompute else block(leaf)
-            gc.collect()
-            alive.append(live.live - output.nbytes)
-            output.sum().backward()
-    return alive
-
-
-def test_nothing_but_slices_is_alive_after_a_forward(workers: WorkerPools) -> None:
-    activation = 4 * torch.Size(SHAPE).numel()
-    for whole, slices, recomputed in workers(2).run(_alive):
-        assert whole - slices >= activation  # of norms, residuals and the inputs of column weights half stays
-        assert recomputed == 0
-
-
 def test_input_that_can_not_be_cut_is_left_whole() -> None:
     block = Block(32, 4)
     plan = plan_block(block, (torch.randn(2, 7, 32),), {}, size=2, sequence_parallel=True)
     assert not plan.is_sequence_parallel
     assert plan.num_all_reduces_forward == plan.num_all_reduces_backward == 2
-
-
-LAYOUTS = [
-    Layout(tp=2, sequence_parallel=True),
-    pytest.param(Layout(tp=4, sequence_parallel=True), marks=pytest.mark.matrix),
-    Layout(pp=2, tp=2, num_microbatches=2, sequence_parallel=True),
-    Layout(dp=2, tp=2, zero=3, sequence_parallel=True),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_layout_equals_one_process(workers: WorkerPools, layout: Layout) -> None:
-    job = Job(gradient_clip_val=0.3)
-    result = run_layout(workers, job, layout)
-    assert_parity(run_reference(job), result, tolerance=1e-5)
-    blocks = [block.tensor for block in result.plan.blocks if block.kind == Block.__name__]
-    assert len(blocks) == len(TinyGPT().blocks)
-    assert all(plan is not None and plan.is_sequence_parallel for plan in blocks)
 
 
 def _run_compiled(backend: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,16 +24,17 @@ class PlainOnly(Block):
         return super().forward(x)
 
 
-class Different(Block):
-    """It computes something else once its weights are sharded."""
+class Particular(Block):
+    """It takes small numbers alone, which random inputs are not."""
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = 1.01 if isinstance(self.attention.q.weight, ShardedTensor) else 1.0
-        return super().forward(x) * scale
+        if not torch.compiler.is_compiling() and x.isnan().any().logical_or(x.abs().max() > 2.5):
+            raise ValueError("not near 0")
+        return super().forward(x)
 
 
-class SometimesDifferent(Block):
-    """Like ``Different``, if its flag says so."""
+class Different(Block):
+    """It computes something else once its weights are sharded, if its flag says so."""
 
     def __init__(self, *, is_different: bool) -> None:
         super().__init__(32, 4)
@@ -42,73 +45,36 @@ class SometimesDifferent(Block):
         return super().forward(x) * (1.01 if self.is_different and is_sharded else 1.0)
 
 
-class FlaggedGPT(TinyGPT):
-    """TinyGPT of blocks that differ in their flag alone."""
+class Odd(TinyGPT):
+    """One of each, and a block that differs from another in its flag alone."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(SometimesDifferent(is_different=i == 1) for i in range(3))
-
-
-class PlainGPT(TinyGPT):
-    """TinyGPT of such blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(PlainOnly(32, 4) for _ in range(2))
-
-
-class DifferentGPT(TinyGPT):
-    """TinyGPT of such blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Different(32, 4) for _ in range(2))
-
-
-def test_block_without_sequence_parallelism(workers: WorkerPools) -> None:
-    job = Job(model=PlainGPT)
-    result = run_layout(workers, job, Layout(tp=2, sequence_parallel=True))
-    assert_parity(run_reference(job), result, tolerance=1e-5)
-    for block in (block.tensor for block in result.plan.blocks if block.kind == PlainOnly.__name__):
-        assert block is not None
-        assert block.is_sharded
-        assert not block.is_sequence_parallel
-        assert block.num_all_reduces_forward == block.num_all_reduces_backward == 2
-    (warned,) = [text for text in result.warnings if "left out of blocks" in text]
-    assert warned.startswith("Sequence parallelism is left out of blocks whose sharding differs from dense: blocks.0: ")
-    assert "the kernel does not take a ShardedTensor" in warned
-    assert "% of the parameters sharded" in warned
+        nn.init.normal_(self.positions.weight, std=0.1)
+        flagged = [Different(is_different=flag) for flag in (True, False)]
+        self.blocks = nn.ModuleList([Particular(32, 4), *flagged, PlainOnly(32, 4)])
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_block_without_tensor_parallelism(workers: WorkerPools, sequence_parallel: bool) -> None:
-    job = Job(model=DifferentGPT)
+def test_what_differs_is_left_whole_or_without_slices(workers: WorkerPools, sequence_parallel: bool) -> None:
+    job = Job(model=Odd)
     result = run_layout(workers, job, Layout(tp=2, sequence_parallel=sequence_parallel))
     assert_parity(run_reference(job), result, tolerance=1e-5)
-    for block in (block.tensor for block in result.plan.blocks if block.kind == Different.__name__):
-        assert block is not None
-        assert not block.is_sharded
-        assert block.reason is not None
-        assert "relative difference of outputs 1.0e-02" in block.reason
-    warned = [text.split(" is left out")[0] for text in result.warnings if "left out of blocks" in text]
-    assert warned == ["Sequence parallelism", "Tensor parallel"][not sequence_parallel :]
-
-
-def test_blocks_that_differ_in_a_flag_are_proved_apart(workers: WorkerPools) -> None:
-    job = Job(model=FlaggedGPT)
-    result = run_layout(workers, job, Layout(tp=2))
-    assert_parity(run_reference(job), result, tolerance=1e-5)
-    plans = {block.fqn: block.tensor for block in result.plan.blocks if block.kind == SometimesDifferent.__name__}
-    assert {fqn: plan is not None and plan.is_sharded for fqn, plan in plans.items()} == {
-        "blocks.0": True,
-        "blocks.1": False,
-        "blocks.2": True,
-    }
+    plans: Any = {block.fqn: block.tensor for block in result.plan.blocks if block.fqn.startswith("blocks.")}
+    assert [plan.is_sharded for plan in plans.values()] == [False, False, True, True]
+    assert "relative difference of outputs 1.0e-02" in plans["blocks.1"].reason
+    assert plans["blocks.2"].is_sequence_parallel == sequence_parallel
+    assert not plans["blocks.3"].is_sequence_parallel
+    assert plans["blocks.3"].num_all_reduces_forward == plans["blocks.3"].num_all_reduces_backward == 2
+    told = {text.split(" is left out")[0]: text for text in result.warnings if "left out of blocks" in text}
+    assert "not near 0" in told["Tensor parallel"]
+    assert ("Sequence parallelism" in told) == sequence_parallel
+    if sequence_parallel:
+        assert "% of the parameters sharded" in told["Sequence parallelism"]
 
 
 def test_proof_can_be_left_out(workers: WorkerPools) -> None:
-    job = Job(model=DifferentGPT)
+    job = Job(model=Odd)
     result = run_layout(workers, job, Layout(tp=2, verify=False))
     assert not [text for text in result.warnings if "left out of blocks" in text]
     losses = torch.tensor(result.numbers[0].losses)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics import MeanMetric, SumMetric
+from torchmetrics import SumMetric
 
 from lightning_3d import ThreeDError
 from tests.models import TinyMLP, features
@@ -131,29 +129,3 @@ def test_what_would_hang_in_a_pipeline_is_refused(workers: WorkerPools) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics
-
-
-class Counts(TinyMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = MeanMetric()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.mean(loss.detach())
-        self.log("mean", self.mean, on_epoch=True)
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for copied in (pickle.loads(pickle.dumps(self.mean)), copy.deepcopy(self.mean)):
-            assert copied.process_group is None
-            assert float(copied.mean_value) == float(self.mean.mean_value)
-
-
-def counts() -> None:
-    for layout in LAYOUTS:
-        fitted(layout, Counts, data=features, batches=2, epochs=1)
-
-
-def test_metrics_are_pickled_while_the_trainer_runs(workers: WorkerPools) -> None:
-    workers(2).run(counts)

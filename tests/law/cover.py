@@ -143,6 +143,17 @@ PINNED = (
     Case("odd-gpt", "pp2-tp2", "selective"),
     Case("hooked-and-opened", "pp2"),
     Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
+    Case("drops", "tp2", "sequence"),  # what is drawn lies in slices
+    Case("drops", "tp2", "compiled"),
+    Case("drops", "tp2", "selective"),
+    Case("experts", "tp2", "sequence"),
+    Case("odd-matrices", "tp2", "plain", "hooks"),  # gradients that are one tensor to autograd
+    Case("changed-arguments", "dp2-zero3", "recomputed"),  # what a forward changes, it changes once
+    Case("changed-arguments", "pp2", "selective"),
+    Case("habits", "tp2", "compiled"),
+    Case("habits", "tp2", "selective"),
+    Case("table", "dp2-zero3"),  # a table that is gathered and fused
+    Case("shifted-loss", "dp2-zero3"),
 )
 """Cases that are run though others cover their pairs."""
 

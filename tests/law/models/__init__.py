@@ -7,16 +7,23 @@ another row stands for it in the cover.
 
 from __future__ import annotations
 
-from tests.law.models import blocks, by_hand, losses, odd_views, programs, stages, transformer_losses, transformers
+from tests.law.models import (
+    blocks,
+    by_hand,
+    diffusion,
+    heads,
+    losses,
+    odd_views,
+    programs,
+    stages,
+    tensor,
+    transformer_losses,
+    transformers,
+)
 from tests.law.models.row import Model
 
+_ROOMS = (by_hand, transformers, losses, odd_views, programs, blocks, stages, transformer_losses)
+
 MODELS: dict[str, Model] = {
-    **by_hand.MODELS,
-    **transformers.MODELS,
-    **losses.MODELS,
-    **odd_views.MODELS,
-    **programs.MODELS,
-    **blocks.MODELS,
-    **stages.MODELS,
-    **transformer_losses.MODELS,
+    name: row for room in (*_ROOMS, heads, diffusion, tensor) for name, row in room.MODELS.items()
 }

@@ -1,4 +1,4 @@
-"""Models of diffusers, whose configs are frozen mappings: the numbers of one process in every layout."""
+"""Models of diffusers, whose configs are frozen mappings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import diffusers
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,8 +14,7 @@ from torch.utils.data import Dataset
 
 from tests import architectures as a
 from tests.hugging_face import small_job
-from tests.parity import Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.workers import WorkerPools
+from tests.law.models.row import Model
 
 SIZE = 8
 """Of an image's sides."""
@@ -61,6 +59,8 @@ _UNET = {
     "attention_head_dim": 8,
     "norm_num_groups": 4,
 }
+
+
 _DIT = {
     "sample_size": SIZE,
     "patch_size": 2,
@@ -71,22 +71,9 @@ _DIT = {
     "num_layers": 2,
     "num_embeds_ada_norm": a.NUM_CLASSES,
 }
-JOBS = {
-    "unet": small_job(partial(Denoiser, "UNet2DModel", _UNET, has_classes=False), noisy_images),
-    "dit": small_job(partial(Denoiser, "DiTTransformer2DModel", _DIT, has_classes=True), noisy_images),
+
+
+MODELS = {
+    "diffusers-unet": Model(job=small_job(partial(Denoiser, "UNet2DModel", _UNET, has_classes=False), noisy_images)),
+    "dit": Model(job=small_job(partial(Denoiser, "DiTTransformer2DModel", _DIT, has_classes=True), noisy_images)),
 }
-
-
-@pytest.mark.parametrize("layout", [Layout(pp=2, num_microbatches=2), Layout(tp=2)], ids=str)
-@pytest.mark.parametrize("name", JOBS)
-def test_diffusion_model_equals_one_process(
-    workers: WorkerPools, references: dict[str, ReferenceRun], name: str, layout: Layout
-) -> None:
-    if name not in references:
-        references[name] = run_reference(JOBS[name])
-    result = run_layout(workers, JOBS[name], layout)
-    assert_parity(references[name], result, tolerance=1e-5)
-    total = sum(references[name].parameters.values())
-    for rank, held in enumerate(result.held):
-        share = sum(held.parameters.values()) / total
-        assert share < 0.75, f"rank {rank} holds {share:.2f} of the parameters"

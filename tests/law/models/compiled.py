@@ -1,0 +1,270 @@
+"""Blocks that change their arguments, buffers and callers' caches: recomputation and compilers get such ones wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.models import Regression
+
+WIDTH = 16
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def half(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.cat([x, x], 1))).chunk(2, 1)[0]
+
+
+class Changing(Layers):
+    """Computes with its argument before and after it changes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.sin(x.clone())
+        x.mul_(torch.sigmoid(self.first(x.clone()))).add_(0.5)
+        return torch.tanh(self.second(x)) + before
+
+
+class Returning(Layers):
+    """Returns what it changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += torch.tanh(self.first(x.clone()))
+        x.mul_(torch.sigmoid(self.second(x.clone())))
+        return x
+
+
+class Copying(Layers):
+    """Overwrites its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.first(x.clone())
+        x.copy_(torch.tanh(self.second(torch.sin(output))))
+        return output
+
+
+class OfTwo(Layers):
+    """Changes two arguments."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        before = torch.sin(x.clone())
+        y.mul_(self.half(y.clone()) + 0.5)
+        x.mul_(torch.sigmoid(self.first(x.clone())))
+        y.add_(0.1)
+        return before + torch.cos(x) + torch.cat([y, y], 1)
+
+
+class OfSame(Layers):
+    """May get one tensor twice."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        before = torch.sin(y.clone())
+        x.mul_(torch.sigmoid(self.first(x.clone())))
+        y.add_(1)
+        return before + torch.tanh(self.second(x)) * y.clone()
+
+
+class OfPart(Layers):
+    """Changes a part of its argument, and returns a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = x[:, : WIDTH // 2]
+        part.mul_(self.half(part.clone()))
+        return x[:, 2:10]
+
+
+class OfDetached(Layers):
+    """Changes what its argument shares its memory with, behind autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x.clone()))
+        x.detach().mul_(0.5)
+        return y + self.second(x)
+
+
+class Quantizing(nn.Module):
+    """Takes the nearest code of each sample, and moves codes by moving averages (van den Oord et al. 2017)."""
+
+    codes: Tensor
+    counts: Tensor
+    sums: Tensor
+
+    def __init__(self, num_codes: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.randn(num_codes, WIDTH))
+        self.register_buffer("counts", torch.ones(num_codes))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        nearest = torch.cdist(x, self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        if self.training:
+            with torch.no_grad():
+                hits = F.one_hot(nearest, len(self.codes)).to(x.dtype)
+                self.counts.mul_(0.9).add_(hits.sum(0), alpha=0.1)
+                self.sums.mul_(0.9).add_(hits.T @ x, alpha=0.1)
+                self.codes.copy_(self.sums / self.counts[:, None])
+        return torch.tanh(self.second(x + (quantized - x).detach())) + x
+
+
+class Scaled(nn.Module):
+    """Adds products with a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.add(x, self.first(x), alpha=0.3)
+        return torch.add(x @ self.second.weight, torch.tanh(y), alpha=1.7)
+
+
+class Drawing(nn.Module):
+    """Draws into a part of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.empty(len(x), 2 * WIDTH)[:, ::2].normal_()
+        return torch.tanh(self.second(torch.tanh(self.first(x)) + 0.1 * noise))
+
+
+class Caching(nn.Module):
+    """Puts values into a dict and a list of its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, cache: dict[str, Any], means: list[Tensor]) -> Tensor:
+        y: Tensor = self.second(torch.tanh(self.first(x)))
+        if "last" in cache:
+            y = y + 0.1 * cache["last"]
+        cache["last"] = y
+        means.append(y.mean())
+        return x + y
+
+
+class Changed(Regression):
+    """Blocks that change what they are given, between glue that goes on with it."""
+
+    lr = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.changing, self.copying, self.detached = Changing(), Copying(), OfDetached()
+        self.returning, self.same, self.part = Returning(), OfSame(), OfPart()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sin(self.inlet(x))
+        for block in (self.changing, self.copying, self.detached):
+            h = block(h) + 0.3 * h
+        before, output = torch.cos(h.clone()), self.returning(h)
+        output += 0.5  # so changes `h`
+        h = before + output * h.clone()
+        h = self.same(h, h) + 0.3 * h
+        output = self.part(h)
+        output *= 1.5
+        made: Tensor = self.head(torch.cat([output, output], 1) + h)
+        return made
+
+
+class OfViews(Regression):
+    """Blocks that get views of one tensor; what shares memory on one stage does not on another."""
+
+    lr = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.changing, self.returning, self.overlapping, self.keywords = Changing(), Returning(), OfTwo(), OfTwo()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sin(self.inlet(x))
+        for block in (self.changing, self.returning):
+            wide = torch.cat([h, torch.cos(h.clone())], 1)
+            view = wide[:, 4 : 4 + WIDTH]
+            output = block(view)
+            h = wide[:, :WIDTH] + output + view * 0.3
+        wide = torch.cat([h, torch.cos(h.clone())], 1)
+        output = self.overlapping(wide[:, 4 : 4 + WIDTH], wide[:, 8 : 8 + WIDTH // 2])
+        h = 0.3 * (output + wide[:, :WIDTH] + wide[:, WIDTH:])
+        made: Tensor = self.head(self.keywords(y=h[:, 4:12], x=h) + 0.3 * h)
+        return made
+
+
+class Habits(Regression):
+    """Moving averages, sums with factors, counters, caches of the caller, and a buffer that changes after each call."""
+
+    lr = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.caches = nn.ModuleList(Caching() for _ in range(2))
+        self.scaling = Scaling()
+        self.others = nn.ModuleList([Quantizing(), Scaled(), Counting()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.inlet(x)
+        cache: dict[str, Any] = {}
+        means: list[Tensor] = []
+        for block in self.caches:
+            h = block(h, cache=cache, means=means)
+        h = h + cache["last"] + means[0] + 2 * means[1]
+        for block in self.others:
+            h = block(h)
+        for _ in range(2):
+            h = self.scaling(h)
+            self.scaling.scale.mul_(0.5)
+        self.scaling.scale.fill_(1.0)
+        output: Tensor = self.head(h)
+        return output
+
+
+class Counting(nn.Module):
+    """Changes buffers in place and computes with them, before and after."""
+
+    num: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("num", torch.ones(()))
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.mean.clone()
+        self.num.add_(1)
+        y = self.second(torch.tanh(self.first(x))) * (1 + 1 / self.num)
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(0.5 * y.abs().mean(0))
+        output: Tensor = y / (self.mean + 0.5)
+        return output
+
+
+class Scaling(nn.Module):
+    """Reads a buffer that its model changes after each call."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = x + self.second(torch.tanh(self.first(x) * (1 + self.scale)))
+        return output

@@ -1,0 +1,219 @@
+"""What tensor parallel has to see through: blocks side by side that all get the same, so that a failure names one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tests import architectures as a
+from tests.hugging_face import CLM, hf_job, small_job
+from tests.law.models import convolutions as c
+from tests.law.models import dropping as d
+from tests.law.models import experts as e
+from tests.law.models import spellings as b
+from tests.law.models.compiled import Changed, Habits, OfViews
+from tests.law.models.normed import NormNet, scaled_features
+from tests.law.models.row import COUPLED, IN_HALVES, LOOPS, NORMS, Family, Model, Trait
+from tests.law.models.transformers import GROUPED
+from tests.models import TinyGPT, features
+from tests.parity import Job, Layout
+
+Way = Callable[[nn.Module, Tensor], Any]
+"""How a block is called."""
+
+HELD = torch.Generator().manual_seed(3)
+MASK = torch.randn(a.LENGTH, a.LENGTH, generator=HELD)
+
+
+class SideBySide(a.Trained):
+    """Blocks behind one stem, each with a loss of its own."""
+
+    def __init__(self, make: Callable[[], Mapping[str, nn.Module]], stem: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stem = stem()
+        self.blocks = nn.ModuleDict(make())
+
+    def call(self, name: str, block: nn.Module, x: Tensor, batch: Any) -> Any:
+        return WAYS.get(name, nn.Module.__call__)(block, x)
+
+    def compute_loss(self, batch: Any) -> Tensor:
+        x = self.stem(batch["pixel_values"] if isinstance(batch, dict) else batch[0])
+        losses = []
+        for name, block in self.blocks.items():
+            leaves = tree_leaves(self.call(name, block, x.clone(), batch))
+            losses += [(leaf - 0.5).square().mean() for leaf in leaves if isinstance(leaf, Tensor)]
+        return torch.stack(losses).sum()
+
+
+class Images(SideBySide):
+    """Some blocks get the time, too, and some half of the channels."""
+
+    def call(self, name: str, block: nn.Module, x: Tensor, batch: Any) -> Any:
+        if name in ("unet", "scaled_by_time"):
+            return block(x, F.one_hot(batch["labels"], 8).float())
+        return block(x[:, :8] if name == "resampling" else x)
+
+
+WAYS: dict[str, Way] = {
+    "kept": lambda block, x: (block(x), block.hidden, block.listed[0]["hidden"]),
+    "grouped_masked": lambda block, x: block(x, MASK < 0.5),
+    "one_kv_head": lambda block, x: block(x, mask=MASK),
+    "decoder_layer": lambda block, x: block(x, x.flip(1), tgt_mask=MASK.triu(1) * 9, memory_mask=None),
+    "cross_attention": lambda block, x: block(x, x[:, 3:].tanh(), need_weights=False),
+    "attention_weights": lambda block, x: block(x, x, mask=MASK, average_attn_weights=False),
+    "average_weights": lambda block, x: block(x, x.tanh()),
+    "conv1d": lambda block, x: block(x.mT),
+    "attention_1d": lambda block, x: block(x.mT),
+}
+
+
+def attention() -> dict[str, nn.Module]:
+    return {
+        "biased": b.BiasedBlock(32, 4),
+        "checkpointed": b.CheckpointedBlock(32, 4),
+        "counting": b.CountingBlock(32, 4),
+        "rotary": b.Rotary(),
+        "eager": b.EagerAttention(length=a.LENGTH),
+        "grouped": b.GroupedQuery(),
+        "grouped_masked": b.GroupedQuery(),
+        "one_kv_head": b.GroupedQuery(num_kv_heads=1),
+        "einsum": b.EinsumAttention(),
+        "encoder_layer": nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True),
+        "decoder_layer": nn.TransformerDecoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True),
+        "cross_attention": b.MultiHead(cross=True, batch_first=True),
+        "attention_weights": b.MultiHead(batch_first=True),
+        "average_weights": b.MultiHead(cross=True, bias=False, batch_first=True),
+    }
+
+
+def matrices() -> dict[str, nn.Module]:
+    made = {separate.__name__: b.FusedQKV(separate) for separate in b.SEPARATIONS}
+    classes = [b.FusedGrouped, b.FusedLowRank, b.FusedNorm, b.Experts, b.Matrices, b.LowRank]
+    classes += [b.FlatNorm, b.InPlace, b.Mixture]
+    return {
+        **made,
+        **{block_class.__name__: block_class() for block_class in classes},
+        "activation": b.FusedActivation(F.gelu),
+        "doubling": b.Doubling(),
+        "kept": b.Kept(),
+        "shifted": b.Shifted(),
+        "linear": nn.Linear(32, 32),
+    }
+
+
+def mixtures() -> dict[str, nn.Module]:
+    return {
+        **{run.__name__: e.Stacked(run) for run in e.RUNS},
+        "looked": e.Stacked(e.by_number_after_a_look),
+        "gated": e.Gated(False),
+        "interleaved": e.Gated(True),
+        "narrow": e.Gated(False, hidden=8),
+        "added": e.TopTwo(e.added),
+        "read_twice": e.TopTwo(e.read_twice),
+        "changed_in_place": e.TopTwo(e.changed_in_place),
+        "of_modules": e.Modules(),
+        "starved": e.Modules(starved=True),
+        "branching": e.Branching(),
+        "scattered": e.Scattered(),
+    }
+
+
+def drops() -> dict[str, nn.Module]:
+    classes = (d.Heads, d.Masked, d.Grouped, d.SharedHead, d.ByHand, d.Permuted, d.Channels, d.InPlace)
+    return {
+        **{block_class.__name__: block_class() for block_class in classes},
+        "of_torch": d.OfTorch(need_weights=False),
+        "of_torch_weights": d.OfTorch(need_weights=True),
+        "encoder_layer": nn.TransformerEncoderLayer(32, 4, 64, dropout=d.P, batch_first=True),
+    }
+
+
+def images() -> dict[str, nn.Module]:
+    return {
+        "basic": c.Basic(),
+        "basic_stride": c.Basic(stride=2),
+        "bottleneck": c.Bottleneck(16),
+        "resnext": c.Bottleneck(16, groups=4),
+        "mobilenet": a.InvertedResidual(16),
+        "efficientnet": a.InvertedResidual(16, gate=c.SqueezeExcitation(64, 4)),
+        "convnext": c.Next(),
+        "unet": c.TimeConditioned(),
+        "attention": c.ConvAttention(),
+        "fused": c.FusedConvAttention(),
+        "resampling": c.Resampling(),
+        "gated": c.GatedDepthwise(),
+        "scaled_by_time": c.ScaledByTime(),
+        "linear_attention": c.LinearAttention(),
+        "one_head": c.OneHead(),
+    }
+
+
+def sequences() -> dict[str, nn.Module]:
+    return {
+        "conformer": c.Conformer(),
+        "mlp": c.DepthwiseMLP(),
+        "mixer": c.TokenMixer(a.LENGTH),
+        "conv1d": c.Conv1dStack(),
+        "attention_1d": c.ConvAttention(kernel=nn.Conv1d),
+    }
+
+
+class Penalized(TinyGPT):
+    """Its loss has a penalty on gradients of its MLPs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(b.MLPBlock(32, 4) for _ in range(2))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        x = self.tokens(inputs).detach().requires_grad_()
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        (gradient,) = torch.autograd.grad(y.square().mean(), x, create_graph=True)
+        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten()) + 1000 * gradient.square().sum()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def _whole(layout: Layout) -> bool:
+    return layout.pp == 1
+
+
+TP: frozenset[Family] = frozenset({"tp"})
+LINEAR, DRAWS = partial(nn.Linear, a.WIDTH, 32), frozenset[Trait]({"draws"})
+
+
+def _row(make: Any, data: Any = a.sequences, stem: Any = LINEAR, model: Any = SideBySide, **settings: Any) -> Model:
+    return Model(job=small_job(partial(model, make, stem), data), families=TP, fits=_whole, **settings)
+
+
+MODELS = {
+    "odd-attention": _row(attention, traits=NORMS),
+    "odd-matrices": _row(matrices, traits=COUPLED, lr=0.02),
+    "experts": _row(mixtures, traits=COUPLED, skips=IN_HALVES | LOOPS, lr=0.02),
+    "drops": _row(drops, traits=DRAWS),
+    "convolutions": _row(
+        images, a.images, partial(nn.Conv2d, 3, 16, 4, 4), Images, traits=NORMS, skips=IN_HALVES, lr=0.02
+    ),
+    "conv-sequences": _row(sequences, stem=nn.Identity, traits=NORMS, skips=IN_HALVES, lr=0.02),
+    "penalized": Model(job=Job(model=Penalized, num_val_batches=1), lr=0.003, families=TP, fits=_whole, traits=COUPLED),
+    "llama-eager": Model(job=hf_job("LlamaConfig", CLM, **GROUPED, attn_implementation="eager"), families=TP),
+    "changed-arguments": Model(job=Job(model=Changed, data=features, num_val_batches=1), lr=0.01),
+    "argument-views": Model(
+        job=Job(model=OfViews, data=features, num_val_batches=1), lr=0.01, families=TP, fits=_whole
+    ),
+    "habits": Model(job=Job(model=Habits, data=features, num_val_batches=1), families=TP, fits=_whole, traits=NORMS),
+    "norms-everywhere": Model(
+        job=Job(model=NormNet, data=scaled_features, num_val_batches=1),
+        families=frozenset({"pp"}),
+        traits=frozenset({"running statistics"}),
+    ),
+}
