@@ -229,7 +229,11 @@ SETTINGS = {
     "uneven": Setting(layout={"num_microbatches": 3}, fits=_with_two_stages_per_rank, needs_pieces=True),
     "by-time": Setting(layout={"partition": "time"}, fits=_in_pipelines),
     "partitioned": Setting(layout={"activations": {"recompute": "full", "partition": True}}, fits=_on_shards),
-    "budget": Setting(layout={"activations": {"recompute": "auto", "budget": 100.0}}, fits=_on_parts),
+    "budget": Setting(
+        layout={"activations": {"recompute": "auto", "budget": 100.0}},
+        fits=_on_parts,
+        warns=("training_step holds the activations of all microbatches",),
+    ),
     "deferred": Setting(is_deferred=True, fits=_on_parts),
     "fp16": Setting(half="16-mixed", tolerance=0.05, job={"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     "offloaded-files": Setting(
