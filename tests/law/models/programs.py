@@ -95,7 +95,7 @@ class Clamped(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.weight.div_(self.weight.norm(dim=1, keepdim=True).clamp(min=1.0))
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True).clamp(min=0.25))
         return super().forward(x)
 
 
