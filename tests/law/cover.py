@@ -84,7 +84,8 @@ class Case:
     def measures_sent(self) -> bool:
         """Whether its blocks are run once more to see what they send: with tensor parallel alone, plainly."""
         layout = self.layout_row
-        if self.job.precision == "bf16-mixed" or "uneven batches" in self.model_row.traits:  # no autocast; other sizes
+        is_cast = self.job.precision == "bf16-mixed" or self.setting_row.half is not None
+        if is_cast or "uneven batches" in self.model_row.traits:  # it is run outside of autocast; other sizes
             return False
         return layout.tp > 1 and layout.tp == layout.world_size and layout.compile_backend is None
 
