@@ -93,3 +93,24 @@ def test_what_would_lose_gradients_is_whole_or_raises(workers: WorkerPools) -> N
     difference, watched = workers(2).run(_refused)[0]
     assert difference < 1e-5
     assert "after the block's forward (aten.add.Tensor)" in watched
+
+
+def _kept() -> list[float]:
+    torch.manual_seed(0)
+    mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(2, 8, 32)
+    dense = Kept()
+    kept = copy.deepcopy(dense)
+    apply_block(kept, plan_block(kept, (x,), {}, size=2), mesh)
+    seen = []
+    for block in (dense, kept):
+        leaf = x.clone().requires_grad_()
+        output = block(leaf)
+        assert block.hidden is not None
+        (output.sum() + block.hidden.square().mean() + block.listed[0]["hidden"].mean()).backward()
+        seen.append((block.hidden.detach() + 0, leaf.grad, block.state_dict()["mean"] + 0))
+    return [float((dense - own).abs().max()) for dense, own in zip(*seen, strict=True)]
+
+
+def test_what_a_block_keeps_is_whole_to_readers(workers: WorkerPools) -> None:
+    for differences in workers(2).run(_kept):
+        assert max(differences) < 1e-6

@@ -34,9 +34,11 @@ MASK = torch.randn(a.LENGTH, a.LENGTH, generator=HELD)
 class SideBySide(a.Trained):
     """Blocks behind one stem, each with a loss of its own."""
 
-    def __init__(self, make: Callable[[], Mapping[str, nn.Module]], stem: Callable[[], nn.Module]) -> None:
+    def __init__(self, make: Callable[[], Mapping[str, nn.Module]], stem: Callable[[], nn.Module] | None) -> None:
         super().__init__()
-        self.stem = stem()
+        if stem is None:  # code outside of blocks widens the data
+            self.widening = nn.Parameter(torch.randn(a.WIDTH, 32) / 4)
+        self.stem = nn.Identity() if stem is None else stem()
         self.blocks = nn.ModuleDict(make())
 
     def call(self, name: str, block: nn.Module, x: Tensor, batch: Any) -> Any:
@@ -44,6 +46,7 @@ class SideBySide(a.Trained):
 
     def compute_loss(self, batch: Any) -> Tensor:
         x = self.stem(batch["pixel_values"] if isinstance(batch, dict) else batch[0])
+        x = x @ self.widening if hasattr(self, "widening") else x
         losses = []
         for name, block in self.blocks.items():
             leaves = tree_leaves(self.call(name, block, x.clone(), batch))
@@ -61,7 +64,6 @@ class Images(SideBySide):
 
 
 WAYS: dict[str, Way] = {
-    "kept": lambda block, x: (block(x), block.hidden, block.listed[0]["hidden"]),
     "grouped_masked": lambda block, x: block(x, MASK < 0.5),
     "one_kv_head": lambda block, x: block(x, mask=MASK),
     "decoder_layer": lambda block, x: block(x, x.flip(1), tgt_mask=MASK.triu(1) * 9, memory_mask=None),
@@ -101,7 +103,6 @@ def matrices() -> dict[str, nn.Module]:
         **{block_class.__name__: block_class() for block_class in classes},
         "activation": b.FusedActivation(F.gelu),
         "doubling": b.Doubling(),
-        "kept": b.Kept(),
         "shifted": b.Shifted(),
         "linear": nn.Linear(32, 32),
     }
@@ -188,10 +189,10 @@ def _whole(layout: Layout) -> bool:
 
 
 TP: frozenset[Family] = frozenset({"tp"})
-LINEAR, DRAWS = partial(nn.Linear, a.WIDTH, 32), frozenset[Trait]({"draws"})
+DRAWS = frozenset[Trait]({"draws"})
 
 
-def _row(make: Any, data: Any = a.sequences, stem: Any = LINEAR, model: Any = SideBySide, **settings: Any) -> Model:
+def _row(make: Any, data: Any = a.sequences, stem: Any = None, model: Any = SideBySide, **settings: Any) -> Model:
     return Model(job=small_job(partial(model, make, stem), data), families=TP, fits=_whole, **settings)
 
 
