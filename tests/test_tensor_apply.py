@@ -1,13 +1,11 @@
-"""Tensor-parallel blocks run as one process would: values, gradients, trained weights; and they are really sharded."""
+"""Proofs of tensor-parallel plans, and plans that do not fit; that blocks run as one process would is in tests/law."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -15,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor import (
-    BlockTensorPlan,
     Verification,
     apply_block,
     block_signature,
@@ -24,7 +21,7 @@ from lightning_3d.tensor import (
     verify_block,
 )
 from lightning_3d.tensor.placement import marked
-from tests.collectives import Collectives, planned
+from tests.collectives import Collectives
 from tests.law.models.spellings import CustomScale
 from tests.models import Block
 from tests.test_tensor_plan import Example, gpt, tokens
@@ -65,41 +62,6 @@ def _run(block: nn.Module, example: Example) -> tuple[Tensor, dict[str, Tensor],
         if gradient is not None:
             gradients[fqn] = gradient
     return loss.detach(), gradients, forward, backward
-
-
-def _is_held_as_planned(block: nn.Module, plan: BlockTensorPlan) -> None:
-    for fqn, parameter in block.named_parameters():
-        assert isinstance(parameter, DTensor), fqn
-        weight = plan.weight(fqn)
-        assert parameter.placements == (weight.placement,)
-        parts = 1 if weight.shard_dim is None else plan.size
-        local = parameter.to_local()
-        assert local.numel() * parts == weight.num_elements
-        assert local.untyped_storage().nbytes() * parts == weight.num_elements * parameter.element_size()
-
-
-def parity_of(example: Example, *, sequence_parallel: bool = False) -> None:
-    """Plan a block and run it on the ranks: values and gradients of one process, and the planned collectives."""
-    size = dist.get_world_size()
-    block, args, kwargs = example
-    dense = copy.deepcopy(block)
-    names = [fqn for fqn, _ in block.named_parameters()]
-    trained = [parameter.requires_grad for parameter in block.parameters()]
-    plan = plan_block(block, args, kwargs, size=size, sequence_parallel=sequence_parallel)
-    apply_block(block, plan, _mesh(size))
-    _is_held_as_planned(block, plan)
-    assert [fqn for fqn, _ in block.named_parameters()] == names
-    assert [parameter.requires_grad for parameter in block.parameters()] == trained
-    expected_loss, expected, _, _ = _run(dense, example)
-    loss, gradients, forward, backward = _run(block, example)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-4)
-    assert gradients.keys() == expected.keys()
-    for key, gradient in gradients.items():
-        torch.testing.assert_close(
-            gradient, expected[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
-        )
-    assert forward.sent == planned(plan, is_backward=False)
-    assert backward.sent == planned(plan, is_backward=True)
 
 
 # ------------------------------------------------------------------------------------------------------------- training
