@@ -5,7 +5,7 @@ A mixture of experts leaves its auxiliary loss in ``self.aux_loss``; a model col
 forward hooks on its layers. Glue reads both, on the last stage, where the block may be absent. So both count as outputs
 of the block: they become ghosts where it is absent and cross the boundaries if a later stage uses them. While a block
 runs, forward hooks on it and on the modules inside of it are only noted; they are called in glue, on every stage alike.
-A hook that returns something changes an output inside of the block; it stays there.
+A hook that returns something, or writes to its tensors, changes an output inside of the block; it stays there.
 """
 
 from __future__ import annotations

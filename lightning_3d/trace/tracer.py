@@ -90,7 +90,9 @@ def trace_step(
 
 
 class _HookChangesOutput(BaseException):
-    """A forward hook inside of a block returned something. Not an ``Exception``, so that no user code catches it."""
+    """A forward hook inside of a block returned something, or wrote to what the module got or gave. Not an
+    ``Exception``, so that no user code catches it.
+    """
 
     def __init__(self, fqn: str, hook: HookCall) -> None:
         super().__init__(fqn, hook)
@@ -240,9 +242,13 @@ class _Tracer(StepMode):
             output, hook_values = unpack_outputs(block, packed, (args, kwargs), side[0])
         self._num_calls[fqn] = self._num_calls.get(fqn, 0) + 1
         for hook, values in zip(side[0].hooks, hook_values, strict=True):
-            if call_hook(block, hook, values) is not None:
+            before = self._present_values(values)
+            if call_hook(block, hook, values) is not None or self._present_values(values) != before:
                 raise _HookChangesOutput(fqn, hook)
         return call_own_hooks(block, args, kwargs, output)
+
+    def _present_values(self, tree: Any) -> list[int | None]:
+        return [self._ids.get(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
     def _note_gradient(self, name: str, args: tuple[Any, ...], *, is_grad: bool) -> None:
         """Write down a gradient of which torch hands over the arguments in order: outputs, then inputs of ``grad``."""

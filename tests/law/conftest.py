@@ -19,8 +19,6 @@ _DECAYS = (
     "parameters whose outputs cross to the next stage but not into the loss get zeros, not None, and weights decay"
 )
 
-_HOOKED = "where a block with hooks is opened for balance, they do not count, and the loss is another one"
-
 _DRAWN = "planning tensor parallel draws from generators that modules have of their own"
 
 _HALF = "a fused head reads a replica's share of its weight, where a parent's method calls it at ZeRO stage 3 on shards"
@@ -30,7 +28,6 @@ _CONSTANTS = "proofs of 64-true do not make constants in float64, as steps do: b
 KNOWN = {
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
-    "hooked-and-opened.pp*": _HOOKED,
     "drawing-blocks.*": _DRAWN,
     "odd-gpt.dp2-tp2-zero3.*": _HALF,
     "odd-views.*tp*.double.*": _CONSTANTS,
