@@ -185,7 +185,9 @@ def _collectives(weight: WeightRoles, use: VocabularyRoles, size: int) -> Iterat
     for num_bytes in weight.head_input_bytes:
         yield of("all-reduce", num_bytes, "linear", is_backward=True)
     for logits in weight.logits if use.gathers_logits else ():
-        yield of("all-gather", logits.nbytes, "linear")
+        length = logits.shape[-1]
+        padded = -(-length // size) * size  # ranks send alike
+        yield of("all-gather", logits.nbytes // length * padded, "linear")
 
 
 def _can_cut(weight: Tensor, size: int) -> bool:

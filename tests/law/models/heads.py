@@ -173,7 +173,7 @@ def _row(model: Any, data: Any = tokens, **settings: Any) -> Model:
 
 MODELS = {
     "odd-vocabulary": _row(partial(TinyGPT, vocabulary=61), ODD),
-    "odd-head": _row(Uncommon),
+    "odd-head": _row(partial(Uncommon, vocabulary=61), ODD),
     "shifted-loss": _row(partial(Shifted, vocabulary=61), ODD),
     "loss-by-row": _row(partial(ByRow, tied=False)),
     "log-softmax": _row(partial(Logs, tied=False)),
