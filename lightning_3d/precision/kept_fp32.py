@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import ConfigError
 from lightning_3d.torch_internals.pytree import tree_map_only
+from lightning_3d.torch_internals.tensors import widened
 
 _FORWARD = "forward"
 
@@ -34,7 +35,7 @@ class KeptInFp32:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, widened, (args, kwargs))
         with self._without_autocast():
             output = self._forward(*args, **kwargs)
         return output if self._returned is None else tree_map_only(Tensor, self._narrowed, output)
@@ -44,10 +45,6 @@ class KeptInFp32:
 
     def _narrowed(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._returned) if tensor.dtype == torch.float32 else tensor
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def keep_fp32(

@@ -22,6 +22,7 @@ from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only
+from lightning_3d.torch_internals.tensors import widened
 
 _SEED = 20_250_101
 """Seed of the random inputs: any number, the same on all ranks."""
@@ -29,8 +30,6 @@ _CHUNK = 2**18
 """Elements that are compared at a time, so that copies in float64 stay small."""
 _HEAD_ROWS = 64
 """Rows of an output head that are compared: each is computed alike, and its whole logits are what is largest."""
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +166,7 @@ def _random_inputs(example: Any, device: torch.device, num_ids: int, *, widens: 
             return leaf
         if id(leaf) not in made:
             random = _random_input(leaf, generator, device, num_ids)
-            made[id(leaf)] = random.float() if widens and random.dtype in _HALVES else random
+            made[id(leaf)] = widened(random) if widens else random
             if _is_continuous(leaf):
                 made[id(leaf)].requires_grad_(leaf.requires_grad or not is_known)
         return made[id(leaf)]

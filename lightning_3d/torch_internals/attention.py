@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_3d.torch_internals.tensors import HALVES
+
 
 def drops_by_itself(device: torch.device) -> bool:
     """Whether kernels of a device draw the numbers of dropout while they compute; CPUs use none of them then."""
@@ -29,7 +31,7 @@ def attention_weights(
     Returns:
         ``[..., heads, queries, keys]`` and ``[..., heads, keys, value_dim]``.
     """
-    is_short = query.dtype in (torch.float16, torch.bfloat16)
+    is_short = query.dtype in HALVES
     if is_short and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
     if mask is not None and mask.dtype == torch.bool:

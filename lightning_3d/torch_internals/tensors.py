@@ -1,10 +1,11 @@
-"""Versions, views and storages of tensors, which torch does not tell publicly, and how a subclass is made."""
+"""Versions, views and storages of tensors, which torch does not tell publicly, dtypes, and how a subclass is made."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -14,6 +15,9 @@ IS_PARAMETER = "_is_param"
 
 make_wrapper = Tensor._make_wrapper_subclass
 """A tensor of a subclass, with shape, dtype and device, and no data."""
+
+HALVES = (torch.float16, torch.bfloat16)
+"""The 16-bit dtypes that programs train with."""
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a subclass whose functions torch runs as those of plain tensors."""
@@ -26,6 +30,24 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 """Whether autograd holds a tensor for a view of another."""
+
+
+def make_wrapper_like(cls: type[Tensor], like: Tensor, *, dtype: torch.dtype, requires_grad: bool = False) -> Any:
+    """A tensor of a subclass that lies in memory as another one does, and has none."""
+    return make_wrapper(
+        cls,
+        like.size(),
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=dtype,
+        device=like.device,
+        requires_grad=requires_grad,
+    )
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Numbers of 16 bits in fp32; others as they are."""
+    return tensor.float() if tensor.dtype in HALVES else tensor
 
 
 def apart(tensor: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.torch_internals.tensors import HALVES
 from lightning_3d.zero.power_sgd import PowerSGD
 from lightning_3d.zero.replicas import Replicas, Wait
 from lightning_3d.zero.shard import RankShard, plain
@@ -225,4 +226,4 @@ def make_buckets(
 
 def reduce_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients are reduced where nobody sets it: their own, but fp32 for 16-bit ones."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in HALVES else dtype

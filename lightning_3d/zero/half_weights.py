@@ -31,21 +31,20 @@ from lightning_3d.torch_internals.dispatch import (
 )
 from lightning_3d.torch_internals.fsdp import UnitParameter, parameters_of_unit, when_gathered
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
-from lightning_3d.torch_internals.tensors import make_wrapper, no_torch_function, storage_of
+from lightning_3d.torch_internals.tensors import make_wrapper_like, no_torch_function, storage_of
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import plain
 
 
 class GatheredHalf:
-    """The memory that a unit gathers a weight into, in 16 bits.
+    """A weight that its unit gathers in 16 bits.
 
     Args:
-        half: That memory, in the weight's shape; there while its unit is gathered.
         gather: Gathers the weight in fp32; every replica calls it.
     """
 
-    def __init__(self, half: Tensor, gather: Callable[[], Tensor]) -> None:
-        self.half, self._gather = half, gather
+    def __init__(self, gather: Callable[[], Tensor]) -> None:
+        self._gather = gather
         self._full: Tensor | None = None
 
     @property
@@ -78,14 +77,8 @@ class HalfWeight(Tensor):
 
     @staticmethod
     def __new__(cls, gathered: GatheredHalf, half: Tensor, full: Callable[[], Tensor]) -> HalfWeight:
-        return make_wrapper(
-            cls,
-            half.size(),
-            strides=half.stride(),
-            storage_offset=half.storage_offset(),
-            dtype=torch.float32,
-            device=half.device,
-        )
+        weight: HalfWeight = make_wrapper_like(cls, half, dtype=torch.float32)
+        return weight
 
     def __init__(self, gathered: GatheredHalf, half: Tensor, full: Callable[[], Tensor]) -> None:
         self._gathered, self._half, self._full = gathered, half, full
@@ -181,7 +174,7 @@ class HalfWeights:
         before = parameter.gathered
 
         def stand_in(half: Tensor) -> Tensor:
-            gathered = self._gathered[parameter] = GatheredHalf(half, lambda: plain(self._value(parameter.sharded)))
+            gathered = self._gathered[parameter] = GatheredHalf(lambda: plain(self._value(parameter.sharded)))
             return HalfWeight(gathered, half, gathered.full)
 
         now = parameter.gather_in(self._dtype, stand_in)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.torch_internals.tensors import HALVES
+
 MASTER = "master_weight"
 """The name of master weights in an optimizer's state."""
 
-_HALVES = (torch.float16, torch.bfloat16)
 
 Rounding = Callable[[nn.Parameter, Tensor, Tensor], None]
 """(parameter, its part, fp32 values): writes the rounded values to the part."""
@@ -28,7 +29,7 @@ Rounding = Callable[[nn.Parameter, Tensor, Tensor], None]
 
 def is_half(tensor: Tensor) -> bool:
     """Whether its numbers have 16 bits."""
-    return tensor.dtype in _HALVES
+    return tensor.dtype in HALVES
 
 
 def without_masters(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:

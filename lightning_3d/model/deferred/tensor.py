@@ -15,7 +15,7 @@ from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.torch_internals.tensors import (
     IS_PARAMETER,
     count_as_parameter,
-    make_wrapper,
+    make_wrapper_like,
     no_torch_function,
 )
 from lightning_3d.zero.attributes import users_attributes
@@ -50,15 +50,8 @@ class DeferredTensor(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> DeferredTensor:
-        return make_wrapper(
-            cls,
-            like.size(),
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=like.dtype,
-            device=like.device,
-            requires_grad=requires_grad,
-        )
+        deferred: DeferredTensor = make_wrapper_like(cls, like, dtype=like.dtype, requires_grad=requires_grad)
+        return deferred
 
     def __init__(self, like: Tensor, lazy: LazyStorage, *, is_parameter: bool, requires_grad: bool) -> None:
         self._lazy, self._view = lazy, View.of(like)

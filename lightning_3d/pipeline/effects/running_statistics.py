@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.torch_internals.modules import BatchNorm, RunningNorm, buffers_of
+from lightning_3d.torch_internals.tensors import widened
 
 _MEAN, _VAR, _TRACKED = "running_mean", "running_var", "num_batches_tracked"
 
@@ -111,7 +112,7 @@ def seen(norm: RunningNorm, calls: Sequence[NormCall]) -> Seen:
 
 def updated(norm: RunningNorm, state: State, batches: Sequence[Seen]) -> dict[str, Tensor]:
     """The running statistics after calls that saw these, in order."""
-    now = {name: _wide(buffer) for name, buffer in state.items()}
+    now = {name: widened(buffer) for name, buffer in state.items()}
     for batch in chain.from_iterable(repeat(batch, batch.times) for batch in batches):
         if batch.tracked is not None:
             now[_TRACKED] = now[_TRACKED] + batch.tracked.to(now[_TRACKED].device)
@@ -131,8 +132,4 @@ def _momentum(norm: RunningNorm, after: State) -> float:
 
 def _of_microbatch(call: NormCall, name: str, momentum: float) -> Tensor:
     """The mean or variance that it saw."""
-    return (_wide(call.after[name]) - (1 - momentum) * _wide(call.before[name])) / momentum
-
-
-def _wide(buffer: Tensor) -> Tensor:
-    return buffer.float() if buffer.dtype in (torch.float16, torch.bfloat16) else buffer
+    return (widened(call.after[name]) - (1 - momentum) * widened(call.before[name])) / momentum
