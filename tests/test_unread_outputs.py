@@ -6,24 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models import Block, TinyGPT
+from tests.law.models.blocks import TellingBlock
+from tests.models import TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerPools
-
-
-class TellingBlock(Block):
-    """It also returns its attention weights, (B, H, T, T), as some models of transformers do."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        batch, length, width = x.shape
-        attention, normed = self.attention, self.norm1(x)
-        split = (batch, length, attention.num_heads, width // attention.num_heads)
-        q, k, v = (p(normed).view(split).transpose(1, 2) for p in (attention.q, attention.k, attention.v))
-        scores = q @ k.transpose(-2, -1) / split[-1] ** 0.5
-        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-        x = x + attention.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
-        return x + self.mlp(self.norm2(x)), weights
 
 
 class Telling(TinyGPT):

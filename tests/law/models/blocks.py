@@ -72,19 +72,18 @@ class Hooking(nn.Module):
 
 
 class HookedBlocks(a.Trained):
-    """Hooks change outputs of blocks in place; with an unused layer, a block whose argument has a hook is opened."""
+    """Forward hooks change outputs in place, that of a block and one inside of a block."""
 
-    def __init__(self, *, is_opened: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Linear(8, WIDTH)
-        self.hooking: nn.Module = Hooking() if is_opened else nn.Linear(WIDTH, WIDTH)
+        self.embed, self.hooked, self.hooking = nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), Hooking()
         self.middle, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        if is_opened:
-            self.unused = nn.Linear(WIDTH, WIDTH)
-        (self.hooking.first if is_opened else self.hooking).register_forward_hook(_shift)  # type: ignore[operator]
+        for module in (self.hooked, self.hooking.first):
+            module.register_forward_hook(_shift)
 
     def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x = self.embed(batch[0])
+        x = x + self.hooked(torch.tanh(x))
         x = x + self.hooking(torch.tanh(x))
         return F.mse_loss(self.head(self.middle(x)), batch[1])
 
@@ -327,9 +326,6 @@ MODELS = {
         warns=LEFT_DENSE,
     ),
     "hooked-blocks": Model(job=Job(model=HookedBlocks, data=features, num_val_batches=1), families=frozenset({"pp"})),
-    "hooked-and-opened": Model(
-        job=Job(model=partial(HookedBlocks, is_opened=True), data=features, num_val_batches=1), alike="hooked-blocks"
-    ),
     "drawing-blocks": Model(
         job=Job(model=DrawingBlocks, data=features, num_val_batches=0),
         families=frozenset({"tp"}),

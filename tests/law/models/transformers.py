@@ -43,6 +43,16 @@ columns: gathering their inputs and the sum of their outputs sends less than red
 SEQ2SEQ = seq2seq_settings(width=32, num_heads=4)
 IMAGE = image_settings(width=32, num_heads=4, num_layers=2)
 RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": a.NUM_CLASSES}
+AUDIO = {
+    "num_hidden_layers": 2,
+    "conv_dim": (8, 8),
+    "conv_stride": (5, 2),
+    "conv_kernel": (10, 3),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "classifier_proj_size": 8,
+    "num_labels": a.NUM_CLASSES,
+}
 
 MODELS = {
     "llama": Model(job=hf_job("LlamaConfig", CLM, **GROUPED)),
@@ -269,18 +279,11 @@ MODELS = {
             "Wav2Vec2ConformerConfig",
             "AutoModelForAudioClassification",
             a.waveforms,
+            **AUDIO,
             hidden_size=32,
-            num_hidden_layers=2,
             num_attention_heads=4,
             intermediate_size=64,
-            conv_dim=(8, 8),
-            conv_stride=(5, 2),
-            conv_kernel=(10, 3),
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
             conv_depthwise_kernel_size=3,
-            classifier_proj_size=8,
-            num_labels=a.NUM_CLASSES,
             layerdrop=0.0,
             mask_time_prob=0.0,
             hidden_dropout=0.0,
@@ -340,17 +343,10 @@ MODELS = {
             "Wav2Vec2Config",
             "AutoModelForAudioClassification",
             a.waveforms,
+            **AUDIO,
             hidden_size=16,
-            num_hidden_layers=2,
             num_attention_heads=2,
             intermediate_size=32,
-            conv_dim=(8, 8),
-            conv_stride=(5, 2),
-            conv_kernel=(10, 3),
-            num_conv_pos_embeddings=4,
-            num_conv_pos_embedding_groups=2,
-            classifier_proj_size=8,
-            num_labels=a.NUM_CLASSES,
         )
     ),
     "batch-encoding": Model(
