@@ -64,6 +64,7 @@ class Images(SideBySide):
 
 
 WAYS: dict[str, Way] = {
+    "kept": lambda block, x: (block(x), block.hidden, block.listed[0]["hidden"]),
     "grouped_masked": lambda block, x: block(x, MASK < 0.5),
     "one_kv_head": lambda block, x: block(x, mask=MASK),
     "decoder_layer": lambda block, x: block(x, x.flip(1), tgt_mask=MASK.triu(1) * 9, memory_mask=None),
@@ -199,6 +200,10 @@ def _row(make: Any, data: Any = a.sequences, stem: Any = None, model: Any = Side
 MODELS = {
     "odd-attention": _row(attention, traits=NORMS),
     "odd-matrices": _row(matrices, traits=COUPLED, lr=0.02),
+    "kept-on-shards": _row(lambda: {"kept": b.Kept()}, alike="odd-matrices"),
+    "linear-on-data": _row(
+        lambda: {"linear": nn.Linear(32, 32)}, stem=partial(nn.Linear, a.WIDTH, 32), alike="odd-matrices"
+    ),
     "experts": _row(mixtures, traits=COUPLED, skips=IN_HALVES | LOOPS, lr=0.02),
     "drops": _row(drops, traits=DRAWS),
     "convolutions": _row(
