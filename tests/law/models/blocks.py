@@ -72,20 +72,20 @@ class Hooking(nn.Module):
 
 
 class HookedBlocks(a.Trained):
-    """Forward hooks change outputs in place, that of a block and one inside of a block."""
+    """Forward hooks change outputs in place, that of a block and some inside of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.hooked, self.hooking = nn.Linear(8, WIDTH), nn.Linear(WIDTH, WIDTH), Hooking()
-        self.middle, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
-        for module in (self.hooked, self.hooking.first):
-            module.register_forward_hook(_shift)
+        self.hooked, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.blocks = nn.ModuleList(Hooking() for _ in range(2))  # a stage each, so that none is opened for balance
+        for module in (self.hooked, *(block.first for block in self.blocks)):
+            module.register_forward_hook(_shift)  # type: ignore[operator]
 
     def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x = self.embed(batch[0])
-        x = x + self.hooked(torch.tanh(x))
-        x = x + self.hooking(torch.tanh(x))
-        return F.mse_loss(self.head(self.middle(x)), batch[1])
+        x = self.hooked(batch[0])
+        for block in self.blocks:
+            x = x + block(torch.tanh(x))
+        return F.mse_loss(self.head(x), batch[1])
 
 
 class Drawing(nn.Module):
