@@ -202,6 +202,13 @@ VALUES: list[tuple[ModuleType, tuple[str, ...], Reads, object]] = [
         [1.0],
     ),
     (tensors, ("are_transforms_active",), tensors.are_transforms_active, False),
+    (
+        tensors,
+        ("HALVES", "widened"),
+        lambda: {tensors.widened(torch.zeros(1, dtype=dtype)).dtype for dtype in tensors.HALVES},
+        {torch.float32},
+    ),
+    (tensors, ("widened",), lambda: tensors.widened(torch.zeros(1).double()).dtype, torch.float64),
     (tensors, ("typed_storage",), lambda: type(tensors.typed_storage(torch.zeros(2))), torch.TypedStorage),
     (tensors, ("storage_of",), lambda: tensors.storage_of(torch.eye(2).to_sparse()), None),
     (
@@ -587,7 +594,7 @@ class _Wrapper(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor) -> _Wrapper:
-        return tensors.make_wrapper(cls, like.shape, dtype=like.dtype, device=like.device, requires_grad=True)
+        return tensors.make_wrapper_like(cls, like, dtype=like.dtype, requires_grad=True)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -595,10 +602,10 @@ class _Wrapper(Tensor):
         return torch.zeros(args[0].shape)
 
 
-@canary(tensors, "make_wrapper", "no_torch_function")
+@canary(tensors, "make_wrapper", "make_wrapper_like", "no_torch_function")
 def test_wrappers() -> None:
-    wrapper = _Wrapper(torch.zeros(2))
-    assert wrapper.shape == (2,)
+    wrapper = _Wrapper(torch.zeros(3, 2)[1:].t())
+    assert (wrapper.shape, wrapper.stride(), wrapper.storage_offset()) == ((2, 2), (1, 2), 2)
     assert wrapper.requires_grad
     assert type(torch.neg(wrapper)) is Tensor, "only __torch_dispatch__ answers"
     assert _Wrapper.calls == [torch.ops.aten.neg.default]

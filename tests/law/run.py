@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -135,7 +135,7 @@ def run_case(case: Case, layout: Layout | None) -> Run:
     before = [*known_state] or _present()
     run = Run()
     setting = case.setting_row
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, _warns_each_time():
         warnings.simplefilter("always")
         if setting.is_resumed and layout is not None:
             _train(case, Run(), case.first_layout, epochs=1, begun=None, saved="begun.ckpt")
@@ -148,6 +148,16 @@ def run_case(case: Case, layout: Layout | None) -> Run:
     run.left = [change for was, now in zip(before, known_state, strict=True) for change in changed(was, now)]
     run.left += added(before[0], known_state[0]) + _open_files()
     return run
+
+
+@contextmanager
+def _warns_each_time() -> Iterator[None]:
+    """Have torch warn in each run of what it warns of once in a process, so that no run depends on those before."""
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(False)
 
 
 def _open_files() -> list[str]:
