@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -57,6 +58,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 class _Scheduling(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return nodeid if "::test_law[" in nodeid else super()._split_scope(nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of searches for garbage, of which every run makes some."""
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

@@ -32,7 +32,15 @@ from lightning_3d.trainer.held_parts import holds_parts
 from lightning_3d.trainer.laid_out import LAYOUT
 from tests.models import loader, tokens
 from tests.parity import QUIET, Layout
-from tests.unchanged import IN_CLASSES, Present, added, changed, code_of_packages, state_of_the_process, state_of_torch
+from tests.unchanged import (
+    IN_CLASSES,
+    Present,
+    changed,
+    changed_code,
+    code_of_packages,
+    state_of_the_process,
+    state_of_torch,
+)
 from tests.workers import WorkerPools
 
 # ------------------------------------------------------------------------------------------------------------- a model
@@ -185,15 +193,15 @@ def _trainer(layout: Layout, max_steps: int) -> L.Trainer:
 def _fit(layout: Layout, fails: str | None) -> tuple[list[str], list[str]]:
     """What a fit leaves changed: of torch, Lightning and the process; of the user's objects."""
     model, trainer = Model(fails), _trainer(layout, max_steps=3)
-    readers: list[Callable[[], Present]] = [code_of_packages, _state, state_of_the_process]
-    before, users_before = [read() for read in readers], _users_objects(model)
+    readers: list[Callable[[], Present]] = [_state, state_of_the_process]
+    code, before, users_before = code_of_packages(), [read() for read in readers], _users_objects(model)
     with nullcontext() if fails is None else pytest.raises((Failure, TraceError)):
         trainer.fit(model, loader(tokens(18), global_batch_size=8))
     gc.collect()  # an exception has a hook for what is printed of it, as long as it is there
     assert (1 <= trainer.global_step < 3) if fails else trainer.global_step == 3
-    after, users_after = [read() for read in readers], _users_objects(model)
-    left = [change for was, now in zip(before, after, strict=True) for change in changed(was, now)]
-    left += added(before[0], after[0])
+    left = changed_code(code, code_of_packages())
+    left += [change for was, read in zip(before, readers, strict=True) for change in changed(was, read())]
+    users_after = _users_objects(model)
     users_names = users_before.keys() ^ users_after.keys()
     return left, changed(users_before, users_after) + sorted(users_names)
 
@@ -211,20 +219,18 @@ def test_all_is_as_before(workers: WorkerPools, layout: str, fails: str | None) 
 
 def test_a_patch_is_seen() -> None:
     model = Model(None)
-    readers = (code_of_packages, lambda: _users_objects(model))
-    before = [read() for read in readers]
+    code, of_users = code_of_packages(), _users_objects(model)
     cosine, block = torch.cos, model.blocks[0]
     try:
         torch.cos = torch.sin
         nn.Linear.extra_repr_of_test = lambda self: ""  # type: ignore[attr-defined]
         block.forward = block.forward  # type: ignore[method-assign]
         model.blocks[1].register_forward_hook(lambda *args: None)
-        after = [read() for read in readers]
+        of_packages, of_user = changed_code(code, code_of_packages()), changed(of_users, _users_objects(model))
     finally:
         torch.cos = cosine
         del nn.Linear.extra_repr_of_test  # type: ignore[attr-defined]
-    assert any(change.startswith("torch.cos:") for change in changed(before[0], after[0]))
-    assert any(name.endswith("Linear.extra_repr_of_test") for name in added(before[0], after[0]))
-    of_users = changed(before[1], after[1])
-    assert any(change.startswith("attributes of blocks.0") for change in of_users)
-    assert any(change.startswith("hooks of blocks.1") for change in of_users)
+    assert any(change.startswith("torch.cos:") for change in of_packages)
+    assert any(change.endswith("Linear.extra_repr_of_test: is new") for change in of_packages)
+    assert any(change.startswith("attributes of blocks.0") for change in of_user)
+    assert any(change.startswith("hooks of blocks.1") for change in of_user)

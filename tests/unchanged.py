@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import signal
 import sys
 import types
@@ -20,28 +21,53 @@ from lightning_3d.torch_internals.pytree import registered_dataclasses
 _PACKAGES = ("torch", "lightning", "torchmetrics", "lightning_utilities")
 _CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, type)
 IN_CLASSES = (*_CODE, staticmethod, classmethod, property, types.GetSetDescriptorType)
-_MEMBERS = frozenset(IN_CLASSES)
-"""Nearly all members are of exactly these types, which is known sooner than a subclass."""
 _REPLACED = ("torch.utils.data.dataloader", "torch.utils.data.sampler")
 
 Present = dict[str, Any]
 
+Code = dict[str, Present]
+"""What modules and classes of the packages have, by their names."""
 
-def code_of_packages() -> Present:
-    """Every function, method, class and property in the modules of the packages, by its name."""
+
+def code_of_packages() -> Code:
+    """What each module of the packages and each of its classes has by now."""
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         kind([nn.Parameter(torch.zeros(1))])  # the first one of its class wraps the class's methods
-    found: Present = {}
-    modules = {n: m for n, m in list(sys.modules.items()) if n.partition(".")[0] in _PACKAGES and m is not None}
-    for name, module in modules.items():
-        for attribute, value in list(vars(module).items()):
-            if issubclass(type(value), _CODE):  # isinstance would ask deprecated stand-ins, which warn
-                found[f"{name}.{attribute}"] = value
-            if issubclass(type(value), type) and value.__module__ == name:
-                for member, code in list(vars(value).items()):
-                    if type(code) in _MEMBERS or isinstance(code, IN_CLASSES):
-                        found[f"{name}.{attribute}.{member}"] = code
+    found: Code = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in _PACKAGES and module is not None:
+            found[name] = members = dict(vars(module))
+            for attribute, value in members.items():
+                if issubclass(type(value), type) and value.__module__ == name:
+                    found[f"{name}.{attribute}"] = dict(vars(value))
     return found
+
+
+def changed_code(before: Code, after: Code) -> list[str]:
+    """Functions, methods, classes and properties that are others, and those that classes have got; what was imported
+    meanwhile is neither.
+
+    Lightning leaves methods on dataloaders with another sampler, and transformers has some of its own.
+    """
+    found: list[str] = []
+    for owner, was in before.items():
+        now = after.get(owner, {})
+        if len(was) == len(now) and all(map(operator.is_, was.values(), now.values())):
+            continue
+        code = {name: value for name, value in was.items() if issubclass(type(value), IN_CLASSES)}
+        found += [
+            f"{owner}.{name}: {value!r} -> {now.get(name)!r}"
+            for name, value in code.items()
+            if now.get(name) is not value
+        ]
+        if "__module__" in was:  # a class
+            new = {name: now[name] for name in now.keys() - was.keys() if issubclass(type(now[name]), IN_CLASSES)}
+            found += [f"{owner}.{name}: is new" for name, value in new.items() if _is_seen(owner, value)]
+    return found
+
+
+def _is_seen(owner: str, value: Any) -> bool:
+    return not owner.startswith(_REPLACED) and not str(getattr(value, "__module__", "")).startswith("transformers.")
 
 
 def state_of_torch() -> Present:
@@ -79,18 +105,9 @@ def _difference(before: Any, after: Any) -> str:
 
 
 def changed(before: Present, after: Present) -> list[str]:
-    """Names whose value is another one; what was imported meanwhile has none."""
+    """Names whose value is another one."""
     return [
         f"{name}: {_difference(value, after.get(name))}"
         for name, value in before.items()
         if after.get(name) is not value and (isinstance(value, _CODE) or after.get(name) != value)
     ]
-
-
-def added(before: Present, after: Present) -> list[str]:
-    """New functions in classes that were there before; Lightning leaves some on dataloaders with another sampler, and
-    transformers has some of its own.
-    """
-    owners = {name for name, value in before.items() if isinstance(value, type) and value.__module__ not in _REPLACED}
-    new = [name for name in after.keys() - before.keys() if name.rpartition(".")[0] in owners]
-    return [name for name in new if not str(getattr(after[name], "__module__", "")).startswith("transformers.")]

@@ -230,8 +230,13 @@ def _gain(case: Case, missing: set[Pair], models: Counter[str]) -> tuple[int, in
 
 def sample(seed: int, size: int) -> list[Case]:
     """Cases beside those of the cover."""
-    covered = set(cover())
-    return random.Random(seed).sample([case for case in every_case() if case not in covered], size)
+    covered, draw, found = set(cover()), random.Random(seed), dict[Case, None]()
+    tables = [list(table) for table in (MODELS, LAYOUTS, SETTINGS, HABITS)]
+    while len(found) < size:
+        case = Case(*map(draw.choice, tables))
+        if case not in covered and case.is_allowed:
+            found[case] = None
+    return list(found)
 
 
 def named(pattern: str) -> list[Case]:

@@ -27,7 +27,15 @@ from tests.law.habits import HABITS, Habit
 from tests.law.settings import Setting
 from tests.models import loader, reference_loader, training_loader
 from tests.parity import QUIET, Held, Job, Layout, held, splits
-from tests.unchanged import Present, added, changed, code_of_packages, state_of_the_process, state_of_torch
+from tests.unchanged import (
+    Code,
+    Present,
+    changed,
+    changed_code,
+    code_of_packages,
+    state_of_the_process,
+    state_of_torch,
+)
 
 Tensors = dict[str, Tensor]
 
@@ -119,22 +127,41 @@ def _built(job: Job, lr: float, setting: Setting, habit: Habit) -> L.LightningMo
     return model
 
 
-known_state: list[Present] = []
-"""What this process had after its last run; empty if that is not known."""
+@dataclass(frozen=True)
+class Surroundings:
+    """What the packages and the process have beside a run."""
+
+    code: Code = field(default_factory=code_of_packages)
+    of_torch: Present = field(default_factory=state_of_torch)
+    of_the_process: Present = field(default_factory=state_of_the_process)
+
+    def changes(self, after: Surroundings) -> list[str]:
+        """What a run left changed."""
+        states = changed(self.of_torch, after.of_torch) + changed(self.of_the_process, after.of_the_process)
+        return changed_code(self.code, after.code) + states
 
 
-def _present() -> list[Present]:
-    return [code_of_packages(), state_of_torch(), state_of_the_process()]
+last_known: list[Surroundings] = []
+"""The surroundings after the last run of this process; empty if they are not known."""
 
 
 def run_case(case: Case, layout: Layout | None) -> Run:
     """Train as a rank of a layout, or in this process with the plain Trainer if it is None."""
-    if layout is not None and layout.compile_backend is not None:
+    if layout is None:
+        return _trained(case, layout)
+    if layout.compile_backend is not None:
         torch.compile(torch.nn.Linear(1, 1), backend="aot_eager")(torch.ones(1))  # torch patches itself the first time
-        known_state.clear()
-    before = [*known_state] or _present()
-    run = Run()
-    setting = case.setting_row
+        last_known.clear()
+    before = last_known[0] if last_known else Surroundings()
+    run = _trained(case, layout)
+    gc.collect()
+    last_known[:] = [Surroundings()]
+    run.left = before.changes(last_known[0]) + _open_files()
+    return run
+
+
+def _trained(case: Case, layout: Layout | None) -> Run:
+    run, setting = Run(), case.setting_row
     with warnings.catch_warnings(record=True) as caught, _warns_each_time():
         warnings.simplefilter("always")
         if setting.is_resumed and layout is not None:
@@ -143,10 +170,6 @@ def run_case(case: Case, layout: Layout | None) -> Run:
         else:
             _train(case, run, layout, epochs=setting.epochs, begun=None, saved="final.ckpt")
     run.warned = [str(warning.message) for warning in caught]
-    gc.collect()
-    known_state[:] = _present()
-    run.left = [change for was, now in zip(before, known_state, strict=True) for change in changed(was, now)]
-    run.left += added(before[0], known_state[0]) + _open_files()
     return run
 
 

@@ -8,20 +8,20 @@ from tests.law.cover import Case
 from tests.law.defects import DEFECTS, cases
 from tests.law.judge import Judge
 from tests.law.references import reference_of
-from tests.law.run import Run, known_state, run_case
+from tests.law.run import Run, last_known, run_case
 from tests.workers import WorkerPools
 
 pytestmark = pytest.mark.judge
 
 
 def _run_planted(name: str, case: Case) -> Run:
-    known_state.clear()
+    last_known.clear()
     try:
         with pytest.MonkeyPatch.context() as patch:
             DEFECTS[name].plant(patch)
             return run_case(case, case.layout_row)
     finally:
-        known_state.clear()
+        last_known.clear()
 
 
 @pytest.mark.parametrize(("name", "planted"), [pytest.param(*row, id=f"{row[0]}.{row[1]}") for row in cases()])
