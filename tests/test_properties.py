@@ -64,7 +64,9 @@ def test_buckets_give_each_rank_its_rows_of_the_mean(data: st.DataObject) -> Non
     )
     num_bytes, sent = data.draw(st.integers(1, 400)), [list[Tensor]() for _ in range(size)]
     parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype, _ in drawn]
-    gradients = [[torch.full_like(p, 1 + i + 10 * rank) for i, p in enumerate(parameters)] for rank in range(size)]
+    gradients = [
+        [torch.arange(p.numel()).view_as(p).to(p) + i + 10 * r for i, p in enumerate(parameters)] for r in range(size)
+    ]
     buckets = []
     for rank in range(size):
         shards = [
