@@ -47,8 +47,8 @@ test-install: env
 	set -e; folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; unset PYTHONPATH; \
 	$(BIN)/python -m build --outdir "$$folder/dist"; \
 	$(PYTHON) -m venv "$$folder/venv"; python="$$folder/venv/bin/python"; \
-	"$$python" -m pip install -c constraints.txt torch; \
-	"$$python" -m pip install -c constraints.txt "$$folder"/dist/*.whl; \
+	"$$python" -m pip install --no-compile -c constraints.txt torch; \
+	"$$python" -m pip install --no-compile -c constraints.txt "$$folder"/dist/*.whl; \
 	"$$python" -m pip check; \
 	mkdir "$$folder/example"; cp examples/minimal.py "$$folder/example"; cp tests/scripts/installed.py "$$folder"; \
 	cd "$$folder"; "$$python" installed.py dist/*.tar.gz
