@@ -23,8 +23,9 @@ def lines(reports: Iterable[pytest.TestReport]) -> list[str]:
 def _places(nodeid: str) -> Iterator[tuple[str, str]]:
     file, _, test = nodeid.partition("::")
     yield "file", file.removeprefix("tests/").removesuffix(".py")
-    if test.startswith("test_law["):
-        _, layout, setting, _ = test.removeprefix("test_law[").removesuffix("]").split(".")
+    names = test.removeprefix("test_law[").removesuffix("]").split(".")
+    if test.startswith("test_law[") and len(names) == 4:  # a pattern may name no case
+        _, layout, setting, _ = names
         yield "setting of the law", setting
         yield "layout of the law", layout
 

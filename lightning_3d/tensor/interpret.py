@@ -8,7 +8,7 @@ anything is communicated is the axis's affair.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import repeat
 from typing import Any, Generic, TypeVar
@@ -42,6 +42,7 @@ from lightning_3d.tensor.running_statistics import RunningStatistics
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, GatheredSequence, is_along
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
+from lightning_3d.torch_internals.modules import buffers_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of
 
@@ -229,6 +230,14 @@ class Interpreter(TorchFunctionMode):
                     whole[id(leaf)] = self.whole(leaf)
                 leaves[i] = whole[id(leaf)]
         return tree_unflatten(leaves, spec)
+
+    def make_buffers_whole(self, modules: Iterable[nn.Module]) -> None:
+        """Gather buffers that a block has set to shards: they are state, which any rank may read or save alone."""
+        for module in modules:
+            buffers = buffers_of(module)
+            for name, buffer in buffers.items():
+                if isinstance(buffer, ShardedTensor):
+                    buffers[name] = self.whole(buffer)
 
     def wrap(self, result: Tensor, placement: Placement, local: LocalCall, start: int) -> Tensor:
         """The form in which the block's code gets a result of this rank; `start`: where it begins, if it is a piece."""

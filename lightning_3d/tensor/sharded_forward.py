@@ -27,7 +27,7 @@ from lightning_3d.tensor.vocabulary.sharded_output import as_unread
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
-from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, parameters_of
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES, parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.torch_internals.tensors import count_as_parameter
 
@@ -64,10 +64,9 @@ class ShardedForward:
         args, sequence = cut_sequence(args, self._axis) if self._plan.is_sequence_parallel else (args, None)
         with self._modes(sequence) as interpreter:
             output = self._forward(*args, **kwargs)
+        interpreter.make_buffers_whole(self._modules)
         for module in self._modules:
-            attributes = vars(module)
-            _show_retained(attributes, TORCH_ATTRIBUTES, interpreter.whole)
-            _show_retained(attributes[BUFFERS], frozenset(), interpreter.whole)
+            _show_retained(vars(module), interpreter.whole)
         return interpreter.gathered(output, self._plan.unread)
 
     @contextmanager
@@ -143,7 +142,7 @@ def _own_parameter(parameter: DTensor, axis: MeshAxis, placement: Sharded | None
     return weight
 
 
-def _show_retained(attributes: dict[str, Any], hidden: frozenset[str], whole: Callable[[Tensor], Tensor]) -> None:
+def _show_retained(attributes: dict[str, Any], whole: Callable[[Tensor], Tensor]) -> None:
     """Replace sharded tensors in a module's attributes by full ones, which are gathered when they are read."""
 
     def shown(leaf: Any) -> Any:
@@ -152,7 +151,7 @@ def _show_retained(attributes: dict[str, Any], hidden: frozenset[str], whole: Ca
         return whole(leaf) if shard_dim(leaf) is None else as_unread(leaf)
 
     for name, value in attributes.items():
-        if name not in hidden and _holds_sharded_tensor(value):
+        if name not in TORCH_ATTRIBUTES and _holds_sharded_tensor(value):
             attributes[name] = tree_map(shown, value)
 
 

@@ -25,8 +25,6 @@ _HALF = "a fused head reads a replica's share of its weight, where a parent's me
 
 _CONSTANTS = "proofs of 64-true do not make constants in float64, as steps do: blocks with some stay dense"
 
-_KEPT = "where a block keeps what it computed on shards and the step reads it, ranks part while a checkpoint is saved"
-
 _GATHERED = (
     "a linear layer on data gathers its input again in the backward, with sequence parallel, which is in no plan"
 )
@@ -37,7 +35,6 @@ KNOWN = {
     "drawing-blocks.*": _DRAWN,
     "odd-gpt.dp2-tp2-zero3.*": _HALF,
     "odd-views.*tp*.double.*": _CONSTANTS,
-    "kept-on-shards.tp*": _KEPT,
     "linear-on-data.tp*.sequence.*": _GATHERED,
 }
 """Defects that the judge has found and that are not mended yet: names of cases -> what is wrong."""

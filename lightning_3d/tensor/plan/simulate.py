@@ -153,6 +153,8 @@ def simulate_block(
         assumed = AssumedValues()
         with assumed, axis.caused_by(call="running statistics"), simulation.statistics, simulation, seen:
             output = block.forward(*own_args, **fakes.kwargs)
+        with axis.caused_by(call="buffers that it sets"):
+            simulation.make_buffers_whole(block.modules())
         leaves = tree_leaves(output)
         unread &= {i for i, leaf in enumerate(leaves) if shard_dim(leaf) is not None}
         with axis.caused_by(call="the block's output"):
