@@ -200,7 +200,7 @@ def _row(make: Any, data: Any = a.sequences, stem: Any = None, model: Any = Side
 MODELS = {
     "odd-attention": _row(attention, traits=NORMS),
     "odd-matrices": _row(matrices, traits=COUPLED, lr=0.02),
-    "kept-on-shards": _row(lambda: {"kept": b.Kept()}, alike="odd-matrices"),
+    "kept-on-shards": _row(lambda: {"kept": b.Kept()}, traits=frozenset({"running statistics"}), alike="odd-matrices"),
     "linear-on-data": _row(
         lambda: {"linear": nn.Linear(32, 32)}, stem=partial(nn.Linear, a.WIDTH, 32), alike="odd-matrices"
     ),
