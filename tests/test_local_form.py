@@ -1,4 +1,7 @@
-"""Which calls have a local form: pure; what the ranks would compute is computed here one rank after the other."""
+"""Which calls have a local form, make aliases of weights and keep sums: pure.
+
+What the ranks would compute is computed here one rank after the other.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from lightning_3d.tensor.rules.function import map_tensors, tensors_in
+from lightning_3d.tensor.rules.aliases import AliasDims, alias_dims
+from lightning_3d.tensor.rules.call import Call
+from lightning_3d.tensor.rules.function import function_name, map_tensors, tensors_in
 from lightning_3d.tensor.rules.local_form import LocalForm, Operand, call_locally, local_form, signature
+from lightning_3d.tensor.rules.partial_sums import is_linear_in
 
 SIZE = 2
 HEADS = (3, 4, 5, 8)  # [batch, heads, length, head_dim]
@@ -166,3 +173,96 @@ def test_a_decision_is_taken_once_and_not_under_another_mode() -> None:
     assert form is not None
     assert _form(*arguments)[1] is form
     assert local_form.cache_info().misses == misses
+
+
+@pytest.mark.parametrize(
+    ("call", "dims"),
+    [
+        (lambda w: w[1], (1, 2)),
+        (lambda w: w[-1, ...], (1, 2)),
+        (lambda w: w[torch.tensor(1)], (1, 2)),
+        (lambda w: w[torch.tensor([1, 0]), :], (None, 1, 2)),
+        (lambda w: w[[2, 0]], (None, 1, 2)),
+        (lambda w: w[torch.zeros(4, 2, dtype=torch.int64)], (None, None, 1, 2)),
+        (lambda w: w[1:2], (None, 1, 2)),
+        (lambda w: w.select(0, 1), (1, 2)),
+        (lambda w: w.unbind()[0], (1, 2)),
+        (lambda w: w.index_select(index=torch.tensor([1]), dim=0), (None, 1, 2)),
+        (lambda w: w.split(1)[0], (None, 1, 2)),
+        (lambda w: w.narrow(0, 0, 1), (None, 1, 2)),
+        (lambda w: w.mT, (0, 2, 1)),
+        (lambda w: w.transpose(-2, -1), (0, 2, 1)),
+        (lambda w: w.permute(2, 0, 1), (2, 0, 1)),
+        (lambda w: w.to(torch.float64), (0, 1, 2)),
+        (lambda w: w[:, 1], None),
+        (lambda w: w[..., 0], None),
+        (lambda w: w[torch.tensor([True, False, True])], None),
+        (lambda w: w[None], None),
+        (lambda w: w.select(1, 0), None),
+        (lambda w: w.unbind(-1)[0], None),
+        (lambda w: w * 2, None),
+    ],
+)
+def test_calls_that_make_aliases(call: Callable[[Tensor], Tensor], dims: tuple[int | None, ...] | None) -> None:
+    weight = torch.arange(3 * 4 * 5.0).view(3, 4, 5)
+    with _CallsWith(weight) as mode:
+        alias = call(weight)
+    assert alias_dims(mode.seen[0]) == dims
+    if dims is not None:
+        assert [length for length, dim in zip(alias.shape, dims, strict=True) if dim is not None] == [
+            weight.shape[dim] for dim in dims if dim is not None
+        ]
+
+
+def test_slices_of_two_dimensional_weights_are_no_aliases() -> None:
+    def dims(name: str, *args: object) -> AliasDims | None:
+        return alias_dims(Call(getattr(Tensor, name), name, args, {}))
+
+    assert dims("__getitem__", torch.empty(4, 2), slice(2)) is None
+    assert dims("chunk", torch.empty(4, 2), 2) is None
+    assert dims("__getitem__", torch.empty(4, 2), 1) == (1,)
+    assert dims("__getitem__", torch.empty(4), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "keeps"),
+    [
+        (lambda y, w: y * w[:, :1], True),
+        (lambda y, w: w * y, True),
+        (lambda y, w: 2.0 * y, True),
+        (lambda y, w: y.sum(0), True),
+        (lambda y, w: y.view(2, 2, 3), True),
+        (lambda y, w: y.transpose(0, 1), True),
+        (lambda y, w: y[torch.tensor([3, 1, 0, 2])], True),
+        (lambda y, w: y.to(torch.float32), True),
+        (lambda y, w: y * y, False),
+        (lambda y, w: y * w[None], False),
+        (lambda y, w: y * w.double(), False),
+        (lambda y, w: y + w, False),
+        (lambda y, w: y + 1, False),
+        (lambda y, w: y.mul_(2), False),
+        (lambda y, w: y.sum(), False),
+        (lambda y, w: y.sum(0, dtype=torch.float64), False),
+        (lambda y, w: y.to(torch.float64), False),
+        (lambda y, w: y.view(torch.int32), False),
+        (lambda y, w: y[torch.tensor([True, False, True, True])], False),
+        (lambda y, w: y[torch.tensor([0, 1])], False),
+        (lambda y, w: y.relu(), False),
+    ],
+)
+def test_calls_that_sums_wait_for(call: Callable[[Tensor, Tensor], Tensor], keeps: bool) -> None:
+    y, w = torch.randn(4, 3), torch.randn(4, 3)
+    with _CallsWith(y) as mode:
+        call(y, w)
+    assert is_linear_in(y, mode.seen[0]) is keeps
+
+
+class _CallsWith(TorchFunctionMode):
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.seen = tensor, list[Call]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(arg is self.tensor for arg in args):
+            self.seen.append(Call(func, function_name(func), args, kwargs or {}))
+        return func(*args, **(kwargs or {}))

@@ -1,79 +1,33 @@
-"""Proofs of tensor-parallel plans, and plans that do not fit; that blocks run as one process would is in tests/law."""
+"""Proofs of tensor-parallel plans, plans that do not fit, and what is read of blocks on shards.
+
+That blocks run as one process would is in tests/law.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_3d.errors import PlanError
-from lightning_3d.tensor import (
-    Verification,
-    apply_block,
-    block_signature,
-    plan_block,
-    replicated_plan,
-    verify_block,
-)
-from lightning_3d.tensor.placement import marked
-from tests.collectives import Collectives
-from tests.law.models.spellings import CustomScale
+from lightning_3d.tensor import Verification, apply_block, block_signature, plan_block, replicated_plan, verify_block
+from lightning_3d.tensor.sharded_tensor import ShardedTensor
+from tests.law.models.experts import WIDTH, Modules, Stacked, by_mask
+from tests.law.models.spellings import Doubling, Kept
 from tests.models import Block
-from tests.test_tensor_plan import Example, gpt, tokens
+from tests.test_tensor_plan import gpt, tokens
 from tests.workers import WorkerPools
 
 
 def _mesh(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
-
-
-def _loss(output: Any) -> Tensor:
-    """A function of everything that a block returns, with a gradient that differs everywhere."""
-    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    assert not any(isinstance(leaf, DTensor) for leaf in leaves), "the caller sees a DTensor"
-    return sum((leaf.sin() * (index + 1)).sum() for index, leaf in enumerate(leaves))  # type: ignore[return-value]
-
-
-def _run(block: nn.Module, example: Example) -> tuple[Tensor, dict[str, Tensor], Collectives, Collectives]:
-    """Loss, gradients by name, collectives of the forward, of the backward."""
-    _, args, kwargs = example
-    tensors = [
-        leaf.detach().clone().requires_grad_(leaf.is_floating_point()) for leaf in args if isinstance(leaf, Tensor)
-    ]
-    args = (*tensors, *args[len(tensors) :])  # tensors come first
-    with Collectives() as forward:
-        loss = _loss(block(*args, **kwargs))
-    with Collectives() as backward:
-        loss.backward()
-    gradients = {f"argument {index}": arg.grad for index, arg in enumerate(tensors) if arg.grad is not None}
-    grouped = marked(block)
-    for fqn, parameter in block.named_parameters():
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            assert isinstance(parameter, DTensor)
-            assert gradient.placements == parameter.placements
-            gradient = gradient.full_tensor()
-            gradient = grouped[fqn].ungrouped(gradient) if fqn in grouped else gradient
-        if gradient is not None:
-            gradients[fqn] = gradient
-    return loss.detach(), gradients, forward, backward
-
-
-# ------------------------------------------------------------------------------------------------------------- training
-
-
-# ----------------------------------------------------------------------------------------- checkpoints of fused weights
-
-
-# -------------------------------------------------------------------------------------------------------------- dropout
-
-
-# --------------------------------------------------------------------------------------------------------------- proof
 
 
 class Peeking(nn.Module):
@@ -86,18 +40,6 @@ class Peeking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
         return self.down(hidden) * (1.0 if type(hidden) is Tensor else 2.0)
-
-
-class Scaling(nn.Module):
-    """A custom autograd function on a sharded activation and a plain parameter, both saved for its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.gain = nn.Parameter(torch.rand(64) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(CustomScale.apply(self.up(x), self.gain))
 
 
 def _verified(block: nn.Module, args: tuple[Any, ...]) -> Verification:
@@ -125,32 +67,20 @@ def _proofs() -> list[Verification]:
         _verified(Block(32, 4), (x.to("meta"),)),
         _verified(Block(32, 4).bfloat16(), (x.bfloat16(),)),
         _verified(dropping, (x,)),
-        _verified(Scaling(), (x,)),
+        _verified(Doubling(), (x,)),
+        _verified(Peeking(), (x,)),
     ]
 
 
-def test_right_plans_are_proved(workers: WorkerPools) -> None:
-    for verifications in workers(2).run(_proofs):
-        assert all(verification.passed for verification in verifications), [str(v) for v in verifications]
-        fp32, bf16 = verifications[0], verifications[2]
+def test_right_plans_are_proved_and_wrong_ones_are_not(workers: WorkerPools) -> None:
+    for *right, peeking in workers(2).run(_proofs):
+        assert all(verification.passed for verification in right), [str(v) for v in right]
+        fp32, bf16 = right[0], right[2]
         assert 0 < fp32.output < 1e-6
         assert 0 < fp32.input_gradient < 1e-6
         assert fp32.tolerance < 1e-3 < bf16.output < bf16.tolerance
-
-
-def _disproofs() -> list[Verification]:
-    torch.manual_seed(0)
-    return [_verified(Peeking(), (tokens(),))]
-
-
-def test_wrong_plans_are_not_proved(workers: WorkerPools) -> None:
-    ranks = workers(2).run(_disproofs)
-    assert ranks[0] == ranks[1]
-    (peeking,) = ranks[0]
-    assert not peeking.passed
-    assert peeking.output == pytest.approx(1.0)
-    assert peeking.error is None
-    assert str(peeking).startswith("not proved")
+        assert (peeking.passed, peeking.error, peeking.output) == (False, None, pytest.approx(1.0))
+        assert str(peeking).startswith("not proved")
 
 
 def test_like_blocks_share_a_proof() -> None:
@@ -162,9 +92,6 @@ def test_like_blocks_share_a_proof() -> None:
     whole = replicated_plan(Block(32, 4), size=2, reason="asked for")
     others = [block_signature(frozen, plan), block_signature(Block(64, 4), plan), block_signature(Block(32, 4), whole)]
     assert signature not in others
-
-
-# -------------------------------------------------------------------------------------------------------------- misuse
 
 
 def _misuse() -> list[str]:
@@ -190,3 +117,55 @@ def test_plans_that_do_not_fit_are_refused(workers: WorkerPools) -> None:
     assert "Block is not the block of this tensor-parallel plan" in messages[1]
     assert "Linear is not the block of this tensor-parallel plan" in messages[2]
     assert "mlp.0.weight is excluded from tensor parallel, but the plan shards it" in messages[3]
+
+
+def _kept() -> tuple[list[float], str]:
+    """Differences of what a block keeps, to readers outside of it; what a hook of a block is told that reads shards."""
+    torch.manual_seed(0)
+    x, dense = torch.randn(2, 8, 32), Kept()
+    kept = copy.deepcopy(dense)
+    apply_block(kept, plan_block(kept, (x,), {}, size=2), _mesh(2))
+    found = []
+    for block in (dense, kept):
+        leaf = x.clone().requires_grad_()
+        output = block(leaf)
+        assert block.hidden is not None
+        (output.sum() + block.hidden.square().mean() + block.listed[0]["hidden"].mean()).backward()
+        found.append((block.hidden.detach() + 0, leaf.grad, block.state_dict()["mean"] + 0))
+    seen: list[Tensor] = []
+    kept.up.register_forward_hook(lambda module, args, output: seen.append(output))
+    kept(x)
+    assert isinstance(seen[0], ShardedTensor)
+    with pytest.raises(PlanError) as error:
+        seen[0] + 1
+    return [float((one - own).abs().max()) for one, own in zip(*found, strict=True)], str(error.value)
+
+
+def test_what_a_block_keeps_is_whole_to_readers(workers: WorkerPools) -> None:
+    for differences, told in workers(2).run(_kept):
+        assert max(differences) < 1e-6
+        assert "after the block's forward (aten.add.Tensor)" in told
+
+
+def _noisy_router(make: Callable[[], nn.Module]) -> list[Tensor]:
+    """Output and gradients with experts that score alike, but for a rounding error on the last rank."""
+    torch.manual_seed(0)
+    block, args = make(), (tokens(WIDTH),)
+    with torch.no_grad():
+        block.gate.weight[1:] = block.gate.weight[0]
+    dense = copy.deepcopy(block)
+    apply_block(block, plan_block(block, args, {}, size=2), _mesh(2))
+    if dist.get_rank() == 1:
+        gate = block.gate.weight.to_local()
+        gate.data[1] += torch.finfo(torch.float32).eps * gate.data[1].abs()
+    output = block(*args)
+    output.sum().backward()
+    torch.testing.assert_close(output, dense(*args))
+    return [output.detach(), block.gate.weight.grad.to_local()]
+
+
+@pytest.mark.parametrize("make", [partial(Stacked, by_mask), Modules])
+def test_ranks_route_alike_where_their_scores_differ_by_rounding(workers: WorkerPools, make: Any) -> None:
+    first, second = workers(2).run(_noisy_router, make, timeout=60)
+    for own, other in zip(first, second, strict=True):
+        torch.testing.assert_close(own, other)

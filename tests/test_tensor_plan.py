@@ -1,4 +1,7 @@
-"""Finding tensor-parallel plans: pure, so everything here runs in one process without any process group."""
+"""Finding tensor-parallel plans: pure, so everything here runs in one process without any process group.
+
+The blocks are those of tests/law, which trains them and compares what they send with their plans.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_3d.tensor import BlockTensorPlan, plan_block
+from lightning_3d.tensor import BlockTensorPlan, plan_block, replicated_plan
 from lightning_3d.tensor.placement import Parts
-from tests.law.models.spellings import (
-    SEPARATIONS,
-    EinsumAttention,
-    Experts,
-    FlatNorm,
-    FusedActivation,
-    FusedGrouped,
-    FusedLowRank,
-    FusedNorm,
-    FusedQKV,
-    GroupedQuery,
-    LowRank,
-    Matrices,
-    by_head,
-)
+from lightning_3d.tensor.table import tensor_table
+from tests.law.models import tensor as law
+from tests.law.models.spellings import FusedActivation, GroupedQuery
 from tests.models import Block
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -46,18 +38,33 @@ class Hostile(nn.Module):
         return self.down(hidden if hidden.detach().numpy().sum() > 0 else -hidden)
 
 
-class Caching(nn.Module):
-    """Keeps tensors on itself."""
+class Averaged(torch.autograd.Function):
+    """Divides by a number of features, in the forward or in the backward."""
 
-    def __init__(self, width: int = 32) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backwards: bool) -> Tensor:
+        ctx.num_features = x.shape[-1] if backwards else 1
+        return x.clone() if backwards else x / x.shape[-1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.num_features, None
+
+
+class Using(nn.Module):
+    """Calls a function with what may lie on shards."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.register_buffer("num_calls", torch.zeros(()))
+        self.up, self.down, self.function = nn.Linear(32, 64), nn.Linear(64, 32), function
 
     def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        self.last = self.up(x)
-        return self.down(self.last)
+        return self.down(self.function(self.up(x)))
+
+
+def _hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: 2 * gradient)
+    return x
 
 
 def tokens(width: int = 32) -> Tensor:
@@ -69,180 +76,280 @@ def gpt(width: int = 32, num_heads: int = 4) -> Example:
     return Block(width, num_heads), (tokens(width),), {}
 
 
+def _blocks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+    """Blocks of tests/law with what they get."""
+    images, time = torch.randn(2, 16, 4, 4, requires_grad=True), torch.randn(2, 8, requires_grad=True)
+    sequence = torch.randn(2, 12, 16, requires_grad=True)
+    inputs: dict[str, tuple[Tensor, ...]] = {
+        "conv_resampling": (images[:, :8],),
+        **dict.fromkeys(("conv_unet", "conv_scaled_by_time"), (images, time)),
+        **dict.fromkeys(("conv1d", "attention_1d"), (sequence.mT,)),
+    }
+    made = {
+        **{name: (block, (tokens(),)) for room in (law.matrices, law.mixtures) for name, block in room().items()},
+        **{f"conv_{name}": (block, (images,)) for name, block in law.images().items()},
+        **{name: (block, (sequence,)) for name, block in law.sequences().items()},
+    }
+    return {name: (block, inputs.get(name, args)) for name, (block, args) in made.items()}
+
+
+PLANNED: dict[str, tuple[int, int, int, float]] = {
+    **dict.fromkeys(("by_split", "by_chunk", "by_slices", "by_view", "by_unflatten", "by_head"), (2, 2, 0, 0.97)),
+    **{"FusedGrouped": (2, 2, 0, 0.97), "FusedLowRank": (1, 2, 0, 0.96), "FlatNorm": (2, 2, 0, 0.97)},
+    **{"Experts": (1, 1, 0, 0.97), "Matrices": (1, 1, 0, 0.97), "LowRank": (1, 2, 0, 0.97)},
+    **{"FusedNorm": (0, 0, 0, 0.0), "Mixture": (0, 0, 0, 0.0), "linear": (0, 0, 0, 0.0)},
+    **dict.fromkeys(("by_number", "by_transpose"), (3, 1, 0, 0.9)),
+    **dict.fromkeys(("by_selection", "by_einsum", "by_group", "gated", "interleaved"), (1, 1, 0, 0.9)),
+    "by_mask": (4, 4, 0, 0.9),  # as if every expert were hit, and the one that marks padding
+    "narrow": (0, 2, 2, 0.9),  # sharded whatever it sends
+    **{"added": (1, 2, 0, 0.9), "of_modules": (3, 3, 0, 0.9), "branching": (3, 1, 1, 0.9)},
+    **{f"conv_{n}": (1, 1, 1, 0.95) for n in ("basic", "basic_stride", "resnext", "mobilenet", "resampling")},
+    **{"conv_bottleneck": (1, 1, 1, 0.85), "conv_efficientnet": (2, 2, 1, 0.95), "conformer": (1, 1, 1, 0.95)},
+    **{f"conv_{name}": (1, 1, 0, 0.95) for name in ("attention", "fused", "gated", "linear_attention")},
+    **{name: (1, 1, 0, 0.95) for name in ("mlp", "conv1d", "attention_1d")},
+    **{"conv_convnext": (1, 1, 0, 0.7), "conv_one_head": (1, 2, 0, 0.48), "mixer": (2, 2, 0, 0.95)},
+    **{f"conv_{name}": (1, 2, 0, 0.95) for name in ("unet", "scaled_by_time")},
+}
+"""Block -> all-reduces in the forward and in the backward, other collectives in the forward (statistics of norms), and
+the least share of parameters that is sharded."""
+
+
 def _forward_bytes(plan: BlockTensorPlan) -> int:
     return sum(collective.num_bytes for collective in plan.collectives if not collective.is_backward)
 
 
-def roles(plan: BlockTensorPlan) -> dict[str, str]:
-    return {weight.fqn: weight.role for weight in plan.weights}
+def _counts(plan: BlockTensorPlan) -> tuple[int, int, int]:
+    return plan.num_all_reduces_forward, plan.num_all_reduces_backward, plan.num_other_collectives_forward
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(
-    "block", [Block(32, 4), FusedGrouped(), *map(FusedQKV, SEPARATIONS)], ids=lambda block: type(block).__name__
-)
-def test_finds_megatrons_plan(block: nn.Module, size: int) -> None:
-    plan = plan_block(block, (tokens(),), {}, size=size)
-    assert (plan.num_all_reduces_forward, plan.num_all_reduces_backward) == (2, 2)
-    assert plan.num_other_collectives_forward == 0
-    assert _forward_bytes(plan) == 2 * 2 * tokens().numel() * 4 * (size - 1) // size
-    assert plan.sharded_share > 0.97
-    assert plan.reason is None
+def _roles(plan: BlockTensorPlan) -> dict[str, tuple[str, int | None]]:
+    return {weight.fqn: (weight.role, weight.shard_dim) for weight in plan.weights}
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_columns_and_rows_of_a_block(size: int) -> None:
-    plan = plan_block(*gpt(), size=size)
-    columns = {
-        f"{name}.{kind}"
-        for name in ("attention.q", "attention.k", "attention.v", "mlp.0")
-        for kind in ("weight", "bias")
-    }
-    assert {fqn for fqn, role in roles(plan).items() if role == "column"} == columns
-    assert {fqn for fqn, role in roles(plan).items() if role == "row"} == {"attention.out.weight", "mlp.2.weight"}
-    assert plan.weight("attention.q.weight").shard_dim == 0
-    assert plan.weight("attention.out.weight").shard_dim == 1
+@pytest.fixture(scope="module")
+def plans() -> dict[str, BlockTensorPlan]:
+    torch.manual_seed(0)
+    return {name: plan_block(block, args, {}, size=2) for name, (block, args) in _blocks().items()}
 
 
-def test_any_number_of_ranks_without_a_process_group_or_memory() -> None:
+@pytest.mark.parametrize("name", PLANNED)
+def test_what_blocks_send_and_share(plans: dict[str, BlockTensorPlan], name: str) -> None:
+    *counts, share = PLANNED[name]
+    assert _counts(plans[name]) == tuple(counts), plans[name]
+    assert share <= plans[name].sharded_share, plans[name]
+
+
+ROLES: dict[str, dict[str, tuple[str, int | None]]] = {
+    "Matrices": {"up": ("column", 0), "down": ("row", 0), "down_bias": ("replicate", None)},
+    "LowRank": {"lora_a.weight": ("replicate", None), "lora_b.weight": ("column", 0)},
+    "FlatNorm": {"up.weight": ("column", 0), "down.weight": ("row", 1)},
+    "conv_efficientnet": {  # channels of a chain, from column to row
+        **dict.fromkeys(("layers.0.weight", "layers.1.weight", "layers.1.bias", "layers.3.weight"), ("column", 0)),
+        **{"layers.6.reduce.weight": ("row", 1), "layers.6.reduce.bias": ("replicate", None)},
+        **{"layers.6.expand.weight": ("column", 0), "layers.7.weight": ("row", 1)},
+    },
+    "conv_resampling": {  # transposed convolutions have their channels the other way round
+        **{"up.weight": ("column", 1), "grouped.weight": ("column", 0), "down.weight": ("row", 0)},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_roles_of_weights(plans: dict[str, BlockTensorPlan], name: str) -> None:
+    found = _roles(plans[name])
+    assert {fqn: found[fqn] for fqn in ROLES[name]} == ROLES[name]
+
+
+PARTS: dict[str, dict[str, Parts | None]] = {
+    "FusedGrouped": {
+        "qkv.weight": Parts(dim=0, sizes=(32, 16, 16), num_ranks=2),
+        "gate_up.bias": Parts(dim=0, sizes=(128, 128), num_ranks=2),
+        "out.weight": None,
+    },
+    "FusedLowRank": dict.fromkeys(("qkv.weight", "lora_b.weight"), Parts(dim=0, sizes=(32, 32, 32), num_ranks=2)),
+    "by_head": {"qkv.weight": None},
+    "gated": dict.fromkeys(("gate_up", "gate_up_bias"), Parts(dim=1, sizes=(64, 64), num_ranks=2)),
+    "interleaved": {"gate_up": None},
+    "activation": {"gate_up.weight": Parts(dim=0, sizes=(64, 96), num_ranks=2)},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_fused_weights(plans: dict[str, BlockTensorPlan], name: str) -> None:
+    assert {fqn: plans[name].weight(fqn).parts for fqn in PARTS[name]} == PARTS[name]
+
+
+@pytest.mark.parametrize("function", [F.relu, F.silu, torch.sigmoid, torch.tanh, Tensor.square, F.mish])
+def test_elementwise_functions_of_unequal_parts_stay_on_shards(function: Callable[[Tensor], Tensor]) -> None:
+    plan = plan_block(FusedActivation(function), (tokens(),), {}, size=2)
+    assert plan.weight("gate_up.weight").parts is not None
+    assert (plan.weight("down.weight").role, plan.num_other_collectives_forward) == ("row", 0)
+
+
+REASONS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any], dict[str, str]]] = {
+    "heads": (lambda: Block(30, 3), tokens(30), {}, {"attention.q.weight": "its heads are not divisible by 2"}),
+    "features": (
+        lambda: nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.Linear(9, 8)),
+        tokens(8),
+        {},
+        {"0.weight": "9 output features are not divisible by 2"},
+    ),
+    "groups": (
+        lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.Conv2d(6, 6, 1, groups=3)),
+        torch.randn(2, 6, 4, 4),
+        {"by_hand": {"0.weight": "column"}},
+        {"1.weight": "3 groups are not divisible by 2"},
+    ),
+    "depthwise": (
+        lambda: law.images()["convnext"],
+        torch.randn(2, 16, 4, 4),
+        {},
+        {"depthwise.weight": "its input channels are not sharded"},
+    ),
+    "depthwise row": (
+        lambda: law.images()["convnext"],
+        torch.randn(2, 16, 4, 4),
+        {"by_hand": {"depthwise.weight": "row"}},
+        {"depthwise.weight": "its groups can't be sharded on their input channels"},
+    ),
+    "by hand": (
+        lambda: Block(32, 4),
+        tokens(),
+        {"by_hand": {"mlp.0.weight": "replicate"}},
+        {"mlp.0.weight": "by tensor.plan"},
+    ),
+    **{
+        f"of features, {backwards}": (
+            lambda backwards=backwards: Using(lambda x: Averaged.apply(x, backwards)),  # type: ignore[misc]
+            tokens(),
+            {},
+            {"up.weight": "Averaged"},
+        )
+        for backwards in (False, True)
+    },
+    "hook": (lambda: Using(_hooked), tokens(), {}, {"up.weight": "register_hook changes"}),
+    "router": (
+        lambda: law.mixtures()["scattered"],
+        tokens(),
+        {},
+        {"gate.weight": "scatter_ changes its output in place and has no sharded form"},
+    ),
+}
+"""Block, what it gets, options of planning -> reasons of weights that stay whole."""
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_weights_that_stay_whole_say_why(name: str) -> None:
+    make, x, options, reasons = REASONS[name]
+    plan = plan_block(make(), (x.requires_grad_(),), {}, size=2, **options)
+    for fqn, reason in reasons.items():
+        assert plan.weight(fqn).role == "replicate"
+        assert reason in str(plan.weight(fqn).reason)
+
+
+def test_columns_and_rows_of_a_block_on_any_number_of_ranks() -> None:
     with torch.device("meta"):
-        block, x = Block(8192, 64), torch.empty(1, 4096, 8192)
+        block, x = Block(8192, 64), torch.empty(1, 4096, 8192, requires_grad=True)
     plan = plan_block(block, (x,), {}, size=64)
-    assert (plan.num_all_reduces_forward, plan.num_other_collectives_forward) == (2, 0)
+    columns = {f"{name}.{kind}" for name in "qkv" for kind in ("weight", "bias")}
+    roles = _roles(plan)
+    assert {fqn.removeprefix("attention.") for fqn, role in roles.items() if role[0] == "column"} == {
+        *(columns | {"mlp.0.weight", "mlp.0.bias"})
+    }
+    assert {fqn for fqn, role in roles.items() if role == ("row", 1)} == {"attention.out.weight", "mlp.2.weight"}
+    assert _counts(plan) == (2, 2, 0)
+    assert _forward_bytes(plan) == 2 * 2 * x.numel() * 4 * 63 // 64
     assert not dist.is_initialized()
 
 
-def test_values_and_devices_of_the_example_do_not_count() -> None:
+def test_values_and_devices_of_the_example_do_not_count_and_nothing_is_left() -> None:
     block, (x,), _ = gpt()
+    parameters, attributes, state = dict(block.named_parameters()), set(vars(block)), torch.random.get_rng_state()
     expected = plan_block(block, (x,), {}, size=2)
+    assert torch.equal(torch.random.get_rng_state(), state)
     assert plan_block(Block(32, 4).to("meta"), (x.to("meta"),), {}, size=2) == expected
-    assert plan_block(block, (x.requires_grad_(),), {}, size=2) == expected
-
-
-def test_leaves_the_block_as_it_was() -> None:
-    block, x = Caching(), tokens()
-    parameters, attributes = dict(block.named_parameters()), set(vars(block))
-    state = torch.random.get_rng_state()
-    assert plan_block(block, (x,), {}, size=2).is_sharded
     assert all(parameter is parameters[fqn] for fqn, parameter in block.named_parameters())
     assert set(vars(block)) == attributes
-    assert block.num_calls == 0
-    assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_weights_that_are_no_linear_layer() -> None:
-    plan = plan_block(Matrices(), (tokens(),), {}, size=2)
-    assert roles(plan) == {"up": "column", "down": "row", "down_bias": "replicate"}
-    assert plan.weight("up").shard_dim == 0
-    assert plan.weight("down").shard_dim == 0
-
-
-def test_heads_that_do_not_divide_stay_whole() -> None:
-    plan = plan_block(*gpt(width=30, num_heads=3), size=2)
-    assert roles(plan)["mlp.0.weight"] == "column"
-    assert all(role == "replicate" for fqn, role in roles(plan).items() if fqn.startswith("attention"))
-    assert plan.weight("attention.q.weight").reason == "its heads are not divisible by 2"
-
-
-def test_features_that_do_not_divide_stay_whole() -> None:
-    plan = plan_block(nn.Sequential(nn.Linear(8, 9), nn.GELU(), nn.Linear(9, 8)), (torch.randn(2, 8),), {}, size=2)
-    assert plan.weight("0.weight").reason == "9 output features are not divisible by 2"
-    assert not plan.is_sharded
 
 
 def test_key_value_heads_fewer_than_ranks_are_replicated() -> None:
     plan = plan_block(GroupedQuery(num_kv_heads=1), (tokens(),), {}, size=2)
-    assert {roles(plan)[f"{name}.weight"] for name in "kv"} == {"replicate"}
-    assert (roles(plan)["q.weight"], roles(plan)["out.weight"]) == ("column", "row")
+    assert [plan.weight(f"{name}.weight").role for name in "kvqo"[:3]] == ["replicate", "replicate", "column"]
     assert (plan.num_all_reduces_forward, plan.num_other_collectives_forward) == (1, 0)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("block_class", [Experts, EinsumAttention])
-def test_weights_of_three_dims(block_class: type[nn.Module], size: int) -> None:
-    plan = plan_block(block_class(), (tokens(),), {}, size=size)
-    assert (plan.num_all_reduces_forward, plan.num_all_reduces_backward) == (1, 1)
-    assert plan.num_other_collectives_forward == 0
-    assert plan.sharded_share > 0.97
+def test_sums_of_narrow_experts_are_reduced_late(plans: dict[str, BlockTensorPlan]) -> None:
+    assert plans["added"].defers_sums
+    assert _forward_bytes(plans["added"]) == tokens().numel() * 4  # not twice as much
+    assert plans["changed_in_place"].is_sharded
+    assert not plans["changed_in_place"].defers_sums
 
 
-def test_parts_of_fused_weights() -> None:
-    plan = plan_block(FusedGrouped(), (tokens(),), {}, size=4)
-    assert plan.weight("qkv.weight").parts == Parts(dim=0, sizes=(32, 16, 16), num_ranks=4)
-    assert plan.weight("gate_up.bias").parts == Parts(dim=0, sizes=(128, 128), num_ranks=4)
-    assert plan.weight("out.weight").parts is None
-    assert plan_block(FusedQKV(by_head), (tokens(),), {}, size=2).weight("qkv.weight").parts is None
-    plan = plan_block(FusedLowRank(), (tokens(),), {}, size=2)
-    assert (
-        plan.weight("qkv.weight").parts
-        == plan.weight("lora_b.weight").parts
-        == Parts(dim=0, sizes=(32, 32, 32), num_ranks=2)
-    )
+def test_small_statistics_may_be_reduced(plans: dict[str, BlockTensorPlan]) -> None:
+    assert _forward_bytes(plans["FlatNorm"]) == tokens().numel() * 4 + 2 * 16 * 4
 
 
-def test_fused_features_that_are_used_whole_are_not_worth_gathering() -> None:
-    plan = plan_block(FusedNorm(), (tokens(),), {}, size=2)
-    assert roles(plan)["gate_up.weight"] == "replicate"
-    assert "all-gather" in str(plan.weight("gate_up.weight").reason)
-
-
-@pytest.mark.parametrize("function", [F.relu, F.gelu, F.silu, torch.sigmoid, torch.tanh, Tensor.square, F.mish])
-def test_elementwise_functions_of_unequal_parts_stay_on_shards(function: Callable[[Tensor], Tensor]) -> None:
-    plan = plan_block(FusedActivation(function), (tokens(),), {}, size=2)
-    assert plan.weight("gate_up.weight").parts == Parts(dim=0, sizes=(64, 96), num_ranks=2)
-    assert plan.weight("down.weight").role == "row"
-    assert plan.num_other_collectives_forward == 0
-
-
-def test_low_rank_update_costs_no_reduction_of_its_own() -> None:
-    plan = plan_block(LowRank(), (tokens(),), {}, size=2)
-    assert (roles(plan)["lora_a.weight"], roles(plan)["lora_b.weight"]) == ("replicate", "column")
-    assert plan.num_all_reduces_forward == 1
-
-
-def test_small_statistics_may_be_reduced() -> None:
-    plan = plan_block(FlatNorm(), (tokens(),), {}, size=2)
-    assert (roles(plan)["up.weight"], roles(plan)["down.weight"]) == ("column", "row")
-    assert _forward_bytes(plan) == tokens().numel() * 4 + 2 * 16 * 4
-
-
-def test_single_projection_is_left_alone() -> None:
-    plan = plan_block(nn.Linear(32, 32), (tokens(),), {}, size=2)
-    assert not plan.is_sharded
-    assert "the block's output" in str(plan.reason)
-
-
-def test_excluded_parameters_are_not_sharded() -> None:
+def test_excluded_and_tied_parameters() -> None:
     block, args, kwargs = gpt()
     assert isinstance(block, Block)
     plan = plan_block(block, args, kwargs, size=2, excluded={block.mlp[0].weight})
     assert plan.weight("mlp.0.weight").reason == "shared with code outside the block"
-    assert roles(plan)["mlp.2.weight"] == "replicate"
-    assert roles(plan)["attention.q.weight"] == "column"
-
-
-def test_ties_have_one_decision_under_all_names() -> None:
-    block = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
-    block[2].weight = block[0].weight
-    plan = plan_block(block, (tokens(),), {}, size=2)
+    assert (plan.weight("mlp.2.weight").role, plan.weight("attention.q.weight").role) == ("replicate", "column")
+    tied = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    tied[2].weight = tied[0].weight
+    plan = plan_block(tied, (tokens(),), {}, size=2)
     assert [weight.fqn for weight in plan.weights] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert plan.weight("0.weight").role == plan.weight("2.weight").role
 
 
-@pytest.mark.parametrize("make", [Hostile, lambda: nn.Embedding(4, 32)])
-def test_a_block_that_fails_on_fake_tensors_is_left_alone(make: Callable[[], nn.Module]) -> None:
-    plan = plan_block(make(), (tokens(),), {}, size=2)
-    assert not plan.is_sharded
-    assert "can't be followed on fake tensors" in str(plan.reason)
+@pytest.mark.parametrize(
+    ("make", "size", "reason"),
+    [
+        (Hostile, 2, "can't be followed on fake tensors"),
+        (lambda: nn.Embedding(4, 32), 2, "can't be followed on fake tensors"),
+        (lambda: nn.Linear(32, 32), 2, "the block's output"),
+        (lambda: Block(32, 4), 1, "the tp axis has one rank"),
+    ],
+)
+def test_blocks_that_are_left_alone_say_why(make: Callable[[], nn.Module], size: int, reason: str) -> None:
+    plan = plan_block(make(), (tokens(),), {}, size=size)
+    assert (plan.is_sharded, plan.sharded_share) == (False, 0.0)
+    assert reason in str(plan.reason)
 
 
-def test_one_rank_needs_no_plan() -> None:
-    plan = plan_block(*gpt(), size=1)
-    assert (plan.is_sharded, plan.sharded_share, plan.reason) == (False, 0.0, "the tp axis has one rank")
+def test_residuals_stay_on_shards_where_that_sends_less() -> None:
+    """In ResNet-50's stages: whole ones would have the gradients of all their channels summed in every bottleneck."""
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        stages = transformers.ResNetModel(transformers.ResNetConfig()).encoder.stages
+    x = torch.empty(4, 64, 56, 56, device="meta", requires_grad=True)
+    plan = plan_block(stages[0], (x,), {}, size=2)
+    assert (plan.num_all_reduces_forward, plan.num_other_collectives_forward) == (3, 2)
+    roles: dict[str, Any] = {"layers.0.shortcut.convolution.weight": "replicate"}
+    for layer in range(3):
+        assert plan.weight(f"layers.{layer}.layer.0.convolution.weight").role == ("row" if layer else "column")
+        for index, role in enumerate(("column", "row", "replicate")):
+            roles[f"layers.{layer}.layer.{index}.convolution.weight"] = role
+    whole = plan_block(stages[0], (x,), {}, size=2, by_hand=roles)
+    assert whole.sharded_share > 0.5
+    assert plan.communicated_bytes < whole.communicated_bytes
 
 
-def test_prints_what_lies_where() -> None:
-    lines = str(plan_block(*gpt(), size=2)).splitlines()
-    assert lines[0].startswith("tensor parallel 2: 98.5% of the parameters sharded, 2 all-reduces forward, 2 backward")
-    assert "  attention.q.weight    column     [32, 32] on dim 0" in lines
-    assert "  norm1.weight          replicate  [32]  used by layer_norm" in lines
+def _lines(*blocks: object) -> list[str]:
+    console = Console(width=120)
+    with console.capture() as captured:
+        console.print(tensor_table(blocks))  # type: ignore[arg-type]
+    return [" ".join(line.strip("│┃ ").split()) for line in captured.get().splitlines()]
+
+
+def test_blocks_with_the_same_plan_share_rows_of_the_table() -> None:
+    block, args, kwargs = gpt()
+    plan = plan_block(block, args, kwargs, size=2)
+    lines = _lines(*((f"blocks.{i}", "Block", plan) for i in range(3)))
+    share, size = f"{plan.sharded_share:.0%}", f"{plan.communicated_bytes / 1024:,.0f} KiB"
+    assert f"Block: blocks.0 and 2 more │ 2 + 2 all-reduces, {size} │ {share}" in lines
+    assert "attention.q.weight [32, 32] │ column" in lines
+    assert "mlp.2.bias [32] │ replicate: added after the all-reduce of a row weight" in lines
+    whole = replicated_plan(block, size=2, reason="its proof failed")
+    assert "Block: blocks.0 │ replicated: its proof failed │ 0%" in _lines(("blocks.0", "Block", whole))
+    assert "  norm1.weight          replicate  [32]  used by layer_norm" in str(plan).splitlines()
