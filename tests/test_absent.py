@@ -25,22 +25,14 @@ Use = Callable[[Tensor, Tensor], Any]
 
 LOST: dict[str, Use] = {
     "add_": lambda absent, present: present.add_(absent),
-    "add_ of data": lambda absent, present: present.data.mul_(0.5).add_(absent.data, alpha=0.5),
-    "add_ of what was computed": lambda absent, present: present.add_((0.5 * absent).detach().clone()),
     "+=": lambda absent, present: present.__iadd__(absent),
-    "add_ of a number": lambda absent, present: present.sum().add_(absent.sum()),
-    "lerp_": lambda absent, present: present.lerp_(absent, 0.5),
     "copy_": lambda absent, present: present.copy_(absent),
     "_foreach_add_": lambda absent, present: torch._foreach_add_([absent, present], [absent, absent]),
     "[]": lambda absent, present: present.__setitem__(0, absent[0]),
     "out": lambda absent, present: torch.add(absent, absent, out=present),
-    "matrix product": lambda absent, present: present @ absent,
     "linear": lambda absent, present: nn.functional.linear(present, absent),
-    "stack": lambda absent, present: torch.stack([present, absent]),
     "float": lambda absent, present: float(absent.norm()),
-    "sum of norms": lambda absent, present: float(sum(p.norm() for p in (present, absent))),
     "numpy": lambda absent, present: absent.detach().numpy(),
-    "cpu": lambda absent, present: absent.cpu(),
     "equal": lambda absent, present: torch.equal(absent, absent),
 }
 
@@ -55,7 +47,7 @@ def test_functions_that_need_absent_values_raise(name: str) -> None:
     before = present.clone()
     with pytest.raises(StepError, match=r"needs the values of 0.weight, .* inside of `with trainer.strategy.summon"):
         LOST[name](absent, present)
-    assert torch.equal(present, before) or name == "add_ of data"
+    assert torch.equal(present, before)
 
 
 CROSSING: dict[str, Use] = {

@@ -38,13 +38,6 @@ def test_replicas_have_the_mean_of_their_losses(loss: str, layout: Layout, worke
         assert "data-parallel ranks couples its own samples alone, as under DDP" in told
 
 
-def test_a_loss_that_is_told(workers: WorkerPools) -> None:
-    loss, setting = "ctc", "sum"
-    layout = replace(PIPELINE, loss=setting)  # type: ignore[arg-type]
-    result = run_layout(workers, Job(model=partial(LossNet, loss), data=labelled), layout)
-    assert_parity(run_reference(Job(model=partial(LossNet, loss), data=labelled)), result)
-
-
 class Swapped(LossNet):
     """Predicts noise that the step draws, in an order that it draws, too, with a loss that couples samples."""
 
@@ -143,16 +136,6 @@ def _padded_later(num_samples: int) -> Dataset[tuple[Tensor, ...]]:
     labels[order[:8]] = labels[order[:8]].clamp(min=1)
     labels[order[8:12]] = IGNORED
     labels[-16:-8] = labels[-16:-8].clamp(min=1)
-    return TensorDataset(features, labels)
-
-
-def _without_valid_ones_first(num_samples: int) -> Dataset[tuple[Tensor, ...]]:
-    """The first microbatches have no valid label, in training and in validation."""
-    samples = labelled(num_samples)
-    order = list(DistributedSampler(range(num_samples - 16), 1, 0, seed=1))
-    features, labels = (torch.stack(column) for column in zip(*(samples[i] for i in range(num_samples)), strict=True))
-    for empty in (order[:4], range(num_samples - 16, num_samples - 12)):
-        labels[list(empty)] = IGNORED
     return TensorDataset(features, labels)
 
 

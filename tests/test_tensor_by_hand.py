@@ -49,18 +49,6 @@ def test_rule_without_a_match_is_refused(pattern: str, message: str) -> None:
         roles_by_hand([(pattern, "row")], model, _blocks(model))
 
 
-def test_roles_are_followed() -> None:
-    block = Block(32, 4)
-    by_hand = {"mlp.0.weight": "replicate", "attention.out.weight": "replicate"}
-    plan = plan_block(block, (tokens(),), {}, size=2, by_hand=by_hand)  # type: ignore[arg-type]
-    assert plan.weight("mlp.0.weight").reason == "by tensor.plan"
-    assert plan.weight("attention.out.weight").role == "replicate"
-    row_alone = plan_block(block, (tokens(),), {}, size=2, by_hand={"mlp.0.weight": "row", "mlp.2.weight": "column"})
-    assert (row_alone.weight("mlp.0.weight").role, row_alone.weight("mlp.0.weight").shard_dim) == ("row", 1)
-    assert (row_alone.weight("mlp.2.weight").role, row_alone.weight("mlp.2.bias").role) == ("column", "column")
-    check_roles(row_alone, {"mlp.0.weight": "row", "mlp.2.weight": "column"}, "blocks.0")
-
-
 def test_role_that_a_weight_can_not_have_is_refused() -> None:
     block = Block(32, 4)
     roles = {"mlp.0.weight": "column"}

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.errors import TraceError
 from lightning_3d.model.blocks import find_blocks
@@ -93,7 +90,144 @@ def assert_followed(module: Layers) -> None:
         torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=0, msg=f"gradient of {fqn}")
 
 
-# ------------------------------------------------------------------------------------------- data of another stage
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+class Two(nn.Module):
+    """Changes two arguments in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        if y is not None:
+            x.mul_(2)
+            y.add_(1)
+        output: Tensor = self.inner(x)
+        return output
+
+
+class Counting(nn.Module):
+    """Counts its calls, keeps outputs, and ends with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.num_calls = 0
+        self.history: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        output: Tensor = self.norm(self.linear(x))
+        self.history.append(output.detach())
+        return output
+
+
+class Opaque:
+    """An object that holds a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Returns(nn.Module):
+    """Wraps its output."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.wrap = nn.Linear(WIDTH, WIDTH), wrap
+
+    def forward(self, x: Any) -> Any:
+        return self.wrap(self.linear(x))
+
+
+def _fails(x: Tensor) -> Tensor:
+    raise ValueError("out of tune")
+
+
+# ---------------------------------------------------------------------------------------------- glue between the blocks
+
+
+def _view_before_a_change(module: Any, x: Tensor) -> Tensor:
+    x = module.layers[0](x)
+    first = x[:, :1]
+    x += module.layers[1](x)
+    return module.layers[3](module.layers[2](x)) + first  # type: ignore[no-any-return]
+
+
+def _change_through_a_view(module: Any, x: Tensor) -> Tensor:
+    x = module.layers[0](x)
+    x[:, 0].add_(module.layers[1](x)[:, 0])
+    return module.layers[3](module.layers[2](x))  # type: ignore[no-any-return]
+
+
+def _two_views(module: Any, x: Tensor) -> Tensor:
+    x = module.layers[1](module.layers[0](x))
+    return module.layers[3](module.layers[2](x, x[:, :1]))  # type: ignore[no-any-return]
+
+
+def _rows_of_a_tensor(module: Any, x: Tensor) -> Tensor:
+    rows = torch.zeros(4, *x.shape)
+    for i, layer in enumerate(module.layers):
+        x = layer(x)
+        rows[i].copy_(x)
+    return rows.sum(0)
+
+
+def _reads_a_buffer(module: Any, x: Tensor) -> Tensor:
+    return _chain(module, x) + module.layers[0].norm.running_mean  # type: ignore[no-any-return]
+
+
+def _hides_an_argument(module: Any, x: Tensor) -> Tensor:
+    return module.layers[1](Opaque(module.layers[0](x)))  # type: ignore[no-any-return]
+
+
+def _reads(name: str) -> Callable[[Any, Tensor], Tensor]:
+    def glue(module: Any, x: Tensor) -> Tensor:
+        y = _chain(module, x)
+        return y * (1 if getattr(module.layers[1], name) else 2)  # type: ignore[no-any-return]
+
+    return glue
+
+
+REFUSED: dict[str, tuple[Layers, str]] = {
+    "view before a change": (
+        Layers(_view_before_a_change),
+        r"add \(called at .*shares memory with one that add_ \(called at .*stages",
+    ),
+    "change through a view": (
+        Layers(_change_through_a_view),
+        r"layers.2 \(called at .*shares memory with one that add_",
+    ),
+    "two views": (Layers(_two_views, Two), r"layers.2 \(called at .*in place that shares memory with another one"),
+    "rows of a tensor": (Layers(_rows_of_a_tensor), r"through a view \(at .*test_tracer.py:\d+"),
+    "number of calls": (
+        Layers(_reads("num_calls"), Counting),
+        "Counting.num_calls was read outside of the block layers.1",
+    ),
+    "list": (Layers(_reads("history"), Counting), "Counting.history was read outside of the block layers.1"),
+    "buffer": (Layers(_reads_a_buffer, Counting), "reads the buffer layers.0.norm.running_mean"),
+    "no pytree": (
+        Layers(_chain, lambda: Returns(Opaque)),
+        r"layers.0 \(called at .*returned a Opaque that holds tensors and is not a pytree",
+    ),
+    "hidden argument": (
+        Layers(_hides_an_argument),
+        r"layers.1 \(called at .*got a Opaque that holds tensors of blocks",
+    ),
+    "failure": (
+        Layers(_chain, lambda: Returns(_fails)),
+        r"Block layers.0 at .*random tensors.*\(ValueError: out of tune\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_stages_can_not_share_is_refused(name: str) -> None:
+    module, message = REFUSED[name]
+    with pytest.raises(TraceError, match=message):
+        Traced(module, _input()).run()
 
 
 @pytest.mark.parametrize(
@@ -122,14 +256,6 @@ def test_reading_data_between_blocks_names_call_and_place(name: str, use: Callab
     assert "another rank" in str(error.value)
 
 
-def test_reading_data_after_the_last_block_is_left_to_the_last_stage() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        x = _chain(module, x)
-        return x * 2 if x.sum().item() > 0 else x * 3
-
-    assert_followed(Layers(glue))
-
-
 def test_changed_control_flow_names_the_call() -> None:
     def glue(module: Any, x: Tensor) -> Any:
         x = module.layers[0](x)
@@ -156,210 +282,7 @@ def test_tensor_kept_from_an_earlier_step_is_refused() -> None:
         Traced(other, _input())
 
 
-# ------------------------------------------------------------------------------------------------------- shared memory
-
-
-def test_view_made_before_an_in_place_change_on_a_later_stage_is_refused() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        x = module.layers[0](x)
-        first = x[:, :1]
-        x += module.layers[1](x)
-        return module.layers[3](module.layers[2](x)) + first
-
-    with pytest.raises(TraceError, match=r"add \(called at .*shares memory with one that add_ \(called at .*stages"):
-        Traced(Layers(glue), _input()).cut()
-
-
-def test_in_place_change_through_a_view_on_a_later_stage_is_refused() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        x = module.layers[0](x)
-        x[:, 0].add_(module.layers[1](x)[:, 0])
-        return module.layers[3](module.layers[2](x))
-
-    with pytest.raises(TraceError, match=r"layers.2 \(called at .*shares memory with one that add_"):
-        Traced(Layers(glue), _input()).cut()
-
-
-class _Two(nn.Module):
-    """Changes two arguments in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x.mul_(2)
-        y.add_(1)
-        output: Tensor = self.inner(x)
-        return output
-
-
-def test_call_that_changes_two_views_of_an_earlier_stage_is_refused() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        x = module.layers[1](module.layers[0](x))
-        return module.layers[3](module.layers[2](x, x[:, :1]))
-
-    module = Layers(glue)
-    module.layers[2] = _Two()
-    with pytest.raises(TraceError, match=r"layers.2 \(called at .*in place that shares memory with another one"):
-        Traced(module, _input()).cut()
-
-
-def test_writing_into_a_tensor_of_the_batch_through_a_view_is_refused() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        rows = torch.zeros(4, *x.shape)
-        for i, layer in enumerate(module.layers):
-            x = layer(x)
-            rows[i].copy_(x)
-        return rows.sum(0)
-
-    with pytest.raises(TraceError, match=r"through a view \(at .*test_tracer.py:\d+"):
-        Traced(Layers(glue), _input())
-
-
-# ------------------------------------------------------------------------------------------ what blocks leave behind
-
-
-class Counting(nn.Module):
-    """Counts its calls, and keeps its output and its square."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.num_calls = 0
-        self.history: list[Tensor] = []
-        self.kept: dict[str, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        output: Tensor = self.linear(x)
-        self.kept = {"output": output, "square": output.square()}
-        self.history.append(output.detach())
-        return output
-
-
-@pytest.mark.parametrize("name", ["num_calls", "history"])
-def test_other_attributes_of_an_absent_block_are_refused(name: str) -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        y = _chain(module, x)
-        return y * (1 if getattr(module.layers[1], name) else 2)
-
-    with pytest.raises(TraceError, match=rf"Counting.{name} was read outside of the block layers.1"):
-        Traced(Layers(glue, Counting), _input()).run()
-
-
-class Normalised(nn.Module):
-    """Ends with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.norm(self.linear(x))
-        return output
-
-
-def test_buffer_that_a_block_changes_is_not_for_glue() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        return _chain(module, x) + module.layers[0].norm.running_mean
-
-    with pytest.raises(TraceError, match=r"reads the buffer layers.0.norm.running_mean"):
-        Traced(Layers(glue, Normalised), _input()).cut()
-
-
-class Configured(nn.Module):
-    """Reads some of its attributes."""
-
-    def __init__(self, layer_idx: int, *, is_wide: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.layer_idx, self.is_wide, self.unread = layer_idx, is_wide, object()
-        self.widths, self.activation = [1, 2], torch.relu
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.activation(self.linear(x)) * (self.widths[0] if self.is_wide else self.layer_idx)
-        return y
-
-
-def test_attributes_that_blocks_read_are_known() -> None:
-    module = Layers(_chain)
-    module.layers = nn.ModuleList(Configured(i, is_wide=i == 3) for i in range(4))
-    read = Traced(module, _input()).trace.read_attributes
-    assert read["layers.0"].keys() == {".activation", ".is_wide", ".layer_idx"}
-    assert read["layers.3"].keys() == {".activation", ".is_wide", ".widths"}
-    assert read["layers.0"] == read["layers.1"], "the numbers of the layers do not tell them apart"
-    assert read["layers.0"][".is_wide"] != read["layers.3"][".is_wide"]
-    assert all(type(layer) is Configured and type(layer.linear) is nn.Linear for layer in module.layers)
-
-
-def test_trace_leaves_the_module_as_it_was() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        module.kept = x
-        module.layers[0].register_forward_hook(lambda *args: None)
-        return _chain(module, x) + torch.rand(())
-
-    module = Layers(glue, Counting)
-    weights, rng = deepcopy(module.state_dict()), torch.get_rng_state()
-    Traced(module, _input())
-    assert module.kept is None
-    for layer in module.layers:
-        assert isinstance(layer, Counting)
-        assert (layer.num_calls, layer.history, layer.kept, dict(layer._forward_hooks)) == (0, [], {}, {})
-    torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
-    assert torch.equal(torch.get_rng_state(), rng)
-
-
-# ----------------------------------------------------------------------------------------- what blocks take and give
-
-
-@dataclass
-class Pair:
-    """A dataclass that torch does not know."""
-
-    left: Tensor
-    right: list[Tensor]
-    scale: float = 2.0
-
-
-class Opaque:
-    """An object that holds a tensor."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-class Returns(nn.Module):
-    """A block that wraps its output."""
-
-    def __init__(self, wrap: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.wrap = wrap
-
-    def forward(self, x: Any) -> Any:
-        if isinstance(x, Pair):
-            x = x.left * x.scale + x.right[0]
-        return self.wrap(self.linear(x))
-
-
-def test_output_that_is_no_pytree_is_refused() -> None:
-    words = r"layers.0 \(called at .*returned a Opaque that holds tensors and is not a pytree"
-    with pytest.raises(TraceError, match=words):
-        Traced(Layers(_chain, lambda: Returns(Opaque)), _input())
-
-
-def test_argument_that_hides_tensors_is_refused() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        x = module.layers[0](x)
-        return module.layers[1](Opaque(x))
-
-    with pytest.raises(TraceError, match=r"layers.1 \(called at .*got a Opaque that holds tensors of blocks"):
-        Traced(Layers(glue, lambda: Returns(lambda x: x)), _input())
-
-
-# ------------------------------------------------------------------------------------------------ runs on random data
+# ---- runs on random data
 
 
 class Chooses(nn.Module):
@@ -405,49 +328,6 @@ def test_block_that_fails_on_fake_tensors_runs_on_random_ones() -> None:
     assert list(first.mutated) == [0]
     torch.testing.assert_close(module.state_dict(), weights, rtol=0, atol=0)
     assert_followed(Layers(glue, Chooses))
-
-
-def test_block_that_always_fails_is_named() -> None:
-    def fail(x: Tensor) -> Tensor:
-        raise ValueError("out of tune")
-
-    with pytest.raises(TraceError, match=r"Block layers.0 at .*random tensors.*\(ValueError: out of tune\)"):
-        Traced(Layers(_chain, lambda: Returns(fail)), _input())
-
-
-# --------------------------------------------------------------------------------------------- calls that torch hides
-
-
-class Twice(torch.autograd.Function):
-    """A function whose backward is not the derivative of its forward, to be told from it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * 3
-
-
-twice: Callable[[Tensor], Tensor] = Twice.apply
-
-
-def test_hidden_calls_are_as_they_were_outside_of_steps() -> None:
-    Traced(Layers(_chain), _input()).run()
-    assert "apply" not in vars(_SingleLevelFunction)  # torch 2.13
-    assert "__getattribute__" not in vars(type(_SingleLevelFunction))
-    x = torch.ones(2, requires_grad=True)
-    checkpoint(twice, x, use_reentrant=False).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [3.0, 3.0]
-
-
-def test_ghost_in_unseen_code_is_refused() -> None:
-    traced = Traced(Layers(_chain), _input())
-    ghost = Ghost(traced.trace.tensors[0])
-    with pytest.raises(TraceError, match="lives on another pipeline stage"):
-        torch.add(ghost, 1)
 
 
 # ----------------------------------------------------------------------------------- gradients taken inside of the step

@@ -23,7 +23,7 @@ from lightning_3d.trace.output_uses import ShardedLogits
 from tests.collectives import Collectives
 from tests.models import TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
-from tests.test_fused_loss import FLAT, FUSED, READ, TARGETS
+from tests.test_fused_loss import FUSED, READ
 from tests.workers import WorkerPools
 
 
@@ -86,26 +86,6 @@ def _cross_entropies(num_classes: int) -> None:
 def test_cross_entropy_with_every_option(workers: WorkerPools) -> None:
     for size, num_classes in ((2, 8), (2, 7), (4, 10)):
         workers(size).run(_cross_entropies, num_classes)
-
-
-def _ways_to_the_loss() -> None:
-    """Those that sum over ranks twice; many others are read below."""
-    mesh = _mesh()
-    ways: list[Use] = [
-        lambda x: F.cross_entropy(x.reshape(-1, x.size(-1)).float(), FLAT),
-        lambda x: F.cross_entropy(x.permute(0, 2, 1), TARGETS, reduction="none"),
-        lambda x: F.cross_entropy(x[..., :-1, :].contiguous().view(-1, 10), TARGETS[:, 1:].flatten()),
-        lambda x: F.cross_entropy(x[0, 0], TARGETS[0, 0]),
-        lambda x: F.cross_entropy(x.unsqueeze(1).squeeze(1).flatten(0, 1) / 0.7, FLAT),
-        lambda x: F.cross_entropy((torch.tanh(x / 3) * 3 * torch.ones(2, 4, 1)).flatten(0, 1), FLAT),
-    ]
-    for way in ways:
-        _compare(torch.randn(2, 4, 10), way, mesh, collectives=2)
-
-
-def test_logits_stay_sharded_on_the_way_to_the_loss(workers: WorkerPools) -> None:
-    for size in (2, 4):
-        workers(size).run(_ways_to_the_loss)
 
 
 def _other_uses() -> None:
@@ -204,13 +184,6 @@ def test_tables_that_can_be_cut() -> None:
     assert _role(nn.Embedding(5, 2), IDS, size=4) == "replicate"  # nothing would be left for the last rank
     for option in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
         assert _role(nn.Embedding(64, 16, **option), IDS) == "replicate"
-
-
-def test_heads_that_can_be_cut() -> None:
-    to_loss, elsewhere = ShardedLogits(num_classes=63, is_read=False), None
-    assert _role(nn.Linear(16, 63), HIDDEN, logits=to_loss) == "vocabulary"
-    assert _role(nn.Linear(16, 63), HIDDEN, logits=elsewhere) == "replicate"
-    assert _role(nn.Linear(16, 8), HIDDEN, logits=ShardedLogits(num_classes=8, is_read=False)) == "replicate"
 
 
 def test_head_with_bias_counts_its_collectives() -> None:
