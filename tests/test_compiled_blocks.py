@@ -73,9 +73,6 @@ LAYOUTS = [
         marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
     ),
     Layout(dp=2, zero=3, compile_backend="aot_eager", activations={"recompute": "full"}),
-    Layout(
-        pp=2, num_microbatches=4, schedule="zbv", compile_backend="aot_eager", activations={"recompute": "selective"}
-    ),
 ]
 
 
@@ -91,86 +88,6 @@ def test_compiled_blocks_train_as_eager_ones(workers: WorkerPools, layout: Layou
     assert_same_state([state for state, _, _ in compiled], eager[0][0])
     assert all(num for _, num, _ in eager)
     assert [(num, told) for _, num, told in compiled] == [(0, [])] * layout.world_size
-
-
-class Looking(Block):
-    """Its control flow depends on data."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        _note_eager(x)
-        return super().forward(x if x.sum() > 0 else -x)
-
-
-class Counting(Block):
-    """Counts its calls twice, has a BatchNorm and a hook, takes and gives more than tensors."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 4)
-        self.batch_norm = nn.BatchNorm1d(32)
-        self.register_buffer("num_calls", torch.zeros(()))
-        self.calls = 0
-        self.hooked = 0
-        self.mlp.register_forward_hook(self._note_call)
-
-    def _note_call(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        self.hooked += 1
-
-    def forward(self, x: Tensor, *, state: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:  # type: ignore[override]
-        _note_eager(x)
-        self.calls += 1
-        self.num_calls += 1
-        x = super().forward(x)
-        x = self.batch_norm(x.flatten(0, 1)).view_as(x) * state["scale"]
-        return x, {"scale": state["scale"], "mean": x.mean()}
-
-
-class CountingGPT(DroppingGPT):
-    def __init__(self) -> None:
-        super().__init__(Counting)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, state = self.tokens(tokens), {"scale": 0.5}
-        for block in [*self.blocks, self.blocks[0]]:
-            x, state = block(x, state=state)
-        logits: Tensor = self.head(self.norm(x)) + state["mean"]
-        return logits
-
-
-COUNTS: list[Any] = []
-
-
-class Told(CountingGPT):
-    def on_train_end(self) -> None:
-        COUNTS[:] = [(block.calls, block.hooked) for block in self.blocks]  # type: ignore[union-attr]
-
-
-def _counts(layout: Layout) -> tuple[dict[str, Tensor], int, list[str], list[Any]]:
-    return *_trained(layout, Told), list(COUNTS)
-
-
-def test_what_blocks_change_comes_out_as_eagerly(workers: WorkerPools) -> None:
-    ((expected, _, _, counts),) = workers(1).run(_counts, Layout())
-    ((state, num_eager, told, found),) = workers(1).run(_counts, Layout(compile_backend="aot_eager"))
-    assert_same_state([state], expected)
-    assert (num_eager, told) == (0, [])
-    assert found == counts
-    assert counts[0][0] > counts[1][0] > 0, "the first block is called twice in each step"
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2, compile_backend="aot_eager")], ids=str)
-def test_what_can_not_be_compiled_runs_eagerly_and_says_why(workers: WorkerPools, layout: Layout) -> None:
-    model = partial(DroppingGPT, Looking)
-    eager = workers(2).run(_trained, replace(layout, compile_backend=None), model)
-    found = workers(2).run(_trained, layout, model)
-    assert_same_state([state for state, _, _ in found], eager[0][0])
-    (_, num, (told,)), (_, _, others) = found
-    assert num == eager[0][1]
-    assert told.startswith("compile.enabled: Looking runs eagerly, at least in part: ")
-    assert "Data-dependent" in told or "data-dependent" in told, told
-    assert not others
 
 
 def _shapes() -> tuple[list[Any], list[str], int]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import random
 import shutil
 import warnings
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.tensor import BlockCompiler, apply_block, plan_block
-from tests.models import Block
 from tests.workers import WorkerPools
 
 SHAPE = (2, 8, 32)  # (B, T, D)
@@ -44,14 +41,6 @@ class Dropping(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)
         output: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return output
-
-
-class Checkpointing(Dropping):
-    """Recomputes a part of itself, which draws."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = checkpoint(super().forward, self.dropout(x), use_reentrant=False)
-        return self.dropout(output)
 
 
 class Noisy(Dropping):
@@ -123,7 +112,6 @@ def _against_eager(make: type[nn.Module], backend: str) -> tuple[float, int, lis
 @pytest.mark.parametrize(
     ("make", "backend"),
     [
-        (Checkpointing, "aot_eager"),
         (Noisy, "aot_eager"),
         pytest.param(
             Dropping,
@@ -137,78 +125,3 @@ def test_numbers_are_those_of_eager_shards(workers: WorkerPools, make: type[nn.M
         assert difference < 1e-5
         assert num_compiled == 4, "training with and without gradient and in inference mode, evaluation"
         assert not told
-
-
-# -------------------------------------------------------------------------------------------------------- fallbacks
-
-
-class Sampling(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.bernoulli(x.sigmoid()))
-
-
-class Skipping(Block):
-    """Stochastic depth, decided in Python."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand(()) < 0.5 else super().forward(x)
-
-
-class Playing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * random.random() + np.random.rand())
-
-
-class Seeding(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            return super().forward(F.dropout(x, 0.5))
-
-
-class OfItsOwn(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.rand((), generator=torch.Generator().manual_seed(3)))
-
-
-REASONS: dict[type[Block], str] = {
-    Sampling: "aten.bernoulli.default draws random numbers that depend on values of tensors",
-    Skipping: "reads the value of a tensor",
-    Playing: "random numbers of Python or NumPy",
-    Seeding: "or seeds generators",
-    OfItsOwn: "from a generator of its own",
-}
-
-
-def _fallbacks() -> dict[str, tuple[list[str], float, int]]:
-    """Class of block -> warnings, difference from dense in three calls, kinds of calls compiled."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    found = {}
-    for make in REASONS:
-        torch.manual_seed(0)
-        dense, inputs = make(32, 4), torch.randn(SHAPE)
-        compiler, block = BlockCompiler(mesh, CompileConfig(backend="aot_eager")), copy.deepcopy(dense)
-        plan = plan_block(Block(32, 4), (inputs,), {}, size=2)  # it would not be found for all of them
-        apply_block(block, plan, mesh, compiler=compiler)
-        outputs = []
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for each in (dense, block):
-                torch.manual_seed(1)
-                random.seed(1)
-                np.random.seed(1)
-                outputs.append(torch.stack([each(inputs) for _ in range(3)]))
-        told = [str(warning.message) for warning in caught if "compile.enabled" in str(warning.message)]
-        found[make.__name__] = told, float((outputs[0] - outputs[1]).abs().max()), compiler.num_compiled
-    return found
-
-
-def test_what_can_not_be_drawn_ahead_runs_eagerly_and_says_why(workers: WorkerPools) -> None:
-    first, second = workers(2).run(_fallbacks)
-    for make, reason in REASONS.items():
-        (told,), difference, num_compiled = first[make.__name__]
-        assert f"compile.enabled: {make.__name__} runs eagerly" in told
-        assert reason in told
-        assert difference < 1e-5, make
-        assert num_compiled == 0
-    assert not any(told for told, _, _ in second.values())

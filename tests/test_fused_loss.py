@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import StepError
@@ -25,9 +23,9 @@ from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import CrossEntropy
-from tests.law.models.heads import ByRow, ByTable, Shifted
-from tests.models import TinyGPT, tokens
-from tests.parity import QUIET, Job, Layout, assert_parity, fitted, run_layout, run_reference
+from tests.law.models.heads import ByTable, Shifted
+from tests.models import TinyGPT
+from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
 
 CLASSES, WIDTH = 10, 5
@@ -79,10 +77,6 @@ class Compared:
             loss.backward(seed)
         for theirs, ours in zip(*self.leaves, strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=rtol, atol=atol, equal_nan=True)
-
-
-def test_logits_that_are_first_read_inside_of_a_checkpoint() -> None:
-    Compared(2, 4).check(lambda logits: checkpoint(lambda x: x.sin().exp(), logits, use_reentrant=False))
 
 
 FLAT = torch.tensor([0, 9, 3, -100, 5, 6, 1, 2])
@@ -197,6 +191,7 @@ def _changed(logits: Tensor) -> Tensor:
 
 
 READ: list[Use] = [
+    lambda x: checkpoint(lambda y: y.sin().exp(), x, use_reentrant=False),
     lambda x: x.argmax(-1),
     lambda x: x[..., 2:5],
     lambda x: -x.log_softmax(-1).gather(-1, TARGETS.clamp(min=0).unsqueeze(-1)),
@@ -266,12 +261,8 @@ def test_gradients_of_logits_after_their_loss_are_refused(reader: Use) -> None:
     F.cross_entropy(lazy, FLAT)
     with pytest.raises(StepError, match=r"before the loss, or set activations\.fused_loss='never'"):
         reader(lazy)
-
-
-def test_gradients_of_logits_before_their_loss() -> None:
-    compared = Compared(8)
     lazy, dense = compared.lazy(), compared.dense()
-    for logits in (lazy, dense):
+    for logits in (lazy, dense):  # before their loss
         logits.retain_grad()
         F.cross_entropy(logits, FLAT).backward()
     torch.testing.assert_close(lazy.grad, dense.grad)
@@ -318,85 +309,133 @@ def test_logits_never_exist() -> None:
     assert max(sizes) <= 64 * WIDTH
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradients_have_gradients(reduction: Any) -> None:
+    torch.manual_seed(0)
+    target, classes = torch.tensor([2, -100, 0, 4]), torch.rand(5, dtype=torch.float64)
+    options: dict[str, Any] = {"weight": classes, "reduction": reduction, "label_smoothing": 0.1}
+    rows, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (5, 3), (5,)))
+    found = []
+    for is_fused in (False, True):
+        leaves = [leaf.clone().requires_grad_() for leaf in (rows, weight, bias)]
+        if is_fused:
+            head = Head(weight=leaves[1], bias=leaves[2], dtype=torch.float64)
+            loss = cross_entropy_of(leaves[0], head, CrossEntropy(input=leaves[0], target=target, **options))
+        else:
+            loss = F.cross_entropy(F.linear(*leaves), target, **options)
+        first = torch.autograd.grad(loss.square().sum(), leaves, create_graph=True)
+        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 # ------------------------------------------------------------------------------------------------------- training
 
 
 class Reading(TinyGPT):
-    """Does more with its logits than to compute a loss."""
+    """Does more with its logits than to compute a loss, or hooks its head."""
 
     def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-        self.seen: list[float] = []
-        self.kept: Tensor | None = None
+        super().__init__(tied=False)
+        self.way, self.seen, self.kept = way, list[float](), list[Tensor]()
+        if way == "hooked":
+            self.head.register_forward_hook(lambda module, args, output: output / 2)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        logits = self(batch[0])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        logits, targets = self(batch[0]), batch[1]
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if self.way == "accuracy" or (self.way == "accuracy at times" and batch_idx == 1):
-            self.seen.append((logits.argmax(-1) == batch[1]).float().mean().item())
+            self.seen.append((logits.argmax(-1) == targets).float().mean().item())
         if self.way == "kept":
-            self.kept = logits
+            self.kept = [logits]
+        more: dict[str, Callable[[], Tensor]] = {
+            "twice": lambda: F.cross_entropy(logits[:, 1:].flatten(0, 1), targets[:, :-1].flatten()),
+            "read": lambda: 0.01 * logits.logsumexp(-1).square().mean(),
+            "peeked": lambda: _Peeking.apply(logits).square().mean(),
+            "batched": lambda: torch.vmap(lambda row: row.square().mean())(logits).mean(),
+            "halved": lambda: F.cross_entropy(_Halved.apply(logits).flatten(0, 1), targets.flatten()),
+        }
+        loss = loss + more[self.way]() if self.way in more else loss
         return {"loss": loss, "logits": logits} if self.way == "returned" else loss
 
+    def on_before_backward(self, loss: Tensor) -> None:
+        if isinstance(self.trainer.strategy, ThreeDStrategy) and self.trainer.world_size > 1:
+            assert isinstance(self.head.weight, DTensor), "no longer gathered"
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        read = outputs["logits"] if self.way == "returned" else self.kept
-        if read is not None:
-            self.seen.append(read.square().mean().item())
-        self.seen.append(outputs["loss"].item())
+        read = [outputs["logits"]] if self.way == "returned" else self.kept
+        self.seen += [logits.square().mean().item() for logits in read]
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         pass
 
 
-WAYS = ("accuracy", "accuracy at times", "kept", "returned")
-
-
-def _read_in(way: str) -> None:
-    seen = []
-    for strategy in ("auto", ThreeDStrategy(), ThreeDStrategy(activations={"fused_loss": "never"})):
-        L.seed_everything(1)
-        model = Reading(way)
-        trainer = L.Trainer(strategy=strategy, max_steps=4, limit_val_batches=0, **QUIET)
-        trainer.fit(model, DataLoader(tokens(16), batch_size=4), DataLoader(tokens(4), batch_size=4))
-        seen.append(model.seen)
-        if isinstance(trainer.strategy, ThreeDStrategy):
-            heads = trainer.strategy.plan.heads
-            fused = trainer.strategy.config.activations.fused_loss == "auto"
-            assert ("fused with" in str(heads)) == (fused and way in ("nothing", "accuracy at times")), heads
-            assert ("the step reads logits" in str(heads)) == (fused and way in ("accuracy", "kept", "returned")), heads
-    for other in seen[1:]:
-        assert other == pytest.approx(seen[0], rel=1e-5)
-
-
-def test_logits_that_the_step_reads_are_those_of_the_head(workers: WorkerPools) -> None:
-    for way in WAYS:
-        workers(1).run(_read_in, way)
-
-
-FUSED_LINE = ("head: fused with its cross entropy, without logits",)
-ELSEWHERE = (
-    "head: its pipeline stage fuses it with its cross entropy,"
-    " unless the step reads logits or waits for their gradient",
-)
-
-
-def of_table(lines: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(line.replace("head:", "tokens.weight:") for line in lines)
-
-
-LINES: list[tuple[Any, Layout, tuple[str, ...]]] = [
-    (TinyGPT, Layout(tp=2), FUSED_LINE),
-    (Shifted, Layout(pp=2), ELSEWHERE),
-    (ByRow, Layout(pp=2, schedule="zbv", stages_per_rank=2), FUSED_LINE),
-    (
-        partial(TinyGPT, tied=False),
-        Layout(pp=2, activations={"recompute": "full", "blocks": ["head"]}),
-        ("head: makes logits, as its backward computes it again (activations.recompute)",),
+FUSED_LINE = "head: fused with its cross entropy, without logits"
+ALONE, GATHERED = Layout(), Layout(dp=2, zero=3)
+READS = "head: makes logits, as the step reads logits"
+OUTCOMES = {
+    "alone": (
+        ALONE,
+        {**dict.fromkeys(("accuracy", "kept", "returned"), READS), "accuracy at times": FUSED_LINE},
     ),
-    (partial(ByTable, "part"), Layout(tp=2), of_table(FUSED_LINE)),
-    (partial(ByTable, "twice"), Layout(pp=2), of_table(ELSEWHERE)),
-    (partial(ByTable, "operator"), Layout(dp=2, zero=3), of_table(FUSED_LINE)),
+    "gathered": (
+        GATHERED,
+        {
+            "twice": FUSED_LINE,
+            "hooked": "head: makes logits, as it has hooks",
+            **{"read": f"{READS}: logsumexp", "halved": f"{READS}: _Halved", "peeked": f"{READS}: _Peeking"},
+        },
+    ),
+}
+"""A layout, and what the plan says of the head by what the step does."""
+
+
+def _read(layout: Layout | None, ways: Sequence[str]) -> list[tuple[dict[str, Tensor], list[float], str]]:
+    """By way, the trained state, what was seen, and what became of the head."""
+    found = []
+    for way in ways:
+        trainer, model = fitted(layout, partial(Reading, way), batches=3, epochs=1)
+        assert isinstance(model, Reading)
+        plan = trainer.strategy.plan if isinstance(trainer.strategy, ThreeDStrategy) else None
+        found.append((whole_state(trainer), model.seen, plan.heads[0] if plan else ""))
+    return found
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_logits_that_the_step_reads_are_those_of_the_head(workers: WorkerPools, name: str) -> None:
+    layout, lines = OUTCOMES[name]
+    expected = _read(None, [*lines])
+    for ranks in workers(layout.world_size).run(_read, layout, [*lines]):
+        for (way, text), (state, seen, line), (wanted, wanted_seen, _) in zip(
+            lines.items(), ranks, expected, strict=True
+        ):
+            assert_same_state([state], wanted)
+            assert seen == pytest.approx(wanted_seen, rel=1e-5), way
+            assert line.startswith(text), way
+
+
+def _batched() -> str:
+    with pytest.raises(StepError) as error:
+        fitted(GATHERED, partial(Reading, "batched"))
+    return str(error.value)
+
+
+def test_gradients_that_need_a_weight_that_is_gone_are_refused(workers: WorkerPools) -> None:
+    assert all("fused_loss='never'" in message for message in workers(2).run(_batched))
+
+
+ELSEWHERE = (
+    "its pipeline stage fuses it with its cross entropy, unless the step reads logits or waits for their gradient"
+)
+LINES: list[tuple[Any, Layout, str]] = [
+    (TinyGPT, Layout(tp=2), FUSED_LINE),
+    (Shifted, Layout(pp=2), f"head: {ELSEWHERE}"),
+    (
+        TinyGPT,
+        Layout(pp=2, activations={"recompute": "full", "blocks": ["head"]}),
+        "head: makes logits, as its backward computes it again (activations.recompute)",
+    ),
+    (partial(ByTable, "operator"), GATHERED, FUSED_LINE.replace("head:", "tokens.weight:")),
 ]
 
 
@@ -406,11 +445,9 @@ def _lines(model: Any, layout: Layout) -> tuple[str, ...]:
     return trainer.strategy.plan.heads
 
 
-@pytest.mark.parametrize(("model", "layout", "lines"), LINES)
-def test_plans_tell_what_becomes_of_heads(
-    workers: WorkerPools, model: Any, layout: Layout, lines: tuple[str, ...]
-) -> None:
-    assert workers(2).run(_lines, model, layout)[0] == lines
+@pytest.mark.parametrize(("model", "layout", "line"), LINES)
+def test_plans_tell_what_becomes_of_heads(workers: WorkerPools, model: Any, layout: Layout, line: str) -> None:
+    assert workers(2).run(_lines, model, layout)[0] == (line,)
 
 
 def _alive_between_microbatches() -> list[int]:
@@ -433,88 +470,3 @@ def test_microbatches_leave_nothing_behind(workers: WorkerPools) -> None:
     assert not first
     assert len(last) >= 4
     assert not any(last)
-
-
-class Gathered(TinyGPT):
-    """Reads its logits, or hooks its head, in one of many ways."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__(tied=False)
-        self.way, self.seen = way, []
-        if way == "hooked":
-            self.head.register_forward_hook(lambda module, args, output: output / 2)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        logits, targets = self(batch[0]), batch[1]
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        if self.way == "twice":
-            loss = loss + F.cross_entropy(logits[:, 1:].flatten(0, 1), targets[:, :-1].flatten(), label_smoothing=0.1)
-        if self.way == "read":
-            loss = loss + 0.01 * logits.logsumexp(-1).square().mean()
-        if self.way == "peeked":
-            loss = loss + _Peeking.apply(logits).square().mean()
-        if self.way == "batched":
-            loss = loss + torch.vmap(lambda row: row.square().mean())(logits).mean()
-        if self.way == "halved":
-            loss = loss + F.cross_entropy(_Halved.apply(logits).flatten(0, 1), targets.flatten())
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        strategy = self.trainer.strategy
-        if isinstance(strategy, ThreeDStrategy) and strategy.mesh.shape.pp == 1:
-            assert isinstance(self.head.weight, DTensor), "no longer gathered"
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        logits = self(batch[0])
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-        self.log_dict({"val_loss": loss, "accuracy": (logits.argmax(-1) == batch[1]).float().mean()}, sync_dist=True)
-
-
-OUTCOMES = {
-    "twice": FUSED_LINE[0],
-    "read": "head: makes logits, as the step reads logits: logsumexp",
-    "hooked": "head: makes logits, as it has hooks",
-    "halved": "head: makes logits, as the step reads logits: _Halved",
-    "peeked": "head: makes logits, as the step reads logits: _Peeking",
-}
-
-
-@pytest.mark.parametrize("way", OUTCOMES)
-def test_what_becomes_of_logits_whose_weight_is_gathered_for_them(workers: WorkerPools, way: str) -> None:
-    job = Job(model=partial(Gathered, way))
-    result = run_layout(workers, job, Layout(dp=2, zero=3))
-    assert_parity(run_reference(job), result, tolerance=1e-5)
-    assert result.plan.heads[0].startswith(OUTCOMES[way])
-
-
-def _batched() -> str:
-    try:
-        fitted(Layout(dp=2, zero=3), partial(Gathered, "batched"))
-    except StepError as error:
-        return str(error)
-    return ""
-
-
-def test_gradients_that_need_a_weight_that_is_gone_are_refused(workers: WorkerPools) -> None:
-    assert all("fused_loss='never'" in message for message in workers(2).run(_batched))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradients_have_gradients(reduction: Any) -> None:
-    torch.manual_seed(0)
-    target, classes = torch.tensor([2, -100, 0, 4]), torch.rand(5, dtype=torch.float64)
-    options: dict[str, Any] = {"weight": classes, "reduction": reduction, "label_smoothing": 0.1}
-    rows, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (5, 3), (5,)))
-    found = []
-    for is_fused in (False, True):
-        leaves = [leaf.clone().requires_grad_() for leaf in (rows, weight, bias)]
-        if is_fused:
-            head = Head(weight=leaves[1], bias=leaves[2], dtype=torch.float64)
-            loss = cross_entropy_of(leaves[0], head, CrossEntropy(input=leaves[0], target=target, **options))
-        else:
-            loss = F.cross_entropy(F.linear(*leaves), target, **options)
-        first = torch.autograd.grad(loss.square().sum(), leaves, create_graph=True)
-        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)

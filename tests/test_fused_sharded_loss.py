@@ -72,50 +72,28 @@ class Sharded(Compared):
 
 
 @SMALL
-def _every_option(dtype: torch.dtype) -> None:
+def _as_dense() -> None:
     options = itertools.product(("mean", "sum", "none"), (0.0, 0.3), (None, WEIGHT), (-100, 5), (True, False))
     for reduction, smoothing, weight, ignored, bias in options:
-        compared = Sharded(8, dtype=dtype, bias=bias)
+        compared = Sharded(8, bias=bias)
         target = FLAT if ignored == -100 else FLAT.clamp(min=0)
         keywords: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
-        weights = None if weight is None else weight.to(dtype)
-        compared.check(lambda x: F.cross_entropy(x, target, weights, **keywords))  # noqa: B023
+        compared.check(lambda x: F.cross_entropy(x, target, weight, **keywords))  # noqa: B023
         if not keywords.pop("label_smoothing"):
-            compared.check(lambda x: F.nll_loss(x.log_softmax(1), target, weights, **keywords))  # noqa: B023
+            compared.check(lambda x: F.nll_loss(x.log_softmax(1), target, weight, **keywords))  # noqa: B023
         assert not compared.reads
+    Sharded(8, dtype=torch.float64).check(lambda x: F.cross_entropy(x, FLAT))
     Sharded(8).check(lambda x: F.cross_entropy(x, torch.full((8,), -100)))  # NaN
     Sharded(8).check(lambda x: F.cross_entropy(x, torch.full((8,), -100), reduction="sum"))
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.matrix)])
-def test_every_option_of_cross_entropy(workers: WorkerPools, size: int) -> None:
-    for dtype in (torch.float32, torch.float64):
-        workers(size).run(_every_option, dtype)
-
-
-@SMALL
-def _ways_to_the_loss() -> None:
-    for number, use in enumerate(FUSED):
-        compared = Sharded(2, 4)
-        compared.check(use)
-        assert not compared.reads or number == len(FUSED) - 1
-
-
-def test_ways_to_the_loss_that_make_no_logits(workers: WorkerPools) -> None:
-    workers(2).run(_ways_to_the_loss)
-
-
-@SMALL
-def _other_uses() -> None:
-    for use in READ:
+    for number, use in enumerate((*FUSED, *READ)):
         if getattr(use, "__name__", "") != "_changed":  # planning keeps logits whole for steps that change them
             compared = Sharded(2, 4)
             compared.check(use)
-            assert len(compared.reads) == 1
+            assert len(compared.reads) == (number >= len(FUSED) - 1), number
 
 
-def test_other_uses_see_the_logits(workers: WorkerPools) -> None:
-    workers(2).run(_other_uses)
+def test_every_option_and_every_use_is_as_in_one_process(workers: WorkerPools) -> None:
+    workers(2).run(_as_dense)
 
 
 @SMALL

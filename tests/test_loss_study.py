@@ -67,14 +67,10 @@ def test_kinds_of_losses(loss: str) -> None:
         assert (found.denominator is not None) == has_denominator
 
 
-def test_labels_that_are_all_valid_so_far_weigh_samples_all_the_same() -> None:
+def test_few_samples_do_not_show_the_weights() -> None:
     features, labels = _batch(8)
-    found = _found(LossNet("ignoring"), [features, labels.clamp(min=1)])
+    found = _found(LossNet("ignoring"), [features, labels.clamp(min=1)])  # all are valid so far
     assert (found.kind, found.denominator) == (LossKind.WEIGHTED, 0)
-
-
-def test_parts_without_a_valid_label_fit_a_sum() -> None:
-    features, labels = _batch(8)
     found = _found(LossNet("summed"), [features[:2], labels[:2].clamp(min=1)], size=1)
     assert found.kind == LossKind.SUM
 
@@ -82,44 +78,61 @@ def test_parts_without_a_valid_label_fit_a_sum() -> None:
 @pytest.mark.parametrize("name", ["training_step", "validation_step"])
 def test_how_values_are_joined(name: str) -> None:
     found = _found(LossNet("ignoring"), _batch(8), name)
-    prefix = "" if name == "training_step" else "val_"
-    joined = {value: how for value, how in found.averages.items() if "self.log" in value}
     if name == "training_step":
-        assert joined[f"self.log('{prefix}loss', reduce_fx='mean')"] == "loss"
-        assert joined[f"self.log('{prefix}accuracy', reduce_fx='mean')"] == "loss"
+        joined = {value: how for value, how in found.averages.items() if "self.log" in value}
+        assert (
+            joined["self.log('loss', reduce_fx='mean')"] == joined["self.log('accuracy', reduce_fx='mean')"] == "loss"
+        )
+        assert "self.log('squashed', reduce_fx='mean')" in found.unjoined
     else:  # whose loss has no gradients that tell its weights
-        assert f"self.log('{prefix}loss', reduce_fx='mean')" in found.unjoined
-    assert f"self.log('{prefix}squashed', reduce_fx='mean')" in found.unjoined
+        assert {f"self.log('val_{n}', reduce_fx='mean')" for n in ("loss", "squashed")} <= {*found.unjoined}
 
 
-class Denoising(LossNet):
-    """Predicts noise that it draws in the step."""
+class Using(LossNet):
+    """Has a loss of all that its blocks gave and of its labels; its features may come from them and noise of a step."""
 
-    def __init__(self, couples: bool = False) -> None:
+    def __init__(self, loss: Callable[[dict[str, Tensor], Tensor], Tensor], features: Any = lambda x: x) -> None:
         super().__init__("mean")
-        self.couples = couples
+        self.of_outputs, self.features = loss, features
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        noise = torch.randn(len(batch[0]), LENGTH, CLASSES)
-        outputs = self(batch[0] + noise[..., :1])
-        error = F.mse_loss(outputs["logits"], noise)
-        return error + outputs["pooled"].std(0).mean() if self.couples else error
+        return self.of_outputs(self(self.features(batch[0])), batch[1])
 
 
-def test_noise_of_the_step_is_the_same_for_the_microbatches_and_the_batch() -> None:
-    assert _found(Denoising(), _batch(8)).kind == LossKind.MEAN
-    assert _found(Denoising(couples=True), _batch(8)).kind == LossKind.WHOLE
+def _denoised(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    return F.mse_loss(outputs["logits"], torch.randn(outputs["logits"].shape))
 
 
-class HardestSample(LossNet):
-    """Its weights depend on what the blocks give."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self(batch[0])["logits"].square().mean((1, 2)).max()
+def _dropped(of: Callable[[Tensor], Tensor], *, inplace: bool = False) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    return lambda outputs, labels: of(F.dropout(outputs["pooled"] * 2, 0.5, inplace=inplace).square())
 
 
-def test_a_loss_that_picks_samples_by_outputs_couples_them() -> None:
-    assert _found(HardestSample("mean"), _batch(8)).kind == LossKind.WHOLE
+def _noisy(x: Tensor) -> Tensor:
+    return x + torch.randn(len(x), LENGTH, CLASSES)[..., :1]
+
+
+def _flooded(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    return (LOSSES["mean"](outputs, labels) - 0.1).abs() + 0.1
+
+
+OTHERS: dict[str, tuple[Using, LossKind]] = {
+    "noise of the step": (Using(_denoised, _noisy), LossKind.MEAN),
+    "coupled, too": (Using(lambda o, y: _denoised(o, y) + o["pooled"].std(0).mean(), _noisy), LossKind.WHOLE),
+    "hardest sample": (Using(lambda o, y: o["logits"].square().mean((1, 2)).max()), LossKind.WHOLE),
+    "bent at some value": (Using(_flooded), LossKind.WHOLE),
+    **{
+        f"{of.__name__} behind dropout, {inplace}": (Using(_dropped(of, inplace=inplace)), kind)
+        for inplace in (False, True)
+        for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_kinds_of_losses_of_steps_that_draw_and_pick(name: str) -> None:
+    model, kind = OTHERS[name]
+    found = _found(model, _batch(8))
+    assert (found.kind, found.failure, found.coupled_inputs) == (kind, None, ())
 
 
 class Thresholded(LossNet):
@@ -138,58 +151,21 @@ def test_outputs_on_both_sides_of_a_threshold() -> None:
     assert found.unjoined == ("self.log('iou', reduce_fx='mean')",)
 
 
-class DropsPooled(LossNet):
-    """Drops out what the blocks gave."""
-
-    def __init__(self, loss: Callable[[Tensor], Tensor], *, inplace: bool = False) -> None:
-        super().__init__("mean")
-        self.of_pooled, self.inplace = loss, inplace
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self.of_pooled(F.dropout(self(batch[0])["pooled"] * 2, 0.5, inplace=self.inplace).square())
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_losses_behind_dropout(inplace: bool) -> None:
-    expected = {Tensor.mean: LossKind.MEAN, Tensor.sum: LossKind.SUM, Tensor.std: LossKind.WHOLE}
-    for loss, kind in expected.items():
-        found = _found(DropsPooled(loss, inplace=inplace), _batch(8))
-        assert (found.kind, found.failure) == (kind, None)
-
-
-class Flooded(LossNet):
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return (super().training_step(batch, batch_idx) - 0.1).abs() + 0.1
-
-
-def test_a_loss_that_is_bent_at_some_value_is_that_of_the_whole_batch() -> None:
-    assert _found(Flooded("mean"), _batch(8)).kind == LossKind.WHOLE
-
-
 def _of_sampled(probabilities: Tensor) -> Tensor:
     return probabilities.gather(1, torch.multinomial(probabilities, 1)).mean()
 
 
 def test_randomness_after_the_blocks_is_told() -> None:
-    found = _found(DropsPooled(_of_sampled), _batch(8))
+    found = _found(Using(_dropped(_of_sampled)), _batch(8))
     assert found.kind == LossKind.MEAN
-    assert found.failure is not None
-    assert "multinomial" in found.failure
-    assert "draws random numbers after the blocks" in found.failure
-
-
-class Normalised(LossNet):
-    """Normalises its input by the batch."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        features, labels = batch
-        return super().training_step((features - features.mean(0), labels), batch_idx)
+    assert "multinomial" in str(found.failure)
+    assert "draws random numbers after the blocks" in str(found.failure)
 
 
 def test_inputs_that_couple_samples_are_found() -> None:
-    assert _found(Normalised("mean"), _batch(8)).coupled_inputs == ("first",)
+    model = Using(LOSSES["mean"], lambda features: features - features.mean(0))  # type: ignore[arg-type]
+    assert _found(model, _batch(8)).coupled_inputs == ("first",)
     assert not _found(LossNet("mean"), _batch(8)).coupled_inputs
-    assert not _found(Denoising(), _batch(8)).coupled_inputs
 
 
 class Centred(LossNet):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -51,17 +54,20 @@ def test_rule_without_a_match_is_refused(pattern: str, message: str) -> None:
 
 def test_role_that_a_weight_can_not_have_is_refused() -> None:
     block = Block(32, 4)
-    roles = {"mlp.0.weight": "column"}
-    plan = plan_block(block, (tokens(),), {}, size=3, by_hand=roles)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"'column' of blocks.0.mlp.0.weight \[128, 32\].* 128 output features are not"):
-        check_roles(plan, roles, "blocks.0")  # type: ignore[arg-type]
-    roles = {"mlp.0.weight": "row"}
-    plan = plan_block(block, (tokens(),), {}, size=3, by_hand=roles)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="32 input features are not divisible by 3"):
-        check_roles(plan, roles, "blocks.0")  # type: ignore[arg-type]
+    reasons = {
+        "column": r"\[128, 32\].* 128 output features are not",
+        "row": "32 input features are not divisible by 3",
+    }
+    for role, reason in reasons.items():
+        roles: Any = {"mlp.0.weight": role}
+        plan = plan_block(block, (tokens(),), {}, size=3, by_hand=roles)
+        with pytest.raises(PlanError, match=reason):
+            check_roles(plan, roles, "blocks.0")
 
 
 RULES = (
+    ("positions", "vocabulary"),
+    ("tokens", "replicate"),
     ("blocks.*.mlp.0", "row"),  # not what planning finds
     ("blocks.*.mlp.2", "column"),
     ("blocks.1", "replicate"),
@@ -70,10 +76,13 @@ RULES = (
 
 
 def test_layout_by_hand_equals_one_process(workers: WorkerPools) -> None:
-    job = Job()
+    job = Job(model=partial(TinyGPT, tied=False))
     result = run_layout(workers, job, Layout(tp=2, tensor_plan=RULES))
     reference = run_reference(job)
     assert_parity(reference, result, tolerance=1e-5)
+    plans: Any = {block.fqn: block.tensor for block in result.plan.blocks}
+    roles = {fqn: plans[fqn].weight("weight").role for fqn in ("positions", "tokens", "head")}
+    assert roles == {"positions": "vocabulary", "tokens": "replicate", "head": "vocabulary"}
     for held in result.held:
         for fqn, number in (("blocks.0.mlp.0.weight", 2), ("blocks.1.mlp.0.weight", 1), ("blocks.2.mlp.2.bias", 2)):
             assert held.parameters[fqn] == reference.parameters[fqn] // number

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -84,7 +82,7 @@ def _cross_entropies(num_classes: int) -> None:
 
 
 def test_cross_entropy_with_every_option(workers: WorkerPools) -> None:
-    for size, num_classes in ((2, 8), (2, 7), (4, 10)):
+    for size, num_classes in ((2, 7), (4, 10)):
         workers(size).run(_cross_entropies, num_classes)
 
 
@@ -114,8 +112,7 @@ def _other_uses() -> None:
 
 
 def test_other_uses_see_full_logits(workers: WorkerPools) -> None:
-    for size in (2, 4):
-        workers(size).run(_other_uses)
+    workers(2).run(_other_uses)
 
 
 def _bad_target() -> str:
@@ -147,24 +144,12 @@ class FirstRankLooks(TinyGPT):
         return loss
 
 
-@pytest.mark.parametrize(
-    ("model", "rules", "roles"),
-    [
-        (FirstRankLooks, (), {"tokens": "vocabulary", "head": "vocabulary"}),
-        (
-            partial(TinyGPT, tied=False),
-            (("positions", "vocabulary"), ("tokens", "replicate")),
-            {"positions": "vocabulary", "tokens": "replicate", "head": "vocabulary"},
-        ),
-    ],
-    ids=["first rank looks", "by hand"],
-)
-def test_roles_of_tables(workers: WorkerPools, model: Any, rules: Any, roles: dict[str, str]) -> None:
-    job = Job(model=model)
-    result = run_layout(workers, job, Layout(tp=2, tensor_plan=rules))
+def test_a_table_is_cut_and_logits_are_read_on_one_rank(workers: WorkerPools) -> None:
+    job = Job(model=FirstRankLooks)
+    result = run_layout(workers, job, Layout(tp=2))
     assert_parity(run_reference(job), result, tolerance=1e-5)
     plans: Any = {block.fqn: block.tensor for block in result.plan.blocks}
-    assert {fqn: plans[fqn].weight("weight").role for fqn in roles} == roles
+    assert {plans[fqn].weight("weight").role for fqn in ("tokens", "head")} == {"vocabulary"}
 
 
 IDS = torch.empty(2, 8, dtype=torch.int64, device="meta")
