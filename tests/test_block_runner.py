@@ -85,20 +85,6 @@ def test_a_copy_belongs_to_no_step(copied: Any) -> None:
 # ---------------------------------------------------------------------------------------------------- it comes off
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_stays_of_a_route(fails: bool) -> None:
-    blocks = {"a": Derived(), "b": Base()}
-    before = {fqn: dict(vars(block)) for fqn, block in blocks.items()}
-    try:
-        with routed(blocks):
-            assert all(runner_of(block) is not None for block in blocks.values())
-            if fails:
-                raise ValueError("out of tune")
-    except ValueError:
-        assert fails
-    assert {fqn: vars(block) for fqn, block in blocks.items()} == before
-
-
 def test_guards_come_off() -> None:
     class Counter(Base):
         limit = 5

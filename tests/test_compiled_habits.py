@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import lightning as L
 import pytest
@@ -14,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.law.models.compiled import WIDTH, Drawing, Habits
+from tests.law.models.compiled import WIDTH, Drawing
 from tests.models import Regression, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
@@ -82,22 +80,10 @@ def _trained(layout: Layout | None, model: Callable[[], L.LightningModule]) -> t
     return whole_state(trainer), [str(w.message) for w in caught if "compile.enabled" in str(w.message)]
 
 
-INDUCTOR = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-
-
-@pytest.mark.parametrize(
-    ("model", "backend"),
-    [
-        pytest.param(Habits, "inductor", marks=INDUCTOR),
-        (partial(Net, Drawing), "aot_eager"),
-        (Twice, "aot_eager"),
-    ],
-)
-def test_compiled_blocks_do_it_as_eager_ones(
-    workers: WorkerPools, model: Callable[[], L.LightningModule], backend: Any
-) -> None:
+@pytest.mark.parametrize("model", [partial(Net, Drawing), Twice])
+def test_compiled_blocks_do_it_as_eager_ones(workers: WorkerPools, model: Callable[[], L.LightningModule]) -> None:
     ((plain, _),) = workers(1).run(_trained, None, model)
-    ((found, told),) = workers(1).run(_trained, Layout(compile_backend=backend), model)
+    ((found, told),) = workers(1).run(_trained, Layout(compile_backend="aot_eager"), model)
     assert_same_state([found], plain)
     assert len(told) == isinstance(model, partial), told
     assert all("Drawing runs eagerly" in one and "draws random numbers into a view" in one for one in told)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -100,8 +99,8 @@ def _trained(
     return whole_state(runs), len(FORWARDS), told
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
-def test_blocks_that_run_eagerly_are_recomputed_eagerly(workers: WorkerPools, layout: Layout) -> None:
+def test_blocks_that_run_eagerly_are_recomputed_eagerly(workers: WorkerPools) -> None:
+    layout = Layout(tp=2)
     run, block = partial(workers(layout.world_size).run, _trained), partial(Looking, WIDTH, HEADS)
     plain, recomputed = run(layout, block), run(replace(layout, activations=SELECTIVE), block)
     found = run(replace(layout, compile_backend="aot_eager", activations=SELECTIVE), block)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.effects.evidence import Evidence
 from lightning_3d.pipeline.effects.join import Joiner
 
 DIFFERENT, EQUAL = (4, 3, 5), (4, 4, 4)
@@ -92,3 +95,17 @@ def test_an_unknown_number_is_studied_once_per_step() -> None:
     with pytest.raises(StepError, match="steps is 1, 1, 1"):
         joiner.number([1, 1, 1], EQUAL, "steps")
     assert len(studies) == 2
+
+
+@hypothesis.given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=2, unique=True),
+    st.integers(0, 2),
+    st.lists(st.integers(1, 9), min_size=2, max_size=2),
+)
+def test_what_parts_of_two_sizes_show_holds(sizes: list[int], dim: int, shape: list[int]) -> None:
+    """The dimension that has as many as each part has samples; it holds for parts of one size, too."""
+    parts, evidence = [torch.zeros([*shape[:dim], size, *shape[dim:]]) for size in sizes], Evidence()
+    assert evidence.row_dim(parts, sizes, "value") == dim
+    assert evidence.row_dim(parts[:1] * 2, sizes[:1] * 2, "value") == dim
+    assert evidence.row_dim([torch.zeros(6, 9)] * 2, sizes, "none") is None
+    assert evidence.row_dim([torch.zeros(())] * 2, sizes[:1] * 2, "scalar") is None

@@ -5,39 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.models import Block, TinyGPT
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
-
-LAYOUTS = [
-    Layout(pp=2, num_microbatches=2),
-    Layout(pp=2, num_microbatches=4, schedule="gpipe"),
-    Layout(pp=2, num_microbatches=4, schedule="zbv"),
-]
-
-
-class Averaging(TinyGPT):
-    """Notes the mean of activations in its own buffer, in code outside of blocks."""
-
-    average: Tensor
-
-    def __init__(self, after: tuple[int, ...]) -> None:
-        super().__init__(num_layers=4)
-        self.after = after
-        self.register_buffer("average", torch.ones(32))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
-        for i, block in enumerate(self.blocks):
-            x = block(x)
-            if i in self.after and self.training:
-                self.average.mul_(0.5).add_(x.detach().mean((0, 1)))
-        logits: Tensor = self.head(self.norm(x))
-        return logits
 
 
 class Telling(Block):
@@ -71,16 +44,6 @@ class TellingGPT(TinyGPT):
 def _trained(layout: Layout, model: Callable[[], TinyGPT]) -> dict[str, Tensor]:
     trainer, _ = fitted(layout, model, epochs=1, limit_val_batches=0)
     return whole_state(trainer)
-
-
-@pytest.mark.parametrize("after", [(0,), (0, 1), (0, 3)], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_buffer_of_the_module_has_what_one_process_finds(
-    workers: WorkerPools, layout: Layout, after: tuple[int, ...]
-) -> None:
-    model = partial(Averaging, after)
-    (expected,) = workers(1).run(_trained, Layout(), model)
-    assert_same_state(workers(2).run(_trained, layout, model), expected)
 
 
 def test_a_buffer_that_a_block_returns_is_sent_as_it_was(workers: WorkerPools) -> None:

@@ -14,12 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.config.compile import CompileConfig
-from lightning_3d.tensor import BlockCompiler, apply_block, plan_block, verify_block
-from tests.collectives import Collectives, by_kind, planned
+from lightning_3d.tensor import BlockCompiler, apply_block, plan_block
+from tests.collectives import Collectives, by_kind
 from tests.models import Block
 from tests.workers import WorkerPools
-
-SHAPE = (2, 8, 32)  # (B, T, D)
 
 
 class DropoutBlock(Block):
@@ -56,44 +54,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _run_block(size: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    mesh, block, inputs = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)), Block(32, 4), torch.randn(SHAPE)
-    inputs.requires_grad_()
-    plan = plan_block(block, (inputs,), {}, size=size, sequence_parallel=True)
-    proof = verify_block(block, plan, (inputs,), {}, mesh)
-    sharded = copy.deepcopy(block)
-    apply_block(sharded, plan, mesh)
-    leaf = inputs.detach().clone().requires_grad_()
-    with Collectives() as forward:
-        output = sharded(leaf)
-    with Collectives() as backward:
-        output.sum().backward()
-    return {
-        "plan": plan,
-        "proof": proof,
-        "forward": forward.sent,
-        "backward": backward.sent,
-        "dense": _saved_bytes(block, inputs.detach().clone().requires_grad_()),
-        "sliced": _saved_bytes(sharded, inputs.detach().clone().requires_grad_()),
-    }
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_block_communicates_as_planned_and_keeps_its_part_of_the_activations(workers: WorkerPools, size: int) -> None:
-    for rank in workers(size).run(_run_block, size):
-        plan = rank["plan"]
-        assert rank["proof"].passed
-        assert plan.is_sequence_parallel
-        # Two regions, each entered by an all-gather and left by a reduce-scatter, and the block's output.
-        assert by_kind(rank["forward"]) == {"all-gather": 3, "reduce-scatter": 2}
-        assert rank["forward"] == planned(plan, is_backward=False)
-        # Two more all-gathers for what was not kept; all-reduces of norms' and row biases' gradients.
-        assert by_kind(rank["backward"]) == {"all-gather": 5, "reduce-scatter": 2, "all-reduce": 6}
-        assert rank["backward"] == planned(plan, is_backward=True)
-        assert rank["sliced"] <= rank["dense"] * (1 / size + 0.03)
-
-
 def test_input_that_can_not_be_cut_is_left_whole() -> None:
     block = Block(32, 4)
     plan = plan_block(block, (torch.randn(2, 7, 32),), {}, size=2, sequence_parallel=True)
@@ -102,13 +62,13 @@ def test_input_that_can_not_be_cut_is_left_whole() -> None:
 
 
 def _run_compiled(backend: str) -> dict[str, Any]:
-    """Eager and compiled: output and gradients, collectives of forward and backward, bytes kept, warnings."""
+    """Eager and compiled: output and gradients, collectives of forward and backward, bytes kept."""
     torch.manual_seed(0)
     mesh, dense, inputs = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), DropoutBlock(), torch.randn(4, 64, 32)
     plan = plan_block(dense.eval(), (inputs,), {}, size=2, sequence_parallel=True)
     assert plan.is_sequence_parallel
     dense.train()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"dense": _saved_bytes(dense, inputs.clone().requires_grad_())}
     for name, compiler in (("eager", None), ("compiled", BlockCompiler(mesh, CompileConfig(backend=backend)))):
         block = copy.deepcopy(dense)
         apply_block(block, plan, mesh, compiler=compiler)
@@ -125,23 +85,16 @@ def _run_compiled(backend: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("backend", "more"),
-    [
-        ("aot_eager", 4 * 64 * 32 * 4),  # it keeps the block's input for the slice of it
-        pytest.param(
-            "inductor", 0, marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-        ),
-    ],
-)
-def test_compiled_block_gathers_again_and_keeps_no_gathered_activation(
-    workers: WorkerPools, backend: str, more: int
-) -> None:
-    for found in workers(2).run(_run_compiled, backend):
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_blocks_gather_again_and_keep_their_part_of_the_activations(workers: WorkerPools) -> None:
+    for found in workers(2).run(_run_compiled, "inductor"):
         values, forward, backward, kept = found["compiled"]
         assert found["num_compiled"] == 1
         for value, expected in zip(values, found["eager"][0], strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
         assert (forward, backward) == found["eager"][1:3]
-        assert backward["all-gather"] == 5
-        assert kept <= found["eager"][3] + more
+        # Two regions, each entered by an all-gather and left by a reduce-scatter, and the block's output.
+        assert forward == {"all-gather": 3, "reduce-scatter": 2}
+        # Two more all-gathers for what was not kept; all-reduces of norms' and row biases' gradients.
+        assert backward == {"all-gather": 5, "reduce-scatter": 2, "all-reduce": 6}
+        assert kept <= found["eager"][3] <= 0.53 * found["dense"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,19 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.model.snapshot import Snapshot, preserved
-
-
-class Frozen(OrderedDict[str, Any]):
-    """Refuses what changes it, as the configs of diffusers do."""
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("update was called")
-
-    def clear(self) -> None:
-        raise AssertionError("clear was called")
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        raise AssertionError("an entry was set")
 
 
 class Stateful(nn.Module):
@@ -40,10 +27,7 @@ class Stateful(nn.Module):
         self.nested: dict[str, Any] = {"list": [1], "tensor": torch.zeros(2), "deque": deque([1, 2], maxlen=2)}
         self.default: defaultdict[str, list[int]] = defaultdict(list, a=[1])
         self.ordered = OrderedDict(a=1, b=2)
-        self.counter = Counter("aab")
         self.members = {1, 2}
-        self.frozen = OrderedDict.__new__(Frozen)
-        OrderedDict.__setitem__(self.frozen, "size", 8)
         self.pair = ([1], "x")
         self.itself: list[Any] = [1]
         self.itself.append(self.itself)
@@ -67,7 +51,6 @@ def _fill(module: Any) -> None:
     module.default["b"].append(1)
     module.default["a"].append(2)
     module.ordered.move_to_end("a")
-    module.counter.update("c")
     module.members.add(3)
     module.pair[0].append(2)
     module.itself.insert(0, 0)

@@ -32,9 +32,7 @@ SPLIT = {"input", "weight"}
 @pytest.mark.parametrize(
     ("schedule", "kinds"),
     [
-        ("gpipe", {"forward", "backward"}),
         ("1f1b", {"forward", "backward"}),
-        ("interleaved", {"forward", "backward"}),
         ("zbv", {"forward"} | SPLIT),
     ],
 )

@@ -11,6 +11,7 @@ from tests.law.models import (
     blocks,
     by_hand,
     diffusion,
+    glue,
     heads,
     losses,
     odd_views,
@@ -22,7 +23,7 @@ from tests.law.models import (
 )
 from tests.law.models.row import Model
 
-_ROOMS = (by_hand, transformers, losses, odd_views, programs, blocks, stages, transformer_losses)
+_ROOMS = (by_hand, transformers, losses, odd_views, programs, blocks, stages, transformer_losses, glue)
 
 MODELS: dict[str, Model] = {
     name: row for room in (*_ROOMS, heads, diffusion, tensor) for name, row in room.MODELS.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -106,3 +107,16 @@ class InPlace(nn.Module):
         self.dropout(hidden)
         output: Tensor = self.down(hidden)
         return output
+
+
+class Noisy(Heads):
+    """Noise of many kinds besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        x = F.dropout(x + 0.0, 0.1, inplace=True)
+        x = super().forward(x * torch.rand(()) + 0.1 * torch.randn_like(x)) + x.new_empty(32).uniform_(-0.1, 0.1)
+        x = torch.native_dropout(x, 0.1, True)[0]  # as dropout on a GPU does
+        x = F.dropout1d(F.alpha_dropout(x, 0.1), 0.1)
+        return x[:, torch.randperm(x.shape[1])] * torch.normal(1.0, 0.1, (32,))

@@ -127,7 +127,7 @@ def mixtures() -> dict[str, nn.Module]:
 
 
 def drops() -> dict[str, nn.Module]:
-    classes = (d.Heads, d.Masked, d.Grouped, d.SharedHead, d.ByHand, d.Permuted, d.Channels, d.InPlace)
+    classes = (d.Heads, d.Masked, d.Grouped, d.SharedHead, d.ByHand, d.Permuted, d.Channels, d.InPlace, d.Noisy)
     return {
         **{block_class.__name__: block_class() for block_class in classes},
         "of_torch": d.OfTorch(need_weights=False),
