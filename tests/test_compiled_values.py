@@ -126,4 +126,4 @@ def _compared() -> None:
 
 
 def test_a_value_that_changes_is_compiled_anew(workers: WorkerPools) -> None:
-    workers(2).run(_compared)
+    workers(2).run(_compared, timeout=300)
