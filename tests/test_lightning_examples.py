@@ -1,4 +1,4 @@
-"""Programs that do what the examples of Lightning and diffusers do: the numbers of Lightning's DDP, or of one process.
+"""Programs that do what examples of Lightning do: the numbers of Lightning's DDP, or of one process.
 
 The documentation's table is `EXAMPLES`. The plain suite runs some of them, `make test-matrix` all.
 """
@@ -16,41 +16,19 @@ from torch import Tensor
 
 from tests.examples.place import DDP, LAYOUTS, ONE_PROCESS, REFERENCES, Outcome
 from tests.examples.table import EXAMPLES, Example
+from tests.tables import some_in_matrix
 from tests.workers import WorkerError, WorkerPools
 
 pytestmark = pytest.mark.filterwarnings("default")  # the programs' own
-
-SMALL = [example for example in EXAMPLES if example.is_small]
-LARGE = [example for example in EXAMPLES if not example.is_small]
 
 
 def run(example: Example, places: tuple[str, ...]) -> list[Outcome]:
     outcomes = []
     for name in places:
-        with contextlib.chdir(_made(name)):
+        Path(name).mkdir(exist_ok=True)
+        with contextlib.chdir(name):
             outcomes.append(example.run_in(name))
     return outcomes
-
-
-def _made(directory: str) -> Path:
-    Path(directory).mkdir(exist_ok=True)
-    return Path(directory)
-
-
-def check(workers: WorkerPools, example: Example) -> None:
-    works = [name for name in LAYOUTS if name not in example.refused]
-    (alone,) = workers(1).run(run, example, (ONE_PROCESS,))[0]
-    ranks = workers(2).run(run, example, (DDP, *works), timeout=200)
-    for rank, (under_ddp, *outcomes) in enumerate(ranks):
-        assert alone.losses or alone.metrics
-        for name, found in zip(works, outcomes, strict=True):
-            expected = under_ddp if REFERENCES[name] == DDP else alone
-            assert_same(found, expected, f"{name}, rank {rank}", has_buffers=example.shares_buffers or rank == 0)
-    for name, refusal in example.refused.items():
-        with pytest.raises(WorkerError) as raised:
-            workers(2).run(run, example, (name,))
-        assert re.search(refusal.message, str(raised.value)), raised.value
-        assert len(raised.value.failures) == 2, f"{name}: {raised.value}"
 
 
 def assert_same(found: Outcome, expected: Outcome, where: str, *, has_buffers: bool) -> None:
@@ -71,12 +49,22 @@ def _compared(weights: dict[str, Tensor], has_buffers: bool) -> dict[str, Any]:
     return {name: value for name, value in weights.items() if has_buffers or "running_" not in name}
 
 
-@pytest.mark.parametrize("example", SMALL, ids=lambda example: example.run)
+@pytest.mark.parametrize(
+    "example",
+    some_in_matrix(EXAMPLES, lambda example: not example.is_small),
+    ids=lambda example: example.run,
+)
 def test_example_works_or_is_refused(workers: WorkerPools, example: Example) -> None:
-    check(workers, example)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("example", LARGE, ids=lambda example: example.run)
-def test_large_example_works_or_is_refused(workers: WorkerPools, example: Example) -> None:
-    check(workers, example)
+    works = [name for name in LAYOUTS if name not in example.refused]
+    (alone,) = workers(1).run(run, example, (ONE_PROCESS,))[0]
+    ranks = workers(2).run(run, example, (DDP, *works), timeout=200)
+    for rank, (under_ddp, *outcomes) in enumerate(ranks):
+        assert alone.losses or alone.metrics
+        for name, found in zip(works, outcomes, strict=True):
+            expected = under_ddp if REFERENCES[name] == DDP else alone
+            assert_same(found, expected, f"{name}, rank {rank}", has_buffers=example.shares_buffers or rank == 0)
+    for name, refusal in example.refused.items():
+        with pytest.raises(WorkerError) as raised:
+            workers(2).run(run, example, (name,))
+        assert re.search(refusal.message, str(raised.value)), raised.value
+        assert len(raised.value.failures) == 2, f"{name}: {raised.value}"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import warnings
+from pathlib import Path
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_3d import ThreeDStrategy
-from tests.models import loader, tokens
-from tests.parity import QUIET, Layout
+from tests.models import TinyMLP, features, loader, tokens
+from tests.parity import QUIET, Layout, fitted
 from tests.workers import WorkerPools
 
 
@@ -65,19 +68,35 @@ def test_rank_zero_tells_once_what_layout_is_running(workers: WorkerPools) -> No
     assert lines[0] == "Layout: 2 ranks = pipeline 2 x data 1 x tensor 1"
     assert [line.partition(":")[0].strip() for line in lines[1:3]] == ["stage 0 on rank 0", "stage 1 on rank 1"]
     assert "(4 x Sequential)" in lines[1]
-    assert "1f1b, with 2 microbatches" in text
-    assert "loss: that of the whole batch, as on one device" in text
-    assert "BatchNorm (8 modules) normalises each microbatch by itself" in text
+    for told in (
+        "1f1b, with 2 microbatches",
+        "loss: that of the whole batch, as on one device",
+        "BatchNorm (8 modules) normalises each microbatch by itself",
+    ):
+        assert told in text
     assert lines[-1].startswith("  each rank holds at most")
     (loss,) = losses
     assert loss.startswith("training_step: the loss is a mean of those of the microbatches with weights")
 
 
-def test_data_parallel_is_told_in_three_lines_unless_no_summary_is_wanted(workers: WorkerPools) -> None:
+def test_data_parallel_is_told_in_few_lines_unless_no_summary_is_wanted(workers: WorkerPools) -> None:
     (first, losses), _ = workers(2).run(_told, Layout(dp=2, zero=3))
     (text,) = first
     assert "ZeRO stage 3: optimizer states, gradients and parameters are sharded over 2 ranks" in text
     assert "BatchNorm (8 modules) normalises each data-parallel rank's batch by itself, as under DDP" in text
-    assert len(text.splitlines()) == 4
-    assert losses == ()
+    assert (len(text.splitlines()), losses) == (4, ())
     assert [told for told, _ in workers(2).run(_told, Layout(dp=2), False)] == [[], []]
+
+
+def _profiled() -> list[str]:
+    profiler = PyTorchProfiler(dirpath=".", filename="profile")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted(Layout(pp=2), TinyMLP, data=features, batches=1, epochs=1, limit_val_batches=0, profiler=profiler)
+    assert list(Path().glob("*profile*"))
+    return [str(warning.message) for warning in caught if "no names of modules" in str(warning.message)]
+
+
+def test_the_profiler_of_torch_names_no_modules_in_a_pipeline(workers: WorkerPools) -> None:
+    told, others = workers(2).run(_profiled)
+    assert (len(told), others) == (1, [])

@@ -1,4 +1,4 @@
-"""As Lightning's examples for beginners: LightningCLI, data modules, callbacks, profilers."""
+"""As Lightning's examples for beginners: LightningCLI, data modules, callbacks, its demo with an LSTM."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningCLI
-from lightning.pytorch.demos import Transformer
+from lightning.pytorch.demos import LightningLSTM, SequenceSampler, SimpleLSTM
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from tests.examples.data import NUM_CLASSES, SIZE, images
+from tests.examples.data import SIZE, images
 from tests.examples.place import Outcome, Place, outcome
 
 Batch = tuple[Tensor, Tensor]
@@ -128,119 +128,26 @@ def autoencoder_on_all_ranks(place: Place) -> Outcome:
 VOCABULARY, CONTEXT = 32, 10
 
 
-def sentences(num_samples: int, *, seed: int = 0) -> Dataset[tuple[Tensor, ...]]:
-    """Tokens, and those that follow."""
-    generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(0, VOCABULARY, (num_samples, CONTEXT + 1), generator=generator)
-    return TensorDataset(text[:, :-1], text[:, 1:])
-
-
-class LanguageModel(L.LightningModule):
-    """Lightning's Transformer, whose output has all tokens of the batch in one dimension."""
+class SmallLSTM(LightningLSTM):
+    """Goes on from the hidden state of the last batch."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.model = Transformer(vocab_size=VOCABULARY, ninp=16, nhead=2, nhid=32, nlayers=2, dropout=0.0)
+        super().__init__(vocab_size=VOCABULARY)
+        self.model = SimpleLSTM(vocab_size=VOCABULARY, ninp=16, nhid=16, nlayers=2, dropout=0.0)
 
-    def shared_step(self, batch: Batch, prefix: str) -> Tensor:
-        output = self.model(*batch)
-        loss = F.nll_loss(output, batch[1].reshape(-1))
-        self.log(f"{prefix}_loss", loss, prog_bar=True)
-        return loss
+    def prepare_data(self) -> None:
+        pass
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.shared_step(batch, "train")
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.shared_step(batch, "val")
-
-    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.shared_step(batch, "test")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=2.0)
-
-
-def transformer(place: Place) -> Outcome:
-    trainer = place.trainer(gradient_clip_val=0.25, max_epochs=2)
-    train, val, test = random_split(sentences(64), [32, 16, 16])
-    model = LanguageModel()
-    trainer.fit(model, DataLoader(train, batch_size=8, shuffle=True), DataLoader(val, batch_size=8))
-    tested = trainer.test(model, DataLoader(test, batch_size=8), verbose=False)
-    return outcome(trainer, dict(tested[0]))
-
-
-class Profiled(L.LightningModule):
-    """Takes one of its methods as `training_step`."""
-
-    def __init__(self, automatic_optimization: bool = True) -> None:
-        super().__init__()
-        self.model = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(8 * PIXELS, 16),
-            nn.Linear(16, NUM_CLASSES),
-        )
-        self.criterion = nn.CrossEntropyLoss()
-        self.automatic_optimization = automatic_optimization
-        self.training_step = self.automatic_step if automatic_optimization else self.manual_step  # type: ignore[method-assign]
-
-    def automatic_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = self.criterion(self.model(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        return loss
-
-    def manual_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss: Tensor = self.criterion(self.model(batch[0]), batch[1])
-        self.log("train_loss", loss)
-        self.manual_backward(loss)
-        optimizer.step()
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", self.criterion(self.model(batch[0]), batch[1]))
-
-    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits: Tensor = self.model(batch[0])
-        return logits
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
-
-
-class ShuffledDigits(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(images(32), batch_size=8, shuffle=True)
+        text = torch.randint(0, VOCABULARY, (32, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+        data: Any = TensorDataset(text[:, :-1], text[:, 1:])
+        return DataLoader(data, batch_sampler=SequenceSampler(data, batch_size=8))
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(images(16, seed=1), batch_size=8)
-
-
-def profiled(place: Place, profiler: str, *, is_automatic: bool = True) -> Outcome:
-    settings = {"dirpath": str(Path.cwd()), "filename": "profile"}
-    cli = LightningCLI(
-        Profiled,
-        ShuffledDigits,
-        args=[f"--model.automatic_optimization={is_automatic}"],
-        run=False,
-        seed_everything_default=1,
-        trainer_defaults=place.defaults(
-            profiler={"class_path": f"lightning.pytorch.profilers.{profiler}", "init_args": settings},
-            max_epochs=1,
-            limit_train_batches=2,
-            limit_val_batches=2,
-        ),
-        save_config_kwargs={"overwrite": True},
-    )
-    cli.trainer.fit(cli.model, datamodule=cli.datamodule)
-    return outcome(cli.trainer, len(list(Path().glob("*profile*"))) > 0)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def torch_profiled(place: Place) -> Outcome:
-    return profiled(place, "PyTorchProfiler")
-
-
-def manually_profiled(place: Place) -> Outcome:
-    return profiled(place, "PyTorchProfiler", is_automatic=False)
+def demo_lstm(place: Place) -> Outcome:
+    trainer = place.trainer(max_epochs=2, use_distributed_sampler=False, gradient_clip_val=0.25)
+    trainer.fit(SmallLSTM())
+    return outcome(trainer, None)

@@ -42,7 +42,6 @@ class Place:
 
     name: str
     """Of `LAYOUTS`, or `ONE_PROCESS` or `DDP`."""
-    num_microbatches: int = 2
     ddp: str = "ddp"
     """The name of DDP's strategy."""
 
@@ -58,14 +57,9 @@ class Place:
         arguments = {
             "pipeline_parallel_size": layout.pp,
             "tensor_parallel_size": layout.tp,
-            "pipeline": self.pipeline() if layout.pp > 1 else {},
             "save_distributed_checkpoint": False,
         }
         return {"class_path": "lightning_3d.ThreeDStrategy", "init_args": arguments}
-
-    def pipeline(self) -> dict[str, Any]:
-        schedule = "1f1b" if self.num_microbatches > 1 else "gpipe"  # the only one that a single microbatch can fill
-        return {"num_microbatches": self.num_microbatches, "schedule": schedule}
 
     def settings(self) -> dict[str, Any]:
         """Of the Trainer, but for the strategy."""

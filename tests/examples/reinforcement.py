@@ -1,4 +1,4 @@
-"""As Lightning's examples of reinforcement learning: data that the model itself makes while it is trained."""
+"""As Lightning's example of reinforcement learning: data that the model itself makes while it is trained."""
 
 from __future__ import annotations
 
@@ -34,9 +34,6 @@ class World:
         self.state = [a + 0.1 * b, b + push, c + 0.1 * d, d - push + 0.1 * a]
         self.age += 1
         return self.state, 1.0 - abs(self.state[0]), abs(self.state[1]) > 1.0 or self.age >= 20
-
-
-# ---- reinforce_learn_Qnet.py
 
 
 class Experience(NamedTuple):
@@ -149,6 +146,3 @@ def q_learning(place: Place) -> Outcome:
     trainer.fit(module)
     played = [experience.action for experience in module.buffer.buffer]
     return outcome(trainer, {"actions": played, "reward": module.total_reward})
-
-
-# ---- reinforce_learn_ppo.py

@@ -20,10 +20,6 @@ class Example:
     """In the table."""
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     """By layout."""
-    note: Mapping[str, str] = field(default_factory=dict)
-    """By layout, what the table adds to "works"."""
-    has_batch_norm: bool = False
-    """Whether its batches can't be split into microbatches with the numbers of one process."""
     ddp: str = "ddp"
     shares_buffers: bool = True
     """Whether DDP does; not with manual optimization, of which buffers of other ranks than 0 are not compared."""
@@ -32,27 +28,16 @@ class Example:
 
     def cell(self, layout: str) -> str:
         """How the documentation puts what a layout makes of it."""
-        return refused_or(self.refused, layout, "works" + (f" ({self.note[layout]})" if layout in self.note else ""))
+        return refused_or(self.refused, layout, "works")
 
     def run_in(self, name: str) -> Outcome:
         """Run it in one process, under DDP or in a layout."""
         module, _, function = self.run.partition(".")
         program: Callable[[Place], Outcome] = getattr(import_module(f"tests.examples.{module}"), function)
-        num_microbatches = 1 if self.has_batch_norm else 2
-        return program(Place(name=name, num_microbatches=num_microbatches, ddp=self.ddp))
+        return program(Place(name=name, ddp=self.ddp))
 
 
 UNUSED = "ddp_find_unused_parameters_true"
-BY_HAND = dict.fromkeys(("pp 2", "tp 2"), Refusal(message="uses manual optimization", reason="manual optimization"))
-SINGLE_SAMPLES = {
-    "pp 2": Refusal(
-        message="A batch of 1 samples can't be split into 2 microbatches", reason="its batches have one sample"
-    )
-}
-SINGLE_BATCH = {"pp 2": "batch norms: with one microbatch"}
-AVERAGES = {
-    "pp 2": Refusal(message="lies on another pipeline stage", reason="its `EMAModel` reads weights of other stages")
-}
 
 EXAMPLES = (
     Example(
@@ -65,18 +50,12 @@ EXAMPLES = (
         },
     ),
     Example(shown="the same, sampling on all ranks", run="basics.autoencoder_on_all_ranks"),
-    Example(shown="`basics/transformer.py`", run="basics.transformer"),
-    Example(
-        shown="`basics/profiler_example.py`",
-        run="basics.torch_profiled",
-        note=dict.fromkeys(("pp 2", "tp 2"), "no names of modules"),
-        is_small=True,
-    ),
-    Example(shown="the same by manual optimization", run="basics.manually_profiled", refused=BY_HAND),
     Example(
         shown="`domain_templates/generative_adversarial_net.py`",
-        run="domains.adversarial",
-        refused=BY_HAND,
+        run="adversarial.adversarial",
+        refused=dict.fromkeys(
+            ("pp 2", "tp 2"), Refusal(message="uses manual optimization", reason="manual optimization")
+        ),
         ddp=UNUSED,
         shares_buffers=False,
     ),
@@ -93,41 +72,12 @@ EXAMPLES = (
         is_small=True,
     ),
     Example(
-        shown="`domain_templates/semantic_segmentation.py`",
-        run="domains.segmentation",
-        has_batch_norm=True,
-        note=SINGLE_BATCH,
-        is_small=True,
-    ),
-    Example(
-        shown="demos: `BoringModel`, also with `BoringDataModule`",
-        run="demos.boring",
-        refused=SINGLE_SAMPLES,
-    ),
-    Example(
-        shown="demos: `DemoModel`, also with `RandomIterableDataset`",
-        run="demos.demo",
-        refused={
-            "pp 2": Refusal(message="the model has only 1 calls of blocks to share out", reason="it is one layer")
-        },
-    ),
-    Example(
         shown="demos: `LightningLSTM` with `SequenceSampler`",
-        run="demos.demo_lstm",
+        run="basics.demo_lstm",
         refused={
             "pp 2": Refusal(message=r"Expected hidden\[0\] size", reason="its hidden state goes on from batch to batch")
         },
         is_small=True,
-    ),
-    Example(shown="diffusers: `unconditional_image_generation`", run="diffusion.unconditional"),
-    Example(shown="the same with `EMAModel`", run="diffusion.unconditional_averaged", refused=AVERAGES),
-    Example(shown="diffusers: `text_to_image`", run="diffusion.text_to_image"),
-    Example(
-        shown="diffusers: `textual_inversion`",
-        run="diffusion.inversion",
-        refused={
-            "pp 2": Refusal(message="lies on another pipeline stage", reason="it writes an embedding of another stage")
-        },
     ),
 )
 
