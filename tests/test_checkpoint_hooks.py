@@ -20,11 +20,9 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_3d import ConfigError
-from tests.models import TinyMLP, features
-from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.models import TinyMLP, features, loader
+from tests.parity import QUIET, Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
-
-Batch = tuple[Tensor, Tensor]
 
 LAYOUTS = [
     Layout(dp=2, save_distributed_checkpoint=True),
@@ -85,7 +83,7 @@ class Renames(TinyMLP):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"]
         self.seen.append({name: tuple(value.shape) for name, value in state.items()})
-        self.seen.append(checkpoint["optimizer_states"][0]["param_groups"][0]["lr"])
+        self.seen.append([saved["param_groups"][0]["lr"] for saved in checkpoint["optimizer_states"]])
         del state["frozen.weight"], state["frozen.bias"]
         state["extra"] = torch.arange(3.0)
         checkpoint["state_dict"] = {f"old.{name}": value.double() for name, value in state.items()}
@@ -111,106 +109,88 @@ class Watches(L.Callback):
 
 
 def renames(layout: Layout | None) -> dict[str, Any]:
-    saves, loads = Watches(), Watches()
-    trainer, first = trained(layout, Renames, epochs=1, callbacks=[saves])
+    """Saves to a URL, goes on from there, and saves what a run that only evaluates has loaded from there."""
+    watches, path = [Watches() for _ in range(3)], f"file://{Path.cwd()}/x.ckpt"
+    trainer, first = trained(layout, Renames, epochs=1, callbacks=[watches[0]])
     before = whole_state(trainer)
-    trainer.save_checkpoint("x.ckpt")
-    trainer, second = trained(layout, Renames, epochs=2, callbacks=[loads], ckpt_path="x.ckpt")
-    assert isinstance(first, Renames)
-    assert isinstance(second, Renames)
-    names = saves.names + loads.names
-    return {"before": before, "after": whole_state(trainer), "seen": first.seen + second.seen, "names": names}
+    trainer.save_checkpoint(path)
+    assert Path("x.ckpt").exists()
+    trainer, second = trained(layout, Renames, epochs=2, callbacks=[watches[1]], ckpt_path=path)
+    after, third = whole_state(trainer), Renames()
+    strategy, ranks, dp = ("auto", 1, 1) if layout is None else (layout.strategy(), layout.world_size, layout.dp)
+    trainer = L.Trainer(**QUIET, strategy=strategy, devices=ranks, callbacks=[watches[2]], enable_checkpointing=False)
+    data = loader(features(16), global_batch_size=8, data_parallel_size=dp)
+    (metrics,) = trainer.validate(third, data, ckpt_path=path, verbose=False, weights_only=False)
+    trainer.save_checkpoint("y.ckpt")
+    return {
+        "before": before,
+        "after": after,
+        "evaluated": whole_state(trainer),
+        "loss": round(metrics["val_loss"], 4),
+        "seen": [seen for module in (first, second, third) for seen in module.seen],  # type: ignore[union-attr]
+        "names": [watch.names for watch in watches],
+    }
 
 
 def test_hooks_change_what_is_saved_and_loaded(workers: WorkerPools) -> None:
     expected = alone(workers, renames)
     assert expected["seen"][3] == [0.0, 1.0, 2.0]
     assert not torch.equal(expected["before"]["layers.0.weight"], expected["after"]["layers.0.weight"])
+    assert_same_state([expected["evaluated"]], expected["before"])
     same_everywhere(workers, renames, expected)
 
 
 class ReadsValues(TinyMLP):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["norms"] = {name: float(value.norm()) for name, value in checkpoint["state_dict"].items()}
-        self.norms = checkpoint["norms"]
+        self.norms = checkpoint["norms"] = {name: float(v.norm()) for name, v in checkpoint["state_dict"].items()}
 
 
-def reads_values(layout: Layout | None) -> dict[str, Any]:
+def reads_values(layout: Layout | None) -> dict[str, float]:
     trainer, module = trained(layout, ReadsValues, epochs=1)
     trainer.save_checkpoint("x.ckpt")
     return {name: round(norm, 4) for name, norm in module.norms.items()}
 
 
-def reads_in_layouts() -> list[dict[str, Any]]:
-    """Files, and a folder of replicas."""
+def reads_in_layouts() -> list[dict[str, float]]:
+    """Files, and a folder of replicas; in a folder of stages each has values of its own."""
+    with pytest.raises(Exception, match=r"lies on another pipeline stage, which saves it.*summon_full_params"):
+        reads_values(LAYOUTS[1])
     return [reads_values(layout) for layout in (LAYOUTS[0], *LAYOUTS[2:])]
 
 
-def reads_another_stage() -> str:
-    trainer, _ = trained(LAYOUTS[1], ReadsValues, epochs=1)
-    with pytest.raises(Exception, match="lies on another pipeline stage, which saves it") as error:
-        trainer.save_checkpoint("x.ckpt")
-    return str(error.value)
-
-
 def test_hooks_read_the_values_of_one_process(workers: WorkerPools) -> None:
-    expected = alone(workers, reads_values)
+    (expected,) = workers(1).run(reads_values, None)
     assert workers(2).run(reads_in_layouts) == [[expected] * 4] * 2
-    for message in workers(2).run(reads_another_stage):
-        assert "summon_full_params" in message
 
 
 # ----------------------------------------------------------------------------------------------- hyperparameters, files
 
 
-class Wraps(L.LightningModule):
+class Wraps(TinyMLP):
     """As lightning-hydra-template does: the network is a hyperparameter."""
 
     def __init__(self, net: nn.Module, lr: float = 0.1) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
-        self.net = net
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.net(x)
-        return y
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return nn.functional.mse_loss(self(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 12), nn.Linear(12, 4))
+        self.layers = net  # type: ignore[assignment]
 
 
 def wraps() -> Wraps:
-    return Wraps(net(), lr=0.05)
+    return Wraps(nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 12), nn.Linear(12, 4)), lr=0.05)
 
 
-def wrapped(layout: Layout | None) -> dict[str, Any]:
-    trainer, module = trained(layout, wraps, epochs=1)
-    trainer.save_checkpoint("x.ckpt")
-    state = whole_state(trainer)
-    trainer, module = trained(layout, wraps, epochs=2, ckpt_path="x.ckpt")
-    return {"state": state, "resumed": whole_state(trainer), "lr": module.hparams["lr"]}
-
-
-def wrapped_in(layout: Layout, folder: Path) -> dict[str, Any]:
-    with contextlib.chdir(folder):
-        return wrapped(layout)
+def wrapped(path: Path) -> dict[str, Tensor]:
+    trainer, _ = trained(LAYOUTS[1], wraps, epochs=1)
+    trainer.save_checkpoint(path)
+    return whole_state(trainer)
 
 
 @pytest.mark.filterwarnings("ignore:Attribute 'net' is an instance")
 def test_modules_are_hyperparameters(workers: WorkerPools, tmp_path: Path) -> None:
-    expected = alone(workers, wrapped)
-    for found in workers(2).run(wrapped_in, LAYOUTS[1], tmp_path):
-        assert_same_state([found["state"]], expected["state"])
-        assert_same_state([found["resumed"]], expected["resumed"])
+    states = workers(2).run(wrapped, tmp_path / "x.ckpt")
     module = Wraps.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=False, map_location="cpu")
-    assert_same_state([module.state_dict()], expected["state"])
+    assert module.hparams["lr"] == 0.05
+    assert_same_state(states, module.state_dict())
 
 
 # --------------------------------------------------------------------------------------------------------- CheckpointIO
@@ -263,7 +243,7 @@ def test_a_checkpoint_io_is_used(workers: WorkerPools) -> None:
     ]
     assert rank1[0] == []  # as under DDP
     assert rank0[1:3] == rank1[1:3] == (["load x.ckpt"], "me")
-    plain = workers(1).run(_state_after, 3)[0]
+    (plain,) = workers(1).run(_state_after, 3)
     assert_same_state([rank0[3], rank1[3]], plain)
 
 

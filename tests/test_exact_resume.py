@@ -246,17 +246,3 @@ def test_losses_go_on_to_the_bit(workers: WorkerPools, layout: Layout, case: Cas
             assert all(torch.equal(run.weights[fqn], value) for fqn, value in whole.weights.items()), path
 
 
-def _resumed_elsewhere(saving: Layout | None, layout: Layout | None) -> tuple[Run, Run]:
-    case = Case(data="order", after=(7,))
-    whole = _trained(saving, case, Saves(case.after))
-    return whole, _trained(layout, case, Saves(), other_numbers=True, path="7.ckpt")
-
-
-@pytest.mark.parametrize(("saving", "layout"), [(None, Layout(tp=2)), (Layout(pp=2), Layout(tp=2))], ids=str)
-def test_another_layout_goes_on_to_floating_point_order(
-    workers: WorkerPools, saving: Layout | None, layout: Layout
-) -> None:
-    for whole, resumed in workers(2).run(_resumed_elsewhere, saving, layout):
-        assert resumed.losses == pytest.approx(whole.losses[7:], abs=1e-5)
-        for fqn, value in whole.weights.items():
-            torch.testing.assert_close(resumed.weights[fqn], value, atol=1e-5, rtol=0)

@@ -127,26 +127,6 @@ def test_all_modes_leave_the_checkpoints_of_one_process(
 # ---------------------------------------------------------------------------------------------------- links, resumed
 
 
-def resumed(layout: Layout | None) -> tuple[dict[str, Tensor], list[str]]:
-    """Two runs, the second from what the first left."""
-    for epochs in (2, 3):
-        keeps = ModelCheckpoint("kept", save_last="link")
-        last = {"ckpt_path": "last"} if epochs == 3 else {}
-        trainer, _ = fitted(
-            layout, _model, batches=2, epochs=epochs, callbacks=[keeps], enable_checkpointing=True, **last
-        )
-        assert trainer.global_step == 2 * epochs
-    state = whole_state(trainer)
-    return state, sorted(path.name for path in Path("kept").iterdir())
-
-
-def test_the_last_checkpoint_is_resumed(workers: WorkerPools) -> None:
-    state, names = workers(1).run(resumed, None)[0]
-    for found, found_names in workers(2).run(resumed, _layout("pp2", "folder")):
-        assert_same_state([found], state)
-        assert found_names == names
-
-
 class _Removed(ModelCheckpoint):
     """Notes where its link points to whenever a checkpoint has been removed, and before."""
 

@@ -1,4 +1,4 @@
-"""Dataloaders that keep where they are: planning looks at their first batch, and training sees every batch once."""
+"""Data that keeps where it is: planning looks at its first batch, and training sees every batch once."""
 
 from __future__ import annotations
 
@@ -27,32 +27,6 @@ DATA = tokens(40)
 def _batch(indices: Any) -> Batch:
     samples = [DATA[int(i)] for i in indices]
     return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
-
-
-class Stateful:
-    """A dataloader that resumes where its state says."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __len__(self) -> int:
-        return 5
-
-    def __iter__(self) -> Iterator[Batch]:
-        first, self.at = self.at, 0
-        return self._batches(first)
-
-    def _batches(self, first: int) -> Iterator[Batch]:
-        for i in range(first, len(self)):
-            self.at = i + 1
-            yield _batch(range(8 * i, 8 * i + 8))
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class Streams(IterableDataset[Any]):
@@ -89,12 +63,10 @@ class Counting(RandomSampler):
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "stateful": Stateful,
     "streams": lambda: DataLoader(Streams(), batch_size=8),
     "generator": lambda: (_batch(range(8 * i % 40, 8 * i % 40 + 8)) for i in range(10)),
     "sampler that counts": lambda: DataLoader(DATA, batch_size=8, sampler=Counting()),
 }
-LAYOUTS = {"pp2": Layout(pp=2), "tp2": Layout(tp=2)}
 
 
 class Sees(L.Callback):
@@ -107,41 +79,22 @@ class Sees(L.Callback):
         self.losses.append(round(float(outputs["loss"]), 4))
 
 
-Seen = tuple[list[int], list[float]]
-
-
-def _fit(layout: Layout | None, name: str, **settings: Any) -> Seen:
+def _fit(layout: Layout | None, name: str) -> tuple[list[int], list[float]]:
     sees = Sees()
     strategy, devices = ("auto", 1) if layout is None else (layout.strategy(), layout.world_size)
-    callbacks = [sees, *settings.pop("callbacks", ())]
-    ckpt_path = settings.pop("ckpt_path", None)
     L.seed_everything(1, verbose=False)
-    settings = {"enable_checkpointing": False, "max_epochs": 2, **QUIET, **settings}
-    trainer = L.Trainer(strategy=strategy, devices=devices, callbacks=callbacks, **settings)
-    trainer.fit(TinyGPT(num_layers=2), LOADERS[name](), ckpt_path=ckpt_path, weights_only=False)
+    settings = {"enable_checkpointing": False, "max_epochs": 2, **QUIET}
+    trainer = L.Trainer(strategy=strategy, devices=devices, callbacks=[sees], **settings)
+    trainer.fit(TinyGPT(num_layers=2), LOADERS[name]())
     return sees.batches, sees.losses
 
 
 @pytest.mark.parametrize("name", LOADERS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_planning_takes_nothing_away(workers: WorkerPools, layout: str, name: str) -> None:
+def test_planning_takes_nothing_away(workers: WorkerPools, name: str) -> None:
     batches, losses = workers(1).run(_fit, None, name)[0]
     assert len(batches) >= 5
-    for found, of_rank in workers(2).run(_fit, LAYOUTS[layout], name):
+    for found, of_rank in workers(2).run(_fit, Layout(pp=2), name):
         assert found == batches
         assert of_rank == pytest.approx(losses, abs=2e-4)
 
 
-def _resumed(layout: Layout | None) -> tuple[Seen, Seen]:
-    keeps = ModelCheckpoint("kept", every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    whole = _fit(layout, "stateful", enable_checkpointing=True, callbacks=[keeps], max_epochs=1)
-    return whole, _fit(layout, "stateful", ckpt_path="kept/step=3.ckpt", max_epochs=1)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_resumes_in_the_middle_of_an_epoch(workers: WorkerPools, layout: str) -> None:
-    for found in ([workers(1).run(_resumed, None)[0]], workers(2).run(_resumed, LAYOUTS[layout])):
-        for whole, resumed in found:
-            assert len(whole[0]) == 5
-            assert resumed[0] == whole[0][3:]
-            assert resumed[1] == pytest.approx(whole[1][3:], abs=2e-4)
