@@ -7,8 +7,6 @@ name, so what is expected does not go through the code under test.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -42,11 +40,10 @@ from lightning_3d.checkpoint import (
     write_full,
 )
 from lightning_3d.checkpoint.box import full_value
-from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.errors import CheckpointError
 from tests.checkpoints import restore_folder, restore_full, save_sharded
 from tests.tables import some_in_matrix
-from tests.workers import WorkerError, WorkerPools
+from tests.workers import WorkerPools
 
 # -------------------------------------------------------------------------------------------------------------- model
 

@@ -57,27 +57,16 @@ def test_sections_as_mapping_dataclass_or_omegaconf_node() -> None:
     assert ThreeDConfig.from_mapping(OmegaConf.create({"zero": {"stage": 3}})) == expected
 
 
-def test_interpolations_and_floats_of_a_file(tmp_path: Path) -> None:
+def test_interpolations_floats_and_lists_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "pipeline_parallel_size: 4\n"
-        "pipeline: {num_microbatches: '${pipeline_parallel_size}', partition: 'type:Block|.*Layer'}\n"
+        "pipeline_parallel_size: 2\n"
+        "pipeline: {num_microbatches: '${pipeline_parallel_size}', partition: [layers.4]}\n"
         "tensor: {verify_tolerance: 1e-5}\n"
     )
     config = ThreeDConfig.from_file(file)
-    assert config.pipeline == PipelineConfig(num_microbatches=4, partition="type:Block|.*Layer")
+    assert config.pipeline == PipelineConfig(num_microbatches=2, partition=("layers.4",))
     assert config.tensor == TensorConfig(verify_tolerance=1e-5)
-
-
-def test_cut_points_are_a_list(tmp_path: Path) -> None:
-    file = tmp_path / "cli.yaml"
-    file.write_text("strategy: {pipeline: {partition: [layers.4]}}\n")
-    expected = PipelineConfig(partition=("layers.4",))
-    assert _from_command_line([f"--config={file}"]).pipeline == expected
-    assert _from_command_line(["--strategy.pipeline.partition=[layers.4]"]).pipeline == expected
-    mapping = {"pipeline_parallel_size": 2, "pipeline": {"partition": ["layers.4"]}}
-    assert ThreeDConfig.from_mapping(OmegaConf.create(mapping)).pipeline == expected
-    assert ThreeDConfig.from_mapping(mapping).pipeline == expected
 
 
 class _Sections:
@@ -102,9 +91,10 @@ def _from_command_line(arguments: list[str]) -> ThreeDConfig:
 def test_jsonargparse_reads_file_and_command_line(tmp_path: Path) -> None:
     file = tmp_path / "cli.yaml"
     file.write_text("strategy:\n  zero: {stage: 2}\n  pipeline: {num_microbatches: auto, schedule: gpipe}\n")
-    config = _from_command_line([f"--config={file}", "--strategy.pipeline.num_microbatches=8"])
+    overrides = ["--strategy.pipeline.num_microbatches=8", "--strategy.pipeline.partition=[layers.4]"]
+    config = _from_command_line([f"--config={file}", *overrides])
     assert config.zero == ZeroConfig(stage=2)
-    assert config.pipeline == PipelineConfig(num_microbatches=8, schedule="gpipe")
+    assert config.pipeline == PipelineConfig(num_microbatches=8, schedule="gpipe", partition=("layers.4",))
     with pytest.raises(ConfigError, match=re.escape("'zero.stge': the nearest valid key is 'zero.stage'")):
         _from_command_line([f"--config={file}", "--strategy.zero.stge=3"])
     with pytest.raises(ConfigError, match=re.escape("zero.stage=7 is not allowed: use 0, 1, 2 or 3 (nearest: 3)")):
@@ -119,9 +109,7 @@ def test_jsonargparse_reads_file_and_command_line(tmp_path: Path) -> None:
         ({"zero": {"num_microbatches": 2}}, "the nearest valid key is 'pipeline.num_microbatches'"),
         ({"pipline": {}}, "unknown config key 'pipline': the nearest valid key is 'pipeline'"),
         ({"tensor_parallel": 2}, "the nearest valid key is 'tensor_parallel_size'"),
-        ({3: 4}, "unknown config key '3'"),
         ({"zero": 3}, "zero=3 is not allowed: use a mapping or a ZeroConfig"),
-        ({"zero": BatchConfig()}, "is not allowed: use a mapping or a ZeroConfig"),
         ([1], "config=[1] is not allowed"),
     ],
 )
@@ -134,12 +122,8 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
     ("mapping", "message"),
     [
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 is not allowed: use an integer of at least 1"),
-        ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True is not allowed"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size='2' is not allowed: use an integer of at least 1 (near"),
-        ({"tensor_parallel_size": 2.0}, "tensor_parallel_size=2.0 is not allowed"),
-        ({"tensor_parallel_size": None}, "tensor_parallel_size=None is not allowed"),
         ({"data_parallel_size": -3}, "use an integer of at least 1 or 'auto' (nearest: 1)"),
-        ({"data_parallel_size": "aut"}, "data_parallel_size='aut' is not allowed"),
         ({"zero": {"stage": 5}}, "zero.stage=5 is not allowed: use 0, 1, 2 or 3 (nearest: 3)"),
         ({"zero": {"prefetch": 0, "stage": 3}}, "zero.prefetch=0 is not allowed: use an integer of at least 1 or"),
         ({"zero": {"shard_size": 1}}, "zero.shard_size=1 is not allowed: use an integer of at least 2 or 'auto'"),
@@ -149,15 +133,8 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
             {"zero": {"reshard_after_forward": False, "stage": 2}},
             "zero.reshard_after_forward=False does not go with zero.stage=2",
         ),
-        ({"zero": {"stage": True}}, "zero.stage=True is not allowed"),
-        ({"zero": {"stage": [1]}}, "zero.stage=[1] is not allowed"),
         ({"pipeline": {"schedule": "1F1b "}}, "'interleaved_zero_bubble' or 'zbv' (nearest: '1f1b')"),
         ({"pipeline": {"partition": "paramters"}}, "(nearest: 'parameters')"),
-        ({"pipeline": {"partition": "memroy"}}, "(nearest: 'memory')"),
-        (
-            {"pipeline": {"partition": 3}},
-            "use a string or a list, of which each item is a string",
-        ),
         ({"pipeline": {"partition": [3]}}, "partition=(3,) is not allowed: use a string or a list"),
         ({"pipeline": {"partition": ["a"]}}, "partition=['a'] names 1 blocks, but there are 1 stages: name 0"),
         ({"pipeline": {"partition": ["a", "a"]}}, "partition=['a', 'a'] names a block twice"),
@@ -168,23 +145,16 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"tensor": {"verify_tolerance": float("nan")}}, "tensor.verify_tolerance=nan is not allowed"),
         ({"tensor": {"verify_tolerance": -1.0}}, "use a number of at least 0 or 'auto' (nearest: 0)"),
         ({"zero": {"offload_optimizer": "CPU"}}, "use 'none', 'cpu' or a directory, such as './cpu' (nearest: 'cpu')"),
-        ({"zero": {"offload_optimizer": "nvme"}}, "zero.offload_optimizer='nvme' is not allowed"),
-        ({"zero": {"offload_optimizer": ""}}, "zero.offload_optimizer='' is not allowed"),
         ({"zero": {"offload_optimizer": None}}, "zero.offload_optimizer=None is not allowed: use a string"),
-        ({"zero": {"offload_optimizer": True}}, "zero.offload_optimizer=True is not allowed"),
         ({"zero": {"offload_params": "cpu"}}, "zero.offload_params='cpu' needs zero.stage=3"),
         ({"zero": {"offload_params": "x", "stage": 3}}, "does not go with zero.offload_optimizer='none'"),
         ({"zero": {"offload_window": 8}}, "zero.offload_window=8 needs zero.offload_optimizer"),
-        ({"zero": {"offload_window": -1}}, "zero.offload_window=-1 is not allowed: use a number of at least 0"),
         ({"context_parallel_size": 2}, "context_parallel_size=2: context parallel is not built yet"),
         ({"pipeline": {"num_microbatches": 4}}, "Trainer(accumulate_grad_batches=4)"),
         ({"pipeline_parallel_size": 4, "pipeline": {"num_microbatches": 2}}, "use at least 4 microbatches"),
         ({"zero": {"stage": 3, "bucket_size": 1}}, "leave it out, or use stage 0 or 1 or 2"),
-        ({"zero": {"stage": 3, "bucket_size": 0}}, "zero.bucket_size=0 does not go with zero.stage=3"),
         ({"zero": {"stage": 3, "show_gradients": True}}, "zero.show_gradients=True does not go with zero.stage=3"),
         ({"zero": {"stage": 0, "overlap_gather": True}}, "zero.overlap_gather=True does not go with zero.stage=0"),
-        ({"zero": {"stage": 3, "overlap_gather": True}}, "leave it out, or use stage 1 or 2"),
-        ({"zero": {"power_sgd_rank": 2}}, "zero.power_sgd_rank=2 does not go with zero.stage=1"),
         ({"zero": {"stage": 0, "power_sgd_rank": 0}}, "use an integer of at least 1"),
         ({"zero": {"stage": 0, "power_sgd_start": 9}}, "a compression that is not asked for"),
         ({"zero": {"stage": 0, "power_sgd_rank": 1, "power_sgd_start": 1}}, "(nearest: 2)"),
@@ -198,11 +168,6 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ),
         ({"zero": {"stage": 2, "averaging_period": 4}}, "zero.averaging_period=4 does not go with zero.stage=2"),
         ({"zero": {"stage": 0, "averaging_period": 4, "bucket_size": 9}}, "says how gradients are reduced"),
-        ({"zero": {"stage": 0, "averaging_period": 4, "power_sgd_rank": 1}}, "zero.power_sgd_rank=1 says how"),
-        (
-            {"zero": {"stage": 0, "averaging_period": 4, "communication_dtype": "bfloat16"}},
-            "zero.communication_dtype='bfloat16' says how",
-        ),
     ],
 )
 def test_wrong_values_are_refused(mapping: dict[str, Any], message: str) -> None:

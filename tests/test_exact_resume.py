@@ -244,5 +244,3 @@ def test_losses_go_on_to_the_bit(workers: WorkerPools, layout: Layout, case: Cas
         for path, (start, run) in resumed.items():
             assert run.losses == whole.losses[start:], path
             assert all(torch.equal(run.weights[fqn], value) for fqn, value in whole.weights.items()), path
-
-

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tests.models import TinyGPT
-from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.parity import Layout, assert_same_state, fitted
 from tests.workers import WorkerPools
 
 MODES: dict[str, dict[str, Any]] = {

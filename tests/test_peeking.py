@@ -11,7 +11,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
@@ -96,5 +95,3 @@ def test_planning_takes_nothing_away(workers: WorkerPools, name: str) -> None:
     for found, of_rank in workers(2).run(_fit, Layout(pp=2), name):
         assert found == batches
         assert of_rank == pytest.approx(losses, abs=2e-4)
-
-

@@ -7,8 +7,9 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,30 +57,111 @@ def _read(file: Path) -> str:
     return file.read_text(errors="replace") if file.exists() else ""
 
 
-RAISED = "ArithmeticError: the model's own error (ends.py:"
 ENDED = "ended without raising an exception: by a signal"
-STAGE_1 = r"rank 1 \(pipeline stage 1, data 0, tensor 0\)"
+NEVER = r"terminate called"
+STEPPING: dict[str, Any] = {"num_steps": 200, "pause": 0.05}
 
-CASES = {
-    "one raises": Case(layout="pp 2", deed="raises", ranks=[1], callback="on exception"),
-    "all raise": Case(layout="dp 2", deed="raises", ranks=[0, 1], callback="save_on_exception"),
-    "first exits": Case(layout="dp 2", deed="exits", ranks=[0]),
-    "last is killed": Case(layout="tp 2", deed="is killed", ranks=[1]),
-    "one leaves": Case(layout="dp 2", deed="leaves", ranks=[1]),
-    "first is stopped": Case(layout="pp 2", deed="is stopped", ranks=[0], heartbeat_timeout=2),
-    "one has fewer batches": Case(layout="dp 2", deed="has fewer batches", ranks=[1], heartbeat_timeout=4),
-    "one is terminated": Case(
-        layout="pp 2", deed="gets SIGTERM", ranks=[1], callback="save_on_exception", num_steps=200, pause=0.05
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A case, and how it has to end."""
+
+    case: Case
+    statuses: Mapping[int, int]
+    """Of ranks that end by themselves."""
+    says: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Parts of what ranks print, regular expressions."""
+    says_not: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    files: str = ""
+    """Regular expression for the names that are left, with blanks between them."""
+
+
+ROWS = {
+    "one raises": Row(
+        case=Case(layout="pp 2", deed="raises", ranks=[1], callback="on exception"),
+        statuses={0: 1, 1: 1},
+        says={
+            0: [
+                r"RankError: rank 0 .* ends, because it waited for rank 1 \(pipeline stage 1, data 0, tensor 0\), train"
+                r" step 3: ArithmeticError: the model's own error \(ends.py:",
+                "is not saved, which needs all ranks",
+            ],
+            1: [r"rank 1 \(.*\), train step 3 failed first:\nTraceback [\s\S]*\nArithmeticError"],
+        },
+        says_not={0: ["Traceback"], 1: ["/lightning_3d/"]},
     ),
-    "terminated in the last batch": Case(layout="dp 2", deed="gets SIGTERM", ranks=[1], at=11),
-    "one is interrupted": Case(
-        layout="dp 2", deed="gets SIGINT", ranks=[1], callback="on exception", num_steps=200, pause=0.05
+    "all raise": Row(
+        case=Case(layout="dp 2", deed="raises", ranks=[0, 1], callback="save_on_exception"),
+        statuses={0: 1, 1: 1},
+        says={0: ["ArithmeticError"]},
+        says_not={0: ["RankError"], 1: ["RankError", "Traceback"]},  # the other prints the same
+        files=r"epoch=0-step=3\.ckpt",
     ),
-    "interrupted in setup": Case(layout="pp 2", signal="SIGINT", ranks=[0, 1], num_steps=200, pause=0.05),
-    "all are stopped for a while": Case(
-        layout="dp 2", signal="SIGSTOP", ranks=[0, 1], stopped=9, heartbeat_timeout=6, num_steps=60, pause=0.05
+    "first exits": Row(
+        case=Case(layout="dp 2", deed="exits", ranks=[0]),
+        statuses={0: 3, 1: 1},
+        says={1: [f"RankError: rank 1 .* it waited for rank 0 .*{ENDED}"]},
     ),
-    "job is requeued": Case(layout="pp 2", deed="gets SIGUSR1", ranks=[1], num_steps=40, pause=0.05),
+    "last is killed": Row(
+        case=Case(layout="tp 2", deed="is killed", ranks=[1]),
+        statuses={0: 1, 1: -9},
+        says={0: [f"RankError: rank 0 .* it waited for rank 1 .*{ENDED}"]},
+    ),
+    "one leaves": Row(
+        case=Case(layout="dp 2", deed="leaves", ranks=[1]),
+        statuses={0: 1, 1: 4},
+        says={0: [r"RankError: rank 0 .* it waited for rank 1 .*SystemExit: 4 \(ends.py:"]},
+    ),
+    "first is stopped": Row(
+        case=Case(layout="pp 2", deed="is stopped", ranks=[0], heartbeat_timeout=2),
+        statuses={1: 1},
+        says={1: ["rank 0 .* has given no sign of life for 2 s"]},
+    ),
+    "one has fewer batches": Row(
+        case=Case(layout="dp 2", deed="has fewer batches", ranks=[1], heartbeat_timeout=4),
+        statuses={0: 1, 1: 1},
+        says={
+            0: [
+                r"rank 1 \(pipeline stage 0, data 1, tensor 0\)",
+                "it has 4 batches in epoch 0, but rank 0 is in batch 5",
+                "limit_train_batches=4",
+            ]
+        },
+    ),
+    "one is terminated": Row(  # as Lightning's SIGTERMException ends a program
+        case=Case(layout="pp 2", deed="gets SIGTERM", ranks=[1], callback="save_on_exception", **STEPPING),
+        statuses={0: 0, 1: 0},
+        says_not=dict.fromkeys((0, 1), ["fitted"]),
+        files=r"epoch=\d+-step=\d+\.ckpt",
+    ),
+    "terminated in the last batch": Row(
+        case=Case(layout="dp 2", deed="gets SIGTERM", ranks=[1], at=11),
+        statuses={0: 0, 1: 0},
+        says_not=dict.fromkeys((0, 1), ["fitted"]),
+    ),
+    "one is interrupted": Row(  # as Lightning ends after Ctrl+C
+        case=Case(layout="dp 2", deed="gets SIGINT", ranks=[1], callback="on exception", **STEPPING),
+        statuses={0: 1, 1: 1},
+        files=r"on_exception\.ckpt",
+    ),
+    "interrupted in setup": Row(
+        case=Case(layout="pp 2", signal="SIGINT", ranks=[0, 1], **STEPPING),
+        statuses={0: 1, 1: 1},
+        says_not=dict.fromkeys((0, 1), ["fitted"]),
+    ),
+    "all are stopped for a while": Row(
+        case=Case(
+            layout="dp 2", signal="SIGSTOP", ranks=[0, 1], stopped=5, heartbeat_timeout=3, num_steps=20, pause=0.05
+        ),
+        statuses={0: 0, 1: 0},
+        says=dict.fromkeys((0, 1), ["fitted 20 steps"]),
+    ),
+    "job is requeued": Row(
+        case=Case(layout="pp 2", deed="gets SIGUSR1", ranks=[1], num_steps=20, pause=0.05),
+        statuses={0: 0, 1: 0},
+        says=dict.fromkeys((0, 1), ["fitted 20 steps"]),
+        files=r"hpc_ckpt_1\.ckpt",
+    ),
 }
 
 NUM_PROGRAMS = 3
@@ -88,10 +170,10 @@ NUM_PROGRAMS = 3
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, End]:
-    shares = [list(CASES)[first::NUM_PROGRAMS] for first in range(NUM_PROGRAMS)]
+    shares = [list(ROWS)[first::NUM_PROGRAMS] for first in range(NUM_PROGRAMS)]
     directories = [tmp_path_factory.mktemp("ends") for _ in shares]
     with ThreadPoolExecutor(NUM_PROGRAMS) as threads:  # ranks mostly wait
-        found = threads.map(run, ([CASES[name] for name in share] for share in shares), directories)
+        found = threads.map(run, ([ROWS[name].case for name in share] for share in shares), directories)
     return {
         name: end
         for share, of_share in zip(shares, found, strict=True)
@@ -99,94 +181,17 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, End]:
     }
 
 
-def test_ranks_name_the_one_that_raised_and_save_nothing(ends: Mapping[str, End]) -> None:
-    end = ends["one raises"]
-    assert end.statuses == {0: 1, 1: 1}
-    named = rf"{STAGE_1}, train step 3"
-    waited = rf"RankError: rank 0 .* ends, because it waited for {named}: {re.escape(RAISED)}"
-    assert re.search(waited, end.outputs[0]), end.outputs[0]
-    assert "Traceback" not in end.outputs[0]
-    assert re.search(rf"{named} failed first:\nTraceback .*\nArithmeticError", end.outputs[1], re.DOTALL)
-    assert "/lightning_3d/" not in end.outputs[1]
-    assert end.files == []
-    assert "is not saved, which needs all ranks" in end.outputs[0]
-
-
-def test_ranks_that_raise_alike_save_together(ends: Mapping[str, End]) -> None:
-    end = ends["all raise"]
-    assert end.statuses == {0: 1, 1: 1}
-    assert end.files == ["epoch=0-step=3.ckpt"]
-    assert "ArithmeticError" in end.outputs[0]
-    assert "Traceback" not in end.outputs[1]  # it prints the same
-    assert all("RankError" not in output for output in end.outputs.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "rank", "status", "error"),
-    [
-        ("first exits", 0, 3, ENDED),
-        ("last is killed", 1, -9, ENDED),
-        ("one leaves", 1, 4, "SystemExit: 4 (ends.py:"),
-    ],
-)
-def test_ranks_name_the_one_that_ended(name: str, rank: int, status: int, error: str, ends: Mapping[str, End]) -> None:
-    end = ends[name]
-    assert end.statuses == {rank: status, 1 - rank: 1}
-    assert re.search(
-        rf"RankError: rank {1 - rank} .* it waited for rank {rank} .*{re.escape(error)}", end.outputs[1 - rank]
-    )
-    assert end.seconds[1 - rank] < end.seconds[rank] + 30
-
-
-def test_ranks_do_not_wait_for_one_that_is_stopped(ends: Mapping[str, End]) -> None:
-    end = ends["first is stopped"]
-    assert end.statuses == {1: 1}
-    assert re.search("rank 0 .* has given no sign of life for 2 s", end.outputs[1]), end.outputs[1]
-
-
-def test_a_rank_with_fewer_batches_is_named(ends: Mapping[str, End]) -> None:
-    end = ends["one has fewer batches"]
-    assert end.statuses[0] == 1
-    assert "rank 1 (pipeline stage 0, data 1, tensor 0)" in end.outputs[0]
-    assert "it has 4 batches in epoch 0, but rank 0 is in batch 5" in end.outputs[0]
-    assert "limit_train_batches=4" in end.outputs[0]
-
-
-def test_ranks_that_are_all_stopped_for_a_while_go_on(ends: Mapping[str, End]) -> None:
-    end = ends["all are stopped for a while"]
-    assert end.statuses == {0: 0, 1: 0}, end.outputs
-    assert all("fitted 60 steps" in output for output in end.outputs.values())
-
-
-def test_a_signal_to_one_rank_ends_all_after_the_same_batch(ends: Mapping[str, End]) -> None:
-    end = ends["one is terminated"]
-    assert end.statuses == {0: 0, 1: 0}  # as Lightning's SIGTERMException ends a program
-    assert all("fitted" not in output for output in end.outputs.values())
-    (saved,) = end.files
-    assert re.fullmatch(r"epoch=\d+-step=\d+\.ckpt", saved)
-    interrupted = ends["one is interrupted"]
-    assert interrupted.statuses == {0: 1, 1: 1}  # as Lightning ends after Ctrl+C
-    assert interrupted.files == ["on_exception.ckpt"]
-
-
-def test_an_interrupt_in_setup_ends_all_ranks(ends: Mapping[str, End]) -> None:
-    end = ends["interrupted in setup"]
-    assert end.statuses == {0: 1, 1: 1}, end.outputs
-    assert all("fitted" not in output for output in end.outputs.values())
-    assert all("terminate called" not in output for output in end.outputs.values())
-
-
-def test_a_signal_in_the_last_batch_ends_the_program(ends: Mapping[str, End]) -> None:
-    end = ends["terminated in the last batch"]
-    assert end.statuses == {0: 0, 1: 0}
-    assert all("fitted" not in output for output in end.outputs.values())
-
-
-def test_slurm_requeues_a_job_that_goes_on(ends: Mapping[str, End]) -> None:
-    end = ends["job is requeued"]
-    assert end.statuses == {0: 0, 1: 0}, end.outputs
-    assert end.files == ["hpc_ckpt_1.ckpt"]
-    assert all("fitted 40 steps" in output for output in end.outputs.values())
+@pytest.mark.parametrize("name", ROWS)
+def test_ranks_end_and_name_the_first_failure(name: str, ends: Mapping[str, End]) -> None:
+    row, end = ROWS[name], ends[name]
+    assert end.statuses == row.statuses, end.outputs
+    for rank, output in end.outputs.items():
+        for pattern in row.says.get(rank, ()):
+            assert re.search(pattern, output), output
+        for pattern in (*row.says_not.get(rank, ()), NEVER):
+            assert not re.search(pattern, output), output
+    assert re.fullmatch(row.files, " ".join(end.files))
+    assert max(end.seconds.values()) < min(end.seconds.values()) + 30
 
 
 @pytest.mark.signals

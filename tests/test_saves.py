@@ -26,8 +26,7 @@ from torch import Tensor
 
 from lightning_3d import ConfigError
 from lightning_3d import strategy as strategy_module
-from lightning_3d.checkpoint import write_folder, write_full
-from lightning_3d.checkpoint.atomic import remove
+from lightning_3d.checkpoint import write_folder
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.file_or_folder import is_too_large
 from lightning_3d.checkpoint.saves import _Removals

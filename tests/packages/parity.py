@@ -57,8 +57,6 @@ class PackageJob:
     """Logged values whose mean over replicas is not that of one process, also under DDP (roots, ratios)."""
     prepare: Callable[[L.LightningModule, int, int], None] | None = None
     """Called with the module, the number of ranks and that of replicas before it is trained, as by a user's script."""
-    counts_replicas: bool = False
-    """Whether its loss is that of all replicas times their number, which the mean of gradients takes back."""
     environment: Callable[[], AbstractContextManager[object]] = nullcontext
     """What surrounds a run."""
 
@@ -179,8 +177,7 @@ def assert_same_as_one_process(
     assert all(rank.metrics.keys() == reference.metrics.keys() for rank in ranks)
     assert all(len(rank.losses) == len(reference.losses) for rank in ranks)
     seen = {f"loss {step}": [rank.losses[step] for rank in ranks] for step in range(len(reference.losses))}
-    factor = layout.dp if job.counts_replicas else 1
-    expected = {f"loss {step}": loss * factor for step, loss in enumerate(reference.losses)}
+    expected = {f"loss {step}": loss for step, loss in enumerate(reference.losses)}
     seen |= {name: [rank.metrics[name] for rank in ranks] for name in reference.metrics}
     expected |= reference.metrics
     if layout.dp > 1:
@@ -199,7 +196,6 @@ def assert_same_as_one_process(
 
 
 def _near(value: float, tolerance: float) -> Any:
-
     return pytest.approx(value, rel=tolerance, abs=tolerance, nan_ok=True)
 
 

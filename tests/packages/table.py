@@ -65,14 +65,6 @@ TABLE = (
     Row(package="gluonts", imported="gluonts.torch", module="PatchTST", jobs=GLUONTS),
     Row(package="gluonts", imported="gluonts.torch", module="SimpleFeedForward", jobs=GLUONTS, whole=WHOLE_IN_TP),
     Row(package="lightly", imported="lightly", module="LinearClassifier", jobs="lightly_jobs", whole=WHOLE_IN_TP),
-    Row(
-        package="nequip",
-        imported="nequip",
-        module="NequIP",
-        jobs="nequip_jobs",
-        refused=NO_GRAPHS,
-        whole=WHOLE_IN_TP,
-    ),
     Row(package="pytorch-forecasting", imported="pytorch_forecasting", module="NBeats", jobs="forecasting_jobs"),
     Row(
         package="pytorch-forecasting",
