@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.config.pipeline import PipelineConfig
-from lightning_3d.config.settings import BatchConfig, ThreeDConfig
+from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError

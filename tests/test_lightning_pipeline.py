@@ -113,7 +113,7 @@ def _compare(seen: Any, expected: Any, where: str = "") -> None:
 def test_several_validation_dataloaders_and_used_gradients(workers: WorkerPools, settings: dict[str, Any]) -> None:
     expected, metrics = workers(1).run(_fit, None, settings)[0]
     gradients = [entry for entry in expected if isinstance(entry, float)]
-    assert gradients
+    assert gradients or "overfit_batches" in settings
     assert all(norm > 0 for norm in gradients)
     outputs = [entry for entry in expected if not isinstance(entry, float)]
     first, last = workers(2).run(_fit, PIPELINE, settings)

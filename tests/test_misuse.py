@@ -70,6 +70,12 @@ def test_a_program_ends_with_one_clear_error(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- models
 
 
+class ManualOptimization(TinyMLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
 class WithLBFGS(TinyMLP):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)
@@ -360,6 +366,11 @@ NEEDS = rf" at .*{HERE} \w+ needs the data of a tensor that comes from a block"
 NO_GRAD = "a loss that does not require grad"
 
 MISUSES = {
+    "manual optimization": Misuse(
+        ManualOptimization,
+        "StepError",
+        "ManualOptimization uses manual optimization .* traced before there are optimizers",
+    ),
     "LBFGS": Misuse(
         WithLBFGS, "StepError", "LBFGS steps all parameters together, or runs training_step several times per step"
     ),

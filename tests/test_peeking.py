@@ -1,4 +1,4 @@
-"""Data that keeps where it is: planning looks at its first batch, and training sees every batch once."""
+"""Batches of one replica are those of one process, in order, though planning looks at the first."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 from tests.models import TinyGPT, tokens
 from tests.parity import QUIET, Layout
@@ -64,8 +64,27 @@ class Counting(RandomSampler):
 LOADERS: dict[str, Callable[[], Any]] = {
     "streams": lambda: DataLoader(Streams(), batch_size=8),
     "generator": lambda: (_batch(range(8 * i % 40, 8 * i % 40 + 8)) for i in range(10)),
+    "plain": lambda: DataLoader(DATA, batch_size=8),
+    "shuffled": lambda: DataLoader(DATA, batch_size=8, shuffle=True),
+    "sampler of the user": lambda: DataLoader(DATA, batch_size=8, sampler=WeightedRandomSampler([*range(40)], 40)),
     "sampler that counts": lambda: DataLoader(DATA, batch_size=8, sampler=Counting()),
 }
+
+
+class Configured(TinyGPT):
+    """Made when the Trainer asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__(num_layers=2)
+        self.more: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        self.more = self.more or nn.Linear(64, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.more is not None
+        logits: Tensor = self.more(super().forward(tokens))
+        return logits
 
 
 class Sees(L.Callback):
@@ -77,14 +96,18 @@ class Sees(L.Callback):
         self.batches.append(int((batch[0] * torch.arange(1, 17)).sum()))
         self.losses.append(round(float(outputs["loss"]), 4))
 
+    def on_validation_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
+        self.batches.append(int((batch[0] * torch.arange(1, 17)).sum()))
+
 
 def _fit(layout: Layout | None, name: str) -> tuple[list[int], list[float]]:
     sees = Sees()
     strategy, devices = ("auto", 1) if layout is None else (layout.strategy(), layout.world_size)
     L.seed_everything(1, verbose=False)
-    settings = {"enable_checkpointing": False, "max_epochs": 2, **QUIET}
-    trainer = L.Trainer(strategy=strategy, devices=devices, callbacks=[sees], **settings)
-    trainer.fit(TinyGPT(num_layers=2), LOADERS[name]())
+    settings = {**QUIET, "max_epochs": 2, "limit_val_batches": 2, "num_sanity_val_steps": 1}
+    trainer = L.Trainer(strategy=strategy, devices=devices, callbacks=[sees], enable_checkpointing=False, **settings)
+    model = Configured() if name == "shuffled" else TinyGPT(num_layers=2)
+    trainer.fit(model, LOADERS[name](), DataLoader(DATA, batch_size=8))
     return sees.batches, sees.losses
 
 

@@ -60,6 +60,7 @@ def _read(file: Path) -> str:
 ENDED = "ended without raising an exception: by a signal"
 NEVER = r"terminate called"
 STEPPING: dict[str, Any] = {"num_steps": 200, "pause": 0.05}
+SHORT: dict[str, Any] = {"num_steps": 20, "pause": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +132,13 @@ ROWS = {
     "one is terminated": Row(  # as Lightning's SIGTERMException ends a program
         case=Case(layout="pp 2", deed="gets SIGTERM", ranks=[1], callback="save_on_exception", **STEPPING),
         statuses={0: 0, 1: 0},
-        says_not=dict.fromkeys((0, 1), ["fitted"]),
+        says_not={0: ["fitted"], 1: ["fitted"]},
         files=r"epoch=\d+-step=\d+\.ckpt",
     ),
     "terminated in the last batch": Row(
         case=Case(layout="dp 2", deed="gets SIGTERM", ranks=[1], at=11),
         statuses={0: 0, 1: 0},
-        says_not=dict.fromkeys((0, 1), ["fitted"]),
+        says_not={0: ["fitted"], 1: ["fitted"]},
     ),
     "one is interrupted": Row(  # as Lightning ends after Ctrl+C
         case=Case(layout="dp 2", deed="gets SIGINT", ranks=[1], callback="on exception", **STEPPING),
@@ -147,19 +148,19 @@ ROWS = {
     "interrupted in setup": Row(
         case=Case(layout="pp 2", signal="SIGINT", ranks=[0, 1], **STEPPING),
         statuses={0: 1, 1: 1},
-        says_not=dict.fromkeys((0, 1), ["fitted"]),
+        says_not={0: ["fitted"], 1: ["fitted"]},
     ),
     "all are stopped for a while": Row(
         case=Case(
             layout="dp 2", signal="SIGSTOP", ranks=[0, 1], stopped=5, heartbeat_timeout=3, num_steps=20, pause=0.05
         ),
         statuses={0: 0, 1: 0},
-        says=dict.fromkeys((0, 1), ["fitted 20 steps"]),
+        says={0: ["fitted 20 steps"], 1: ["fitted 20 steps"]},
     ),
     "job is requeued": Row(
-        case=Case(layout="pp 2", deed="gets SIGUSR1", ranks=[1], num_steps=20, pause=0.05),
+        case=Case(layout="pp 2", deed="gets SIGUSR1", ranks=[1], **SHORT),
         statuses={0: 0, 1: 0},
-        says=dict.fromkeys((0, 1), ["fitted 20 steps"]),
+        says={0: ["fitted 20 steps"], 1: ["fitted 20 steps"]},
         files=r"hpc_ckpt_1\.ckpt",
     ),
 }

@@ -21,8 +21,6 @@ class Example:
     refused: Mapping[str, Refusal] = field(default_factory=dict)
     """By layout."""
     ddp: str = "ddp"
-    shares_buffers: bool = True
-    """Whether DDP does; not with manual optimization, of which buffers of other ranks than 0 are not compared."""
     is_small: bool = False
     """Whether the plain suite runs it."""
 
@@ -50,15 +48,6 @@ EXAMPLES = (
         },
     ),
     Example(shown="the same, sampling on all ranks", run="basics.autoencoder_on_all_ranks"),
-    Example(
-        shown="`domain_templates/generative_adversarial_net.py`",
-        run="adversarial.adversarial",
-        refused=dict.fromkeys(
-            ("pp 2", "tp 2"), Refusal(message="uses manual optimization", reason="manual optimization")
-        ),
-        ddp=UNUSED,
-        shares_buffers=False,
-    ),
     Example(
         shown="`domain_templates/reinforce_learn_Qnet.py`",
         run="reinforcement.q_learning",

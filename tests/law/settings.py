@@ -37,6 +37,12 @@ def adamw(module: LightningModule, lr: float) -> Any:
     return AdamW(_trained(module), lr=0.1 * lr, eps=1e-4, weight_decay=0.1)
 
 
+def amsgrad(module: LightningModule, lr: float) -> Any:
+    """Has three states of each parameter, and a rate that rises in every step."""
+    optimizer = AdamW(_trained(module), lr=0.1 * lr, eps=1e-4, weight_decay=0.1, amsgrad=True)
+    return [optimizer], [{"scheduler": LambdaLR(optimizer, lambda step: (step + 1) / 4), "interval": "step"}]
+
+
 def groups(module: LightningModule, lr: float) -> Any:
     """Matrices decay, the others have half the rate, as is the custom."""
     parameters = _trained(module)
@@ -217,7 +223,7 @@ SETTINGS = {
     "stepped": Setting(optimizer=stepped, epochs=2),
     "resumed": Setting(optimizer=warmed_up, epochs=2, is_resumed=True),
     "resumed-folder": Setting(
-        optimizer=warmed_up, epochs=2, is_resumed=True, layout={"save_distributed_checkpoint": True}
+        optimizer=amsgrad, tolerance=1e-2, epochs=2, is_resumed=True, layout={"save_distributed_checkpoint": True}
     ),
     "folder": Setting(layout={"save_distributed_checkpoint": True}),
     "recomputed": Setting(layout={"activations": {"recompute": "full"}}),
