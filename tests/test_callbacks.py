@@ -1,6 +1,6 @@
 """All of Lightning's callbacks in {dp 2, pp 2, tp 2}: each gives what it gives in one process, or says why not.
 
-The documentation shows the outcomes. The plain suite runs one of them, `make test-matrix` all.
+The documentation shows the outcomes. `make test` runs one of them, `make test-matrix` all.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ def run_all_in(names: tuple[str, ...]) -> dict[tuple[str, str], Outcome | str]:
     return outcomes
 
 
-def check(workers: WorkerPools, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [("ModelPruning",), pytest.param(tuple(CASES), marks=pytest.mark.matrix, id="all")])
+def test_callbacks_work_or_are_refused(workers: WorkerPools, names: tuple[str, ...]) -> None:
     wanted = tuple(name for name in names if set(CASES[name].refused) != set(LAYOUTS))
     expected = workers(1).run(run_all, wanted)[0]
     for of_rank in workers(2).run(run_all_in, names, timeout=500):
@@ -245,15 +246,6 @@ def check(workers: WorkerPools, names: tuple[str, ...]) -> None:
             assert_same_state([outcome.state], expected[name].state)
             assert outcome.metrics == pytest.approx(expected[name].metrics, abs=1e-5), (name, axis)
             assert outcome.seen == expected[name].seen, (name, axis)
-
-
-def test_one_callback_works_or_is_refused(workers: WorkerPools) -> None:
-    check(workers, ("ModelPruning",))
-
-
-@pytest.mark.matrix
-def test_all_callbacks_work_or_are_refused(workers: WorkerPools) -> None:
-    check(workers, tuple(CASES))
 
 
 def test_the_table_has_all_callbacks() -> None:
@@ -291,8 +283,8 @@ def _made(directory: str) -> Path:
 def test_groups_that_finetuning_added_go_on_from_a_checkpoint(workers: WorkerPools) -> None:
     state, groups, fresh = workers(1).run(go_on, None)[0]
     assert len(groups) == 2
-    for num_ranks, layout in ((1, Layout()), (2, Layout(dp=2, zero=2)), (2, Layout(pp=2))):
-        for ours, our_groups, our_fresh in workers(num_ranks).run(go_on, layout):
+    for layout in (Layout(dp=2, zero=2), Layout(pp=2)):
+        for ours, our_groups, our_fresh in workers(2).run(go_on, layout):
             assert [number for _, number in our_groups] == [number for _, number in groups]
             assert [lr for lr, _ in our_groups] == pytest.approx([lr for lr, _ in groups])
             assert_same_state([ours], state)

@@ -1,4 +1,4 @@
-"""The examples as a user starts them, and the parts of the GPT that several of them train."""
+"""The examples as a user starts them; `minimal.py` is run by `make test-install`."""
 
 from __future__ import annotations
 
@@ -78,20 +78,13 @@ def _one_process(batch_size: int, num_steps: int, clip: float | None = None) -> 
     return losses.values
 
 
-def test_minimal_learns_and_goes_on_in_a_pipeline(tmp_path: Path) -> None:
-    output = _run(tmp_path, str(EXAMPLES / "minimal.py"))
-    assert "Restored all states" in output
-    first, second = _losses(tmp_path)
-    assert 3 > first[-1] > 1 > second[-1]  # an untrained model has ln 100 = 4.6
-
-
 def test_gpt_trains_as_in_one_process(tmp_path: Path) -> None:
-    output = _run(tmp_path, str(EXAMPLES / "gpt.py"), "--devices=4", "--max_steps=20", "--batch_size=4")
+    output = _run(tmp_path, str(EXAMPLES / "gpt.py"), "--devices=4", "--max_steps=10", "--batch_size=4")
     assert "pipeline 2 x data 1 x tensor 2, ZeRO 1" in output
     assert "def " in output.split("A sample from")[1]
     (losses,) = _losses(tmp_path)
-    assert losses[-1] < losses[0] - 1
-    assert losses == pytest.approx(_one_process(4, 20, clip=1.0), abs=1e-4)
+    assert losses[-1] < losses[0] - 0.5
+    assert losses == pytest.approx(_one_process(4, 10, clip=1.0), abs=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +98,7 @@ def test_hydra(tmp_path: Path, pipelined: list[float]) -> None:
     assert _losses(tmp_path) == [pytest.approx(pipelined, abs=1e-5)]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("slurm", marks=pytest.mark.matrix)])
 def test_launched_command_line(launcher: str, tmp_path: Path, pipelined: list[float]) -> None:
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)

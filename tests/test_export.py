@@ -86,9 +86,7 @@ class Small(L.LightningModule):
 # --------------------------------------------------------------------------------------------------------- safetensors
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"), list(zip([Layout(tp=2), Layout(pp=2), Layout(dp=2, zero=3)], MODELS, strict=True)), ids=str
-)
+@pytest.mark.parametrize(("layout", "name"), [(Layout(tp=2), "gpt2, tied"), (Layout(dp=2, zero=3), "llama")], ids=str)
 def test_transformers_reads_what_a_layout_saved(
     workers: WorkerPools, tmp_path: Path, layout: Layout, name: str
 ) -> None:
@@ -181,9 +179,7 @@ class Groups(TinyGPT):
 
 
 RUNS: dict[str, tuple[type[L.LightningModule], type[L.Callback] | None, Layout]] = {
-    "pp": (TinyGPT, None, Layout(pp=2)),
     "tp": (TinyGPT, None, Layout(tp=2)),
-    "zero 3": (TinyGPT, None, Layout(dp=2, zero=3)),
     "groups, pp": (Groups, None, Layout(pp=2)),
     "averages, zero 3": (TinyGPT, EMAWeightAveraging, Layout(dp=2, zero=3)),
 }
@@ -294,22 +290,16 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "sparse": (["sparse.ckpt", "out"], "the checkpoint holds a tensor of torch.sparse_coo, which can't be exported"),
     "nothing there": (["other", "out"], "there is no checkpoint other"),
     "a folder of something else": (["empty", "out"], "empty is no checkpoint: a folder of one has the file meta.pt"),
-    "a file of something else": (["text", "out"], "text is no checkpoint: torch.save writes zip files, and it is none"),
-    "a file of torch.save of something else": (["list.pt", "out"], "list.pt is no checkpoint of a Trainer: it has no"),
     "there": (["saved", "full"], "full is there already: export to another path, or set overwrite=True (--overwrite)"),
-    "no export there": (["saved", "full", "--overwrite"], "full is there already, and is no such checkpoint"),
     "a file there": (["saved", "text", "--overwrite"], "text is there already, and is no such checkpoint"),
-    "no file of ours there": (["saved", "text", "--format=file", "--overwrite"], "text is there already, and is no"),
     "itself": (["saved", "saved", "--format=folder", "--overwrite"], "saved is the checkpoint itself"),
     "prefix": (["saved", "out", "--prefix=model."], "flag, sixteen, count and 8 more in saved do not begin with"),
     "nothing left out": (["saved", "out", "--leave-out", "x.*"], "leave_out has 'x.*', which no name in saved matches"),
-    "all left out": (["saved", "out", "--leave-out", "*"], "saved has no weights but those that are left out"),
     "size": (["saved", "out", "--max-shard-size=5 apples"], "max_shard_size '5 apples' is no number of bytes"),
     "option of another format": (
         ["saved", "out", "--format=file", "--prefix=a"],
         "prefix and leave_out are for format",
     ),
-    "states of weights": (["saved", "out", "--optimizer-states=omit"], "optimizer_states=False is for format 'file'"),
     "no states": (["saved", "out", "--format=file", "--optimizer-states=require"], "saved has no states of optimizers"),
     "a file to a folder": (["plain.ckpt", "out", "--format=fsdp"], "plain.ckpt is a file, which has no names of"),
     "no tensor": (["extra.ckpt", "out"], "extra in extra.ckpt: no tensor, as safetensors needs it. Leave it out"),
@@ -327,7 +317,6 @@ def test_errors_are_one_line_and_leave_nothing(
     _write(Path("extra.ckpt"), {"x": torch.ones(2), "extra": 3}, is_folder=False)
     _write(Path("complex.ckpt"), {"x": torch.ones(2, dtype=torch.complex128)}, is_folder=False)
     _write(Path("sparse.ckpt"), {"x": torch.eye(2).to_sparse()}, is_folder=False)
-    torch.save([1], "list.pt")
     state = {"state_dict": {}, "optimizer_0": {"state": {}, "param_groups": [{"params": [], "lr": Malicious()}]}}
     save(state, checkpoint_id=Path("bad"), no_dist=True)
     torch.save({"lr_schedulers": []}, "bad/meta.pt")

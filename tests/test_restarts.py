@@ -55,6 +55,7 @@ def test_a_group_that_is_started_again_goes_on_to_the_bit(tmp_path: Path, layout
     assert len(found[1]) == 1
 
 
+@pytest.mark.matrix
 def test_one_of_two_nodes_goes_on_alone(tmp_path: Path) -> None:
     """A node is gone for good; torchrun starts the other one again, with half of the replicas."""
     with socket.socket() as free:

@@ -79,11 +79,7 @@ def _differ(layout: dict[str, Any]) -> dict[str, str]:
     return messages
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}],
-    ids=["dp 2", "pp 2", "tp 2"],
-)
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}], ids=["dp 2", "pp 2"])
 def test_settings_that_differ_are_named_on_all_ranks(layout: dict[str, Any], workers: WorkerPools) -> None:
     first, second = workers(2).run(_differ, layout)
     assert first == second

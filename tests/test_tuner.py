@@ -19,7 +19,7 @@ from tests.models import TinyMLP, features
 from tests.parity import QUIET
 from tests.workers import WorkerPools
 
-LAYOUTS = [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}]
+PIPELINE = {"pipeline_parallel_size": 2}
 
 
 class Loading(TinyMLP):
@@ -57,10 +57,9 @@ def _found(sizes: dict[str, int]) -> tuple[list[float], float, list[str]]:
     return finder.results["loss"], trainer.callback_metrics["loss_step"].item(), advice
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_search_for_a_learning_rate_is_that_of_one_process(workers: WorkerPools, sizes: dict[str, int]) -> None:
+def test_search_for_a_learning_rate_is_that_of_one_process(workers: WorkerPools) -> None:
     (reference,) = workers(1).run(_found, {})
-    for losses, loss, advice in workers(2).run(_found, sizes):
+    for losses, loss, advice in workers(2).run(_found, PIPELINE):
         assert losses == pytest.approx(reference[0], abs=1e-5)
         assert loss == pytest.approx(reference[1], abs=1e-5)
         assert advice == []  # of one replica all ranks log the same
@@ -77,5 +76,5 @@ def _error(sizes: dict[str, int]) -> str:
 
 
 def test_search_for_a_batch_size_is_refused(workers: WorkerPools) -> None:
-    for message in workers(2).run(_error, LAYOUTS[0]):
+    for message in workers(2).run(_error, PIPELINE):
         assert "on 2 ranks it may run out on one of them" in message

@@ -12,7 +12,7 @@ from tests.models import TinyGPT
 from tests.parity import Layout, fitted
 from tests.workers import WorkerPools
 
-LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2), "tp2": Layout(tp=2)}
+LAYOUTS = {"dp2": Layout(dp=2), "pp2": Layout(pp=2)}
 
 
 class Scaled(TinyGPT):
