@@ -19,6 +19,3 @@ def some_in_matrix(cases: Iterable[Any], is_in_matrix: Callable[..., bool]) -> l
     return [pytest.param(*row, marks=[pytest.mark.matrix] if is_in_matrix(*row) else []) for row in rows]
 
 
-def on_four_ranks(layout: Any) -> bool:
-    """Whether a layout needs more than two ranks."""
-    return bool(layout.world_size > 2)

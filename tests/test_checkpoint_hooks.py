@@ -102,6 +102,7 @@ class Watches(L.Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self.names.append(sorted(checkpoint["state_dict"]))
+        self.names.append(sorted(getattr(checkpoint["state_dict"], "_metadata", {})))  # versions of modules
         checkpoint["own"] = len(self.names)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

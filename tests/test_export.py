@@ -344,7 +344,7 @@ def test_overwriting_keeps_the_files_of_others(tmp_path: Path) -> None:
     _write(tmp_path / "saved", state, is_folder=True)
     export_checkpoint(tmp_path / "saved", tmp_path / "out", max_shard_size=100)
     (tmp_path / "out" / "config.json").write_text("mine")
-    export_checkpoint(tmp_path / "saved", tmp_path / "out", overwrite=True)
+    export_checkpoint(f"file://{tmp_path}/saved", f"file://{tmp_path}/out", overwrite=True)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     export_checkpoint(tmp_path / "saved", tmp_path / "out.ckpt", format="file")
     export_checkpoint(tmp_path / "saved", tmp_path / "out.ckpt", format="file", overwrite=True)
