@@ -49,18 +49,10 @@ def filled(markdown: str) -> str:
 def _table(name: str) -> str:
     if str(ROOT) not in sys.path:
         sys.path.append(str(ROOT))  # mkdocs does not look there
-    from tests.examples import place
-    from tests.examples import table as examples
     from tests.packages import table as packages
     from tests.test_callbacks import rendered as callbacks
 
-    layouts = tuple(place.LAYOUTS)
-    tables = {
-        "callbacks": callbacks,
-        "examples": lambda: examples.rendered(layouts),
-        "packages": lambda: packages.rendered(layouts),
-    }
-    return tables[name]()
+    return {"callbacks": callbacks, "packages": packages.rendered}[name]()
 
 
 def settings_page() -> str:

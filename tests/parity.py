@@ -211,7 +211,7 @@ class _Recorder(L.Callback):
         return Numbers(losses=self.losses, gradient_norms=self.gradient_norms, metrics=metrics)
 
 
-class _NormRecorder(_Recorder):
+class NormRecorder(_Recorder):
     """Looks at gradients, too."""
 
     def on_before_optimizer_step(
@@ -321,7 +321,7 @@ def splits(job: Job) -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor,
 
 def run_reference(job: Job) -> ReferenceRun:
     """Train the job in this process with the plain Trainer."""
-    recorder = _NormRecorder() if job.sees_gradients else _Recorder()
+    recorder = NormRecorder() if job.sees_gradients else _Recorder()
     trainer = _trainer(job, "auto", 1, recorder)
     train, val = splits(job)
     L.seed_everything(job.seed, verbose=False)
@@ -363,7 +363,7 @@ def _train_rank(
 ) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str], dict[str, tuple[Sent, Sent]]]:
     if not job.sees_gradients:
         layout = replace(layout, zero_settings={"show_gradients": False, **layout.zero_settings})
-    recorder, strategy = _NormRecorder() if job.sees_gradients else _Recorder(), layout.strategy()
+    recorder, strategy = NormRecorder() if job.sees_gradients else _Recorder(), layout.strategy()
     inputs = BlockInputs()
     trainer = _trainer(job, strategy, layout.world_size, recorder, *([inputs] if measures_sent else []))
     train, val = splits(job)

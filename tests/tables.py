@@ -17,5 +17,3 @@ def some_in_matrix(cases: Iterable[Any], is_in_matrix: Callable[..., bool]) -> l
     """
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*row, marks=[pytest.mark.matrix] if is_in_matrix(*row) else []) for row in rows]
-
-

@@ -61,8 +61,8 @@ def _fit(layout: Layout, *callbacks: Callback, ckpt_path: Path | None = None, **
     return trainer
 
 
-def _every_step(**settings: Any) -> ModelCheckpoint:
-    return ModelCheckpoint(dirpath="saved", filename="{step}", every_n_train_steps=1, **settings)
+def _every_step(dirpath: str = "saved", **settings: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(dirpath=dirpath, filename="{step}", every_n_train_steps=1, **settings)
 
 
 def _names(folder: str = "saved") -> list[str]:
@@ -82,7 +82,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
 def _saved_in_both_ways(layout: Layout) -> None:
     for is_async in (False, True):
         one = replace(layout, checkpoint={"async_save": is_async})
-        _fit(one, ModelCheckpoint(dirpath=f"async-{is_async}", save_top_k=-1, filename="{step}", every_n_train_steps=1))
+        _fit(one, _every_step(dirpath=f"async-{is_async}", save_top_k=-1))
     assert _names("async-True") == _names("async-False")
     assert len(_names("async-True")) == NUM_STEPS
     for name in _names("async-True"):
@@ -156,24 +156,26 @@ def test_training_goes_on(workers: WorkerPools) -> None:
     workers(2).run(_goes_on, IN_BACKGROUND)
 
 
-def _skips(layout: Layout) -> list[str]:
+def _skips(layout: Layout, save_top_k: int) -> list[str]:
     held = _Held()
     with held.holding(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _fit(layout, _LetGo(held, 3), _every_step(save_top_k=-1))
+        _fit(layout, _LetGo(held, 3), _every_step(save_top_k=save_top_k))
     told = [str(each.message) for each in caught if "is not saved" in str(each.message)]
     if dist.get_rank() == 0:
         assert len(told) >= 1
         assert "checkpoint.while_saving is 'skip'" in told[0]
+    assert not [name for name in _names() if damage(Path("saved", name))]
     return _names()
 
 
-def test_saves_are_skipped(workers: WorkerPools) -> None:
-    first, second = workers(2).run(_skips, SKIPPING)
+def test_saves_are_skipped_and_remove_nothing(workers: WorkerPools) -> None:
+    first, second = workers(2).run(_skips, SKIPPING, -1)
     assert first == second
     steps = [int(name.split("=")[1].split(".")[0].split("-")[0]) for name in first]
     assert 1 in steps
     assert 2 not in steps
+    assert [len(names) for names in workers(2).run(_skips, SKIPPING, 1)] == [1, 1]
 
 
 def _last_while_skipping(layout: Layout, **settings: Any) -> None:
@@ -190,19 +192,6 @@ def _last_while_skipping(layout: Layout, **settings: Any) -> None:
 @pytest.mark.parametrize("settings", [{"max_epochs": 1}, {"max_epochs": -1, "max_steps": NUM_STEPS}], ids=str)
 def test_the_last_is_not_skipped(workers: WorkerPools, settings: dict[str, int]) -> None:
     workers(2).run(partial(_last_while_skipping, **settings), SKIPPING)
-
-
-def _top_one_while_skipping(layout: Layout) -> None:
-    held = _Held()
-    with held.holding(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _fit(layout, _LetGo(held, 3), _every_step())
-    (name,) = _names()
-    assert damage(Path("saved", name)) == []
-
-
-def test_what_is_skipped_removes_nothing(workers: WorkerPools) -> None:
-    workers(2).run(_top_one_while_skipping, SKIPPING)
 
 
 class _Raise(Callback):
@@ -331,15 +320,16 @@ def test_a_full_disk(workers: WorkerPools, layout: Layout, rank: int) -> None:
 
 
 def _going_on(layout: Layout, rank: int) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = _fit(layout, _FullDisk(rank, 2, 3), _every_step())
-    assert trainer.global_step == NUM_STEPS
-    (name,) = _names()
-    assert name.startswith(f"step={NUM_STEPS}")
-    assert damage(Path("saved", name)) == []
-    told = [str(each.message) for each in caught if "Training goes on without this checkpoint" in str(each.message)]
-    assert len(told) == (2 if dist.get_rank() == 0 else 0)
+    for last, kept in ((3, NUM_STEPS), (NUM_STEPS, 1)):  # the last one that could be written
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = _fit(layout, _FullDisk(rank, 2, last), _every_step(dirpath=f"saved{last}"))
+        assert trainer.global_step == NUM_STEPS
+        (name,) = _names(f"saved{last}")
+        assert name.startswith(f"step={kept}")
+        assert damage(Path(f"saved{last}", name)) == []
+        told = [str(each.message) for each in caught if "Training goes on without this checkpoint" in str(each.message)]
+        assert len(told) == (last - 1 if dist.get_rank() == 0 else 0)
 
 
 @pytest.mark.usefixtures("fresh_ranks")
@@ -347,20 +337,6 @@ def _going_on(layout: Layout, rank: int) -> None:
 def test_training_goes_on_without_a_checkpoint(workers: WorkerPools, layout: Layout, rank: int) -> None:
     settings = {**layout.checkpoint, "on_save_failure": "warn"}
     workers(2).run(_going_on, replace(layout, checkpoint=settings), rank)
-
-
-def _never_again(layout: Layout) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _fit(layout, _FullDisk(1, 2, NUM_STEPS), _every_step())
-    (name,) = _names()
-    assert name.startswith("step=1"), "the last one that could be written"
-
-
-@pytest.mark.usefixtures("fresh_ranks")
-def test_the_last_good_one_stays(workers: WorkerPools) -> None:
-    layout = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"on_save_failure": "warn"})
-    workers(2).run(_never_again, layout)
 
 
 # ------------------------------------------------------------------------------------------- other file systems
@@ -413,14 +389,11 @@ def _to_memory(layout: Layout, dirpath: str) -> str:
     return "saved"
 
 
-def test_folders_on_remote_file_systems_are_refused(workers: WorkerPools) -> None:
+def test_files_alone_go_to_remote_file_systems(workers: WorkerPools) -> None:
     first, second = workers(2).run(_to_memory, Layout(pp=2, save_distributed_checkpoint=True), "memory://saved")
     assert first == second
     assert "ModelCheckpoint saves to memory://saved, which is on a remote file system" in first
     assert "save_distributed_checkpoint=False" in first
-
-
-def test_files_go_to_remote_file_systems(workers: WorkerPools) -> None:
     assert workers(2).run(_to_memory, Layout(pp=2), "memory://saved") == ["saved", "saved"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import inspect
 import io
@@ -40,13 +41,9 @@ class Model(L.LightningModule):
         self.calls: list[str] = []
         self.grad_norms: list[float] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
-
     def _loss(self, batch: list[Tensor], name: str) -> Tensor:
         self.calls.append(name)
-        loss = F.mse_loss(self(batch[0]), batch[1])
+        loss = F.mse_loss(self.layers(batch[0]), batch[1])
         self.log(f"{name}_loss", loss, on_step=name == "train", on_epoch=True, prog_bar=True)
         return loss
 
@@ -62,8 +59,7 @@ class Model(L.LightningModule):
         return self._loss(batch, "test")
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.calls.append("predict")
-        return self(batch[0])
+        return self.layers(batch[0])  # type: ignore[no-any-return]
 
     def on_validation_start(self) -> None:
         self.calls.append(f"grad {torch.is_grad_enabled()}")
@@ -71,12 +67,8 @@ class Model(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.calls.append("step")
 
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        self.clip_gradients(
-            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
-        )
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         self.grad_norms.append(torch.nn.utils.get_total_norm(gradients).item())
 
@@ -85,16 +77,11 @@ class Model(L.LightningModule):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
+    # ---- data
 
-class Data(L.LightningDataModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_loaders = 0
-
-    def _loader(self, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
-        self.num_loaders += 1
-        generator = torch.Generator().manual_seed(5)
-        inputs = torch.randn(NUM_BATCHES * BATCH_SIZE, 8, generator=generator)
+    def _loader(self, *, shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
+        self.calls.append("loader")
+        inputs = torch.randn(NUM_BATCHES * BATCH_SIZE, 8, generator=torch.Generator().manual_seed(5))
         return DataLoader(TensorDataset(inputs, inputs[:, :4]), batch_size=BATCH_SIZE, shuffle=shuffle)
 
     def train_dataloader(self) -> Any:
@@ -103,11 +90,7 @@ class Data(L.LightningDataModule):
     def val_dataloader(self) -> Any:
         return self._loader()
 
-    def test_dataloader(self) -> Any:
-        return self._loader()
-
-    def predict_dataloader(self) -> Any:
-        return self._loader()
+    test_dataloader = predict_dataloader = val_dataloader
 
 
 def _with(**flags: Any) -> Callable[[], dict[str, Any]]:
@@ -199,44 +182,32 @@ def _flags(case: str) -> dict[str, Any]:
 def _run(case: str, strategy: str, folder: Path) -> dict[str, Any]:
     """Fit, validate, test and predict; returns all that a user could see of it."""
     folder.mkdir(parents=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
+    with contextlib.chdir(folder):
         L.seed_everything(3, verbose=False)
-        module, data = Model(), Data()
-        trainer = L.Trainer(**_flags(case), strategy=strategy)
-        trainer.fit(module, datamodule=data)
+        module, trainer = Model(), L.Trainer(**_flags(case), strategy=strategy)
+        trainer.fit(module)
         numbers: dict[str, Any] = {
             "metrics": dict(trainer.callback_metrics),
             "bar": dict(sorted(trainer.progress_bar_metrics.items())),
         }
         exact: dict[str, Any] = {
-            "steps": trainer.global_step,
-            "epochs": trainer.current_epoch,
+            "done": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
             "batches": (trainer.num_training_batches, trainer.num_val_batches, trainer.num_sanity_val_batches),
-            "stopped": trainer.should_stop,
         }
-        numbers["validated"] = trainer.validate(module, datamodule=data, verbose=False)
-        numbers["tested"] = trainer.test(module, datamodule=data, verbose=False)
-        numbers["predicted"] = trainer.predict(module, datamodule=data) or []
+        numbers["evaluated"] = [trainer.validate(module, verbose=False), trainer.test(module, verbose=False)]
+        numbers["predicted"] = trainer.predict(module) or []
         numbers["norms"] = module.grad_norms
         numbers["weights"] = module.state_dict()
         numbers["rates"] = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
         saved = {str(path): torch.load(path, weights_only=False) for path in sorted(Path().rglob("*.ckpt"))}
         numbers["saved"] = {path: dict(checkpoint["state_dict"]) for path, checkpoint in saved.items()}
         numbers["logged"] = {str(path): _rows(path) for path in Path().rglob("metrics.csv")}
-        strategy_type = type(trainer.strategy).__name__
+        own, actions = type(trainer.strategy).__name__, getattr(trainer.profiler, "recorded_durations", ())
         exact |= {
             "calls": module.calls,
-            "loaders": data.num_loaders,
-            "files": {
-                path: [(key, type(value)) for key, value in checkpoint.items() if key != RUN]
-                for path, checkpoint in saved.items()
-            },
+            "files": {path: [(k, type(v)) for k, v in found.items() if k != RUN] for path, found in saved.items()},
             "settings": (torch.are_deterministic_algorithms_enabled(), torch.is_anomaly_enabled()),
-            "actions": {
-                action.replace(strategy_type, "Strategy")
-                for action in getattr(trainer.profiler, "recorded_durations", ())
-            },
+            "actions": {action.replace(own, "Strategy") for action in actions},
         }
     torch.use_deterministic_algorithms(False)
     return {"numbers": numbers, "exact": exact}

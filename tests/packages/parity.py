@@ -7,7 +7,6 @@ logs its replica's value, as under DDP: there the replicas' mean is compared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from lightning_3d import ThreeDStrategy
 from tests.architectures import Samples
 from tests.models import loader, reference_loader, training_loader
-from tests.parity import QUIET, Held, Layout, assert_same_state, held
+from tests.parity import QUIET, Held, Layout, NormRecorder, assert_same_state
 from tests.workers import WorkerPools
 
 STEPS = 3
@@ -32,9 +30,6 @@ SEED = 1
 
 ADAM_EPSILON = 1e-3
 """Of Adam and its kin, in every run: with 1e-8 a gradient that is zero but for rounding moves a weight as far."""
-
-LAYOUTS = {"dp 2": Layout(dp=2), "pp 2": Layout(pp=2, num_microbatches=2), "tp 2": Layout(tp=2)}
-"""By the name of their column in the documentation's table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,35 +69,18 @@ class Outcome:
     num_parameters: int
 
 
-class _Recorder(L.Callback):
-    """Collects losses and norms of gradients, and makes Adam heed the size of gradients."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.gradient_norms: list[float] = []
-        self.held = Held(parameters={}, optimizer_state={})
+class _Losses(NormRecorder):
+    """Takes losses from what steps return, and makes Adam heed the size of gradients."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for group in trainer.optimizers[0].param_groups:
             if "eps" in group:
                 group["eps"] = ADAM_EPSILON
 
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        if isinstance(trainer.strategy, ThreeDStrategy):
-            self.gradient_norms.append(float(trainer.strategy.gradient_norm()))
-            return
-        gradients = [p.grad.double() for p in pl_module.parameters() if p.grad is not None]
-        self.gradient_norms.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients)))
-
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: object, batch_idx: int
     ) -> None:
         self.losses.append(float(outputs["loss"]))
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.held = held(pl_module, trainer.optimizers[0])
 
 
 def train(job: PackageJob, layout: Layout | None) -> Outcome:
@@ -112,7 +90,7 @@ def train(job: PackageJob, layout: Layout | None) -> Outcome:
 
 
 def _train(job: PackageJob, layout: Layout | None) -> Outcome:
-    recorder = _Recorder()
+    recorder = _Losses()
     ranks, replicas = (1, 1) if layout is None else (layout.world_size, layout.dp)
     settings: dict[str, Any] = {"max_epochs": 1, **QUIET, **(job.trainer or {})}
     trainer = L.Trainer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tests.parity import Layout
 from tests.refusals import Refusal, markdown_table, refused_or
 
 
@@ -42,8 +43,6 @@ NO_GRAPHS = {
 }
 WHOLE_IN_TP = frozenset({"tp 2"})
 
-GLUONTS = "gluonts_jobs"
-
 TABLE = (
     Row(
         package="chemprop",
@@ -53,17 +52,6 @@ TABLE = (
         refused=NO_GRAPHS,
         whole=WHOLE_IN_TP,
     ),
-    Row(package="deeptab", imported="deeptab", module="FTTransformer", jobs="deeptab_jobs"),
-    Row(package="deeptab", imported="deeptab", module="ResNet", jobs="deeptab_jobs", whole=WHOLE_IN_TP),
-    Row(
-        package="gluonts",
-        imported="gluonts.torch",
-        module="DeepAR",
-        jobs="gluonts_jobs",
-        whole=WHOLE_IN_TP | {"pp 2"},
-    ),
-    Row(package="gluonts", imported="gluonts.torch", module="PatchTST", jobs=GLUONTS),
-    Row(package="gluonts", imported="gluonts.torch", module="SimpleFeedForward", jobs=GLUONTS, whole=WHOLE_IN_TP),
     Row(package="lightly", imported="lightly", module="LinearClassifier", jobs="lightly_jobs", whole=WHOLE_IN_TP),
     Row(package="pytorch-forecasting", imported="pytorch_forecasting", module="NBeats", jobs="forecasting_jobs"),
     Row(
@@ -77,7 +65,11 @@ TABLE = (
 )
 
 
-def rendered(layouts: tuple[str, ...]) -> str:
+LAYOUTS = {"dp 2": Layout(dp=2), "pp 2": Layout(pp=2, num_microbatches=2), "tp 2": Layout(tp=2)}
+"""By the name of their column."""
+
+
+def rendered() -> str:
     """The documentation's table."""
-    rows = [[f"`{row.package}`", f"`{row.module}`", *map(row.cell, layouts)] for row in TABLE]
-    return markdown_table(["package", "module", *layouts], rows)
+    rows = [[f"`{row.package}`", f"`{row.module}`", *map(row.cell, LAYOUTS)] for row in TABLE]
+    return markdown_table(["package", "module", *LAYOUTS], rows)

@@ -10,8 +10,8 @@ import re
 
 import pytest
 
-from tests.packages.parity import LAYOUTS, Outcome, PackageJob, assert_same_as_one_process, train
-from tests.packages.table import TABLE, Row
+from tests.packages.parity import Outcome, PackageJob, assert_same_as_one_process, train
+from tests.packages.table import LAYOUTS, TABLE, Row
 from tests.workers import WorkerError, WorkerPools
 
 pytestmark = pytest.mark.filterwarnings("default")  # they warn in their own ways
