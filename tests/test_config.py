@@ -122,11 +122,8 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
     ("mapping", "message"),
     [
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 is not allowed: use an integer of at least 1"),
-        ({"tensor_parallel_size": "2"}, "tensor_parallel_size='2' is not allowed: use an integer of at least 1 (near"),
         ({"data_parallel_size": -3}, "use an integer of at least 1 or 'auto' (nearest: 1)"),
-        ({"zero": {"stage": 5}}, "zero.stage=5 is not allowed: use 0, 1, 2 or 3 (nearest: 3)"),
         ({"zero": {"prefetch": 0, "stage": 3}}, "zero.prefetch=0 is not allowed: use an integer of at least 1 or"),
-        ({"zero": {"shard_size": 1}}, "zero.shard_size=1 is not allowed: use an integer of at least 2 or 'auto'"),
         ({"zero": {"shard_size": 2, "stage": 0}}, "zero.shard_size=2 does not go with zero.stage=0: stage 0 shards"),
         ({"zero": {"prefetch": 2}}, "zero.prefetch=2 does not go with zero.stage=1"),
         (
@@ -135,7 +132,6 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ),
         ({"pipeline": {"schedule": "1F1b "}}, "'interleaved_zero_bubble' or 'zbv' (nearest: '1f1b')"),
         ({"pipeline": {"partition": "paramters"}}, "(nearest: 'parameters')"),
-        ({"pipeline": {"partition": [3]}}, "partition=(3,) is not allowed: use a string or a list"),
         ({"pipeline": {"partition": ["a"]}}, "partition=['a'] names 1 blocks, but there are 1 stages: name 0"),
         ({"pipeline": {"partition": ["a", "a"]}}, "partition=['a', 'a'] names a block twice"),
         ({"pipeline": {"partition": "type:"}}, "(nearest: 'type:REGEX')"),
@@ -143,9 +139,7 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"batch": {"check": "allways"}}, "use 'start', 'always' or 'never' (nearest: 'always')"),
         ({"tensor": {"verify": "false"}}, "tensor.verify='false' is not allowed: use True or False (nearest: False)"),
         ({"tensor": {"verify_tolerance": float("nan")}}, "tensor.verify_tolerance=nan is not allowed"),
-        ({"tensor": {"verify_tolerance": -1.0}}, "use a number of at least 0 or 'auto' (nearest: 0)"),
         ({"zero": {"offload_optimizer": "CPU"}}, "use 'none', 'cpu' or a directory, such as './cpu' (nearest: 'cpu')"),
-        ({"zero": {"offload_optimizer": None}}, "zero.offload_optimizer=None is not allowed: use a string"),
         ({"zero": {"offload_params": "cpu"}}, "zero.offload_params='cpu' needs zero.stage=3"),
         ({"zero": {"offload_params": "x", "stage": 3}}, "does not go with zero.offload_optimizer='none'"),
         ({"zero": {"offload_window": 8}}, "zero.offload_window=8 needs zero.offload_optimizer"),
@@ -155,7 +149,6 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"zero": {"stage": 3, "bucket_size": 1}}, "leave it out, or use stage 0 or 1 or 2"),
         ({"zero": {"stage": 3, "show_gradients": True}}, "zero.show_gradients=True does not go with zero.stage=3"),
         ({"zero": {"stage": 0, "overlap_gather": True}}, "zero.overlap_gather=True does not go with zero.stage=0"),
-        ({"zero": {"stage": 0, "power_sgd_rank": 0}}, "use an integer of at least 1"),
         ({"zero": {"stage": 0, "power_sgd_start": 9}}, "a compression that is not asked for"),
         ({"zero": {"stage": 0, "power_sgd_rank": 1, "power_sgd_start": 1}}, "(nearest: 2)"),
         (
@@ -167,7 +160,6 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
             "zero.power_sgd_rank=1 with tensor_parallel_size=2",
         ),
         ({"zero": {"stage": 2, "averaging_period": 4}}, "zero.averaging_period=4 does not go with zero.stage=2"),
-        ({"zero": {"stage": 0, "averaging_period": 4, "bucket_size": 9}}, "says how gradients are reduced"),
     ],
 )
 def test_wrong_values_are_refused(mapping: dict[str, Any], message: str) -> None:

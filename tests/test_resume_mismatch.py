@@ -87,7 +87,6 @@ def _split(optimizer: type[Optimizer], parameters: list[nn.Parameter], **setting
 
 OTHERS = [
     ([AdamW], [RAdam], "optimizer 0 is torch.optim.radam.RAdam now, and "),
-    ([SGD], [Adam], "optimizer 0 is torch.optim.adam.Adam now, and "),
     ([AdamW, StepLR], [AdamW, Cosine], "scheduler 0 is torch.optim.lr_scheduler.CosineAnnealingLR now, and "),
     ([SGD], [partial(_split, SGD)], "parameter groups"),
     ([AdamW, StepLR], [AdamW], "the states of 1 learning-rate schedulers, but 0 are to be restored"),
@@ -163,7 +162,6 @@ def _with_precision(before: str, after: str) -> list[str]:
         ("16-true", "bf16-true", "has no use for"),
         ("bf16-true", "16-true", "no loss scaler"),
         ("16-true", "16-true", None),
-        ("bf16-true", "32-true", None),
     ],
 )
 def test_other_scalers_are_named(workers: WorkerPools, before: str, after: str, words: str | None) -> None:
