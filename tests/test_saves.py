@@ -185,6 +185,7 @@ def _last_while_skipping(layout: Layout, **settings: Any) -> None:
         _fit(layout, callback, **settings)
     dist.barrier()
     assert Path(callback.best_model_path).name.startswith(f"step={NUM_STEPS}")
+    assert Path(callback.best_model_path).name in _names()
     assert damage(Path(callback.best_model_path)) == []
     assert len(_names()) < NUM_STEPS
 

@@ -104,7 +104,7 @@ def test_several_trainers_train_one_model(workers: WorkerPools, in_turn: Outcome
 
 
 def _several_models(layout: Layout | None) -> tuple[list[dict[str, Tensor]], list[float], bool]:
-    """One Trainer fits a model, tests another, and goes on with the first, then with another block and parameter."""
+    """One Trainer fits a model, again with another block and parameter, tests another model, and fits that."""
     L.seed_everything(1, verbose=False)
     first, second, other = Counts(), Counts(), TinyGPT(num_layers=2)
     trainer = _trainer(layout, max_epochs=1)
@@ -114,11 +114,10 @@ def _several_models(layout: Layout | None) -> tuple[list[dict[str, Tensor]], lis
     blocks = strategy.plan.blocks if isinstance(strategy, ThreeDStrategy) else None
     losses = [trainer.test(first, test, verbose=False)[0]["test_loss"]]
     is_kept = not isinstance(strategy, ThreeDStrategy) or strategy.plan.blocks is blocks
-    losses += [trainer.test(model, test, verbose=False)[0]["test_loss"] for model in (second, first)]
-    for epochs, model in ((2, second), (3, first)):
+    first.blocks[1], first.positions.weight = other.blocks[1], other.positions.weight
+    for epochs, model in ((2, first), (3, second)):
         trainer.fit_loop.max_epochs = epochs
-        if model is first:
-            first.blocks[1], first.positions.weight = other.blocks[1], other.positions.weight
+        losses += [trainer.test(each, test, verbose=False)[0]["test_loss"] for each in (second, first) if epochs == 3]
         trainer.fit(model, train)
         states.append(whole_state(trainer))
     losses.append(trainer.test(first, test, verbose=False)[0]["test_loss"])
