@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 
 class ByHand(Optimizer):
@@ -74,32 +74,28 @@ class ScheduleFree(ByHand):
         base.sub_(gradient, alpha=group["lr"])
 
 
-class Derived(Adam):
+class Derived(AdamW):
     """Its step and its base class's both have torch's hooks."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         return super().step(closure)
 
 
-class OwnState(ByHand):
-    """Keeps momentum in a dict of its own."""
+class Odd(ByHand):
+    """Keeps momentum in a dict of its own, and lets parameters decay that have no gradient, too."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr=lr)
         self.momentum: dict[Tensor, Tensor] = {}
 
+    def begin(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            parameter.mul_(0.99)
+
     def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         momentum = self.momentum.setdefault(parameter, torch.zeros_like(parameter))
         momentum.mul_(0.9).add_(gradient)
         parameter.sub_(momentum, alpha=group["lr"])
-
-
-class DecayingFirst(ByHand):
-    """Changes parameters that have no gradient, too."""
-
-    def begin(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            parameter.mul_(0.99)
 
 
 class FlatStep(ByHand):
@@ -190,8 +186,11 @@ class Prodigy(ByHand):
         parameter.sub_(gradient, alpha=group["lr"] * group["rate"])
 
 
-class Listing(ByHand):
-    """Remembers its parameters in a list."""
+class Sam(ByHand):
+    """Takes its gradient a little way up, by a second closure; Foret et al. 2021, https://arxiv.org/abs/2010.01412.
+
+    It remembers its parameters in a list of its own.
+    """
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr=lr)
@@ -199,20 +198,8 @@ class Listing(ByHand):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for parameter in self.listed:
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
-        return loss
-
-
-class Sam(ByHand):
-    """Takes its gradient a little way up, by a second closure; Foret et al. 2021, https://arxiv.org/abs/2010.01412."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = torch.enable_grad()(closure)()
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [parameter for parameter in self.listed if parameter.grad is not None]
         norm = torch.stack([p.grad.norm() for p in parameters]).norm()
         before = [parameter.clone() for parameter in parameters]
         for parameter in parameters:

@@ -1,4 +1,6 @@
-"""Activations offloaded to host memory: order of the copies, lifetimes, and the same numbers as without.
+"""Activations offloaded to host memory: order of the copies, lifetimes, and what is refused.
+
+Whole models are in `test_second_device.py`.
 
 Streams need an accelerator. Here copies that run as late as they may, from memory of the CPU to other memory of it,
 take their place.
@@ -7,9 +9,7 @@ take their place.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -20,9 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
-import lightning_3d.strategy
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.transfers import SideStreams, Transfer, Transfers
@@ -32,11 +30,8 @@ from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import ConfigError, OffloadError, StepError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import make_plan
-from lightning_3d.torch_internals.modules import attributes_replaced
-from lightning_3d.trainer import parallel_model
 from tests.models import TinyGPT
-from tests.parity import QUIET, Layout, fitted, whole_state
-from tests.workers import WorkerPools
+from tests.parity import QUIET
 
 CPU = torch.device("cpu")
 WIDTH = 32
@@ -267,36 +262,24 @@ def _raise() -> None:
     raise Broken
 
 
-def test_nothing_stays_after_an_exception() -> None:
-    chain, x, copies, offload = _made()
-    chain.blocks[1].register_forward_hook(lambda module, args, output: _raise())
-    with pytest.raises(Broken):
-        chain.run(x, offload, copies)
-    assert copies.num_on_host == 0
-    chain, x, copies, offload = _made()
-    output = Mark.apply(chain.blocks[0](x), _raise)  # type: ignore[no-untyped-call]
-    output = chain.run(output, offload, copies)
-    with pytest.raises(Broken):
-        output.sum().backward()  # type: ignore[no-untyped-call]
-    del output
-    assert copies.num_on_host == 0
-    chain, x, copies, offload = _made()
+def _train(chain: Chain, x: Tensor, copies: LateCopies, offload: Offload) -> None:
     chain.run(x, offload, copies).square().sum().backward()  # type: ignore[no-untyped-call]
     _assert_equal(_gradients(chain, x), _expected())
 
 
-def test_a_graph_that_is_retained_has_several_backwards() -> None:
+def test_nothing_stays_after_an_exception() -> None:
     chain, x, copies, offload = _made()
-    loss = chain.run(x, offload, copies).square().sum()
-    for _ in range(2):
-        loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-        _assert_equal(_gradients(chain, x), _expected())
-    other = chain.run(x, offload, copies).square().sum()  # what it still keeps of the last block stays
-    loss.backward()  # type: ignore[no-untyped-call]
-    _assert_equal(_gradients(chain, x), _expected())
-    other.backward()
-    _assert_equal(_gradients(chain, x), _expected())
+    handle = chain.blocks[1].register_forward_hook(lambda module, args, output: _raise())
+    with pytest.raises(Broken):
+        chain.run(x, offload, copies)
     assert copies.num_on_host == 0
+    handle.remove()
+    output = chain.run(Mark.apply(chain.blocks[0](x), _raise), offload, copies)  # type: ignore[no-untyped-call]
+    with pytest.raises(Broken):
+        output.sum().backward()  # type: ignore[no-untyped-call]
+    del output
+    assert copies.num_on_host == 0
+    _train(*_made())
 
 
 # ---- what goes
@@ -317,18 +300,10 @@ def test_weights_and_buffers_stay_and_what_is_saved_often_is_copied_once() -> No
 
 @pytest.mark.parametrize("is_weight", [True, False])
 def test_autocasts_copies_of_weights_stay(is_weight: bool) -> None:
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
-        def forward(self, x: Tensor, other: Tensor) -> Tensor:
-            return x @ (self.weight if is_weight else other).t()
-
-    block, copies = Product(), LateCopies()
+    block, copies = nn.Linear(64, 64, bias=False), LateCopies()
     x, other = torch.randn(2, 64, requires_grad=True), torch.randn(60, 64, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16), Offload(CPU, copies, least_bytes=1024).call("block", block):
-        output = block(x, other)
+        output = x @ (block.weight if is_weight else other).t()
     assert len(copies.log) == (0 if is_weight else 1)
     assert output.requires_grad
 
@@ -362,20 +337,6 @@ def test_a_saved_tensor_that_is_changed_in_place_raises_as_ever(width: int) -> N
         output.sum().backward()
 
 
-def test_a_block_stands_aside_under_hooks_of_its_caller() -> None:
-    chain, x, copies, offload = _made(1)
-
-    def run(x: Tensor) -> Tensor:
-        return chain.run(x, offload, copies)
-
-    checkpoint(run, x, use_reentrant=False).square().sum().backward()  # type: ignore[no-untyped-call]
-    assert [entry for entry in copies.log if "backward" not in entry] == []
-    found = _gradients(chain, x)
-    chain.run(x, None, copies).square().sum().backward()  # type: ignore[no-untyped-call]
-    for one, other in zip(found, _gradients(chain, x), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 # ---- streams
 
 
@@ -388,111 +349,6 @@ def test_pinned_memory_that_runs_out_says_so(monkeypatch: pytest.MonkeyPatch) ->
         patches.setattr(torch, "empty_like", full)
         with pytest.raises(OffloadError, match=r"no room for 4,096 further bytes in pinned memory.*activations\.every"):
             SideStreams(CPU).to_host(torch.zeros(1024))
-
-
-# ---- whole models
-
-
-class Dropping(TinyGPT):
-    """With dropout in blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.mlp.append(nn.Dropout(0.3))  # type: ignore[union-attr,operator]
-
-
-@contextmanager
-def _late_copies() -> Iterator[LateCopies]:
-    """Let strategies offload on the CPU."""
-    copies = LateCopies()
-    with ExitStack() as stack:
-        small = {"SideStreams": lambda device: copies, "Offload": partial(Offload, least_bytes=1)}
-        stack.enter_context(attributes_replaced(parallel_model, small))
-        allowed = {"refuse_offload": lambda config, device: None}
-        stack.enter_context(attributes_replaced(lightning_3d.strategy, allowed))
-        yield copies
-
-
-def _trained(
-    layout: Layout, trainer: dict[str, Any], model: Callable[[], L.LightningModule] = Dropping
-) -> list[tuple[dict[str, float], dict[str, Tensor], int, int]]:
-    """Metrics, state, copies to the host and back, without and with offload."""
-    found = []
-    for offload in (False, True):
-        with _late_copies() as copies:
-            activations = {**layout.activations, "offload": offload}
-            runs, _ = fitted(replace(layout, activations=activations), model, **trainer)
-            metrics = {name: float(value) for name, value in runs.callback_metrics.items()}
-            assert copies.num_on_host == 0
-            num_back = sum(entry.startswith("back") for entry in copies.log)
-            found.append((metrics, whole_state(runs), len(copies.log), num_back))
-    return found
-
-
-LAYOUTS = {
-    "one-selective": Layout(activations={"recompute": "selective"}),
-    "pp2": Layout(pp=2),
-    "pp2-zbv": Layout(pp=2, num_microbatches=4, schedule="zbv"),
-    "dp2-zero3": Layout(dp=2, zero=3),
-    "tp2-full": Layout(tp=2, activations={"recompute": "full"}),
-    "pp2-compiled": Layout(pp=2, compile_backend="aot_eager"),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_same_numbers_bit_by_bit(workers: WorkerPools, layout: Layout) -> None:
-    _check_numbers(workers, layout, {"epochs": 1})
-
-
-def _check_numbers(
-    workers: WorkerPools,
-    layout: Layout,
-    trainer: dict[str, Any],
-    model: Callable[[], L.LightningModule] = Dropping,
-) -> None:
-    for plain, offloaded in workers(layout.world_size).run(_trained, layout, trainer, model):
-        assert plain[0] == offloaded[0]
-        for fqn, value in plain[1].items():
-            torch.testing.assert_close(offloaded[1][fqn], value, rtol=0, atol=0, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
-        assert plain[2:] == (0, 0)
-        assert offloaded[3] > 0, "something came back"
-
-
-def _sliced() -> list[int]:
-    """Bytes of the storages that left, with slices of inputs."""
-    sizes: list[int] = []
-
-    class Sized(LateCopies):
-        def to_host(self, tensor: Tensor) -> Transfer:
-            sizes.append(tensor.nbytes)
-            return super().to_host(tensor)
-
-    activations = {"recompute": "full", "partition": True, "offload": True}
-    with _late_copies(), attributes_replaced(parallel_model, {"SideStreams": lambda device: Sized()}):
-        fitted(Layout(tp=2, activations=activations), Dropping, epochs=1, batches=1)
-    return sizes
-
-
-def test_with_partition_only_slices_leave(workers: WorkerPools) -> None:
-    whole = 8 * 16 * 32 * 4  # batch, length, width
-    for sizes in workers(2).run(_sliced):
-        assert sizes == [whole // 2] * 4, "one slice of the input of each block"
-
-
-def _with_offloaded_head() -> tuple[list[str], str]:
-    """Where copies came from, and what the plan says of heads."""
-    activations = {"blocks": ["blocks.*", "head"], "offload": True}
-    with _late_copies() as copies:
-        trainer, _ = fitted(Layout(activations=activations), Dropping, epochs=1, batches=1)
-    assert isinstance(trainer.strategy, ThreeDStrategy)
-    return copies.log, str(trainer.strategy.plan.heads)
-
-
-def test_heads_that_are_offloaded_are_not_fused(workers: WorkerPools) -> None:
-    for log, heads in workers(1).run(_with_offloaded_head):
-        assert log
-        assert "what it keeps is offloaded (activations.offload)" in heads
 
 
 # ---- settings

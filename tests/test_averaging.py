@@ -1,4 +1,4 @@
-"""Averages of weights in every layout: Lightning's callbacks, torch's AveragedModel and averages made by hand."""
+"""Averages of weights in checkpoints of every layout, Lightning's and those made by hand, and their misuse."""
 
 from __future__ import annotations
 
@@ -52,47 +52,18 @@ class Model(TinyGPT):
 
 
 class ByHand(L.Callback):
-    """An average that a user writes.
-
-    Args:
-        early: Whether it is made in `setup`, before the model is made parallel.
-        kind: What is averaged.
-    """
-
-    def __init__(self, *, early: bool, kind: str) -> None:
-        self.early, self.kind = early, kind
-        self.average: Any = None
-
-    def _make(self, model: nn.Module) -> None:
-        kinds: dict[str, Callable[[], Any]] = {
-            "copy": lambda: copy.deepcopy(model),
-            "AveragedModel": lambda: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)),
-            "shadow": lambda: [parameter.detach().clone() for parameter in model.parameters()],
-        }
-        self.average = kinds[self.kind]()
-
-    def _parameters(self) -> list[Tensor]:
-        return list(self.average.parameters()) if isinstance(self.average, nn.Module) else self.average
+    """An average that a user writes, made before the model is made parallel; at the end it takes the model's place."""
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.early and stage == "fit":
-            self._make(pl_module)
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.early:
-            self._make(pl_module)
+        self.average: Any = AveragedModel(pl_module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.kind == "AveragedModel":
-            self.average.update_parameters(pl_module)
-            return
-        for average, parameter in zip(self._parameters(), pl_module.parameters(), strict=True):
-            average.lerp_(parameter, 0.5)
+        self.average.update_parameters(pl_module)
 
     @torch.no_grad()
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for average, parameter in zip(self._parameters(), pl_module.parameters(), strict=True):
+        for average, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
             parameter.copy_(average)
 
 
@@ -107,7 +78,15 @@ class InCheckpoint(ByHand):
 
 
 class InState(ByHand):
-    """Keeps its average in its state."""
+    """Keeps its average, a copy, in its state."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.average = copy.deepcopy(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for average, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+            average.lerp_(parameter, 0.5)
 
     def state_dict(self) -> dict[str, Any]:
         return {"ema": self.average.state_dict()}
@@ -121,8 +100,8 @@ class InState(ByHand):
 SAVED: dict[str, Callable[[], L.Callback]] = {
     "EMAWeightAveraging": partial(EMAWeightAveraging, decay=0.5),
     "SWA": partial(StochasticWeightAveraging, swa_lrs=1e-2, swa_epoch_start=1),
-    "in the checkpoint": partial(InCheckpoint, early=True, kind="AveragedModel"),
-    "in the state": partial(InState, early=True, kind="copy"),
+    "in the checkpoint": InCheckpoint,
+    "in the state": InState,
 }
 
 
@@ -171,14 +150,17 @@ def test_averages_are_resumed_in_any_layout(
             assert_same_state([rank[name]], expected)
 
 
-class _SavesShadow(ByHand):
+class _SavesShadow(L.Callback):
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.average = [parameter.detach().clone() for parameter in pl_module.parameters()]
+
     def state_dict(self) -> dict[str, Any]:
         return {"shadow": dict(enumerate(self.average))}
 
 
 def _save_shadow() -> None:
-    shadow = _SavesShadow(early=False, kind="shadow")
-    fitted(Layout(dp=2, zero=3), TinyMLP, data=features, callbacks=[shadow, _Save(Path("shadow.ckpt"))])
+    callbacks = [_SavesShadow(), _Save(Path("shadow.ckpt"))]
+    fitted(Layout(dp=2, zero=3), TinyMLP, data=features, callbacks=callbacks)
 
 
 def test_parts_without_names_are_refused(workers: WorkerPools) -> None:
@@ -208,7 +190,7 @@ class _Assigns(L.Callback):
 
 def _misuse(kind: str) -> None:
     kinds: dict[str, Callable[[], list[L.Callback]]] = {
-        "one rank": lambda: [ByHand(early=True, kind="copy")] if torch.distributed.get_rank() == 0 else [],
+        "one rank": lambda: [InState()] if torch.distributed.get_rank() == 0 else [],
         "too early": lambda: [_BuiltWithAverage(TinyMLP())],
         "assign": lambda: [_Assigns()],
     }

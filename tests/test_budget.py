@@ -49,40 +49,32 @@ def _plan(layout: Layout, model: Any = GPT, **trainer: Any) -> Plan:
     return runs.strategy.plan
 
 
-def _memory(layout: Layout, settings: Mapping[str, Any] = {}) -> tuple[RankMemory, ...]:
+def _memory(layout: Layout, settings: Mapping[str, Any]) -> tuple[RankMemory, ...]:
     return _plan(layout, **settings).memory
 
 
-LAYOUTS = {
-    "one": (Layout(), "none"),
-    "pp2-gpipe": (Layout(pp=2, num_microbatches=4, schedule="gpipe"), "full"),
-    "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv"), "none"),
-    "pp2-interleaved": (Layout(pp=2, num_microbatches=4, schedule="interleaved"), "none"),
-    "tp2-sequence": (Layout(tp=2, sequence_parallel=True), "full"),
+PEAKS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
+    "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv"), "none", {}),
+    "tp2-sequence": (Layout(tp=2, sequence_parallel=True), "full", {}),
+    "compiled": (Layout(compile_backend="aot_eager"), "selective", {}),
+    "zero3": (Layout(dp=2, zero=3), "full", {}),
+    "64-true": (Layout(), "none", {"precision": "64-true"}),
+    "bf16-true": (Layout(), "none", {"precision": "bf16-true"}),
+    "copies of weights by autocast": (
+        Layout(pp=2, num_microbatches=8, schedule="gpipe"),
+        "none",
+        {"model": partial(GPT, width=256), "precision": "bf16-mixed"},
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "mode"),
-    [
-        *[pytest.param(layout, mode, id=f"{name}-{mode}") for name, (layout, mode) in LAYOUTS.items()],
-        pytest.param(Layout(compile_backend="aot_eager"), "selective", id="compiled-selective"),
-        pytest.param(Layout(dp=2, zero=3), "full", id="zero3-full"),
-    ],
-)
-def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, layout: Layout, mode: str) -> None:
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, name: str) -> None:
+    layout, mode, settings = PEAKS[name]
     layout = replace(layout, activations={**LARGE, "recompute": mode})
-    for memory in workers(layout.world_size).run(_memory, layout):
+    for memory in workers(layout.world_size).run(_memory, layout, settings):
         for row in memory:
             assert row.measured is not None
-            assert row.peak == pytest.approx(row.measured, rel=0.1)
-
-
-def test_copies_of_weights_by_autocast_are_counted_once(workers: WorkerPools) -> None:
-    layout = Layout(pp=2, num_microbatches=8, schedule="gpipe", activations=LARGE)
-    settings = {"model": partial(GPT, width=256), "precision": "bf16-mixed"}
-    for memory in workers(2).run(_memory, layout, settings):
-        for row in memory:
             assert row.peak == pytest.approx(row.measured, rel=0.1)
 
 
@@ -95,15 +87,13 @@ def test_slices_of_inputs_are_counted(workers: WorkerPools) -> None:
     assert row.peak < without.peak
 
 
-def _scheduled_memory(layout: Layout, scheduling: dict[int, int]) -> int:
-    return _plan(layout, callbacks=[GradientAccumulationScheduler(scheduling)]).memory[0].peak
+def _scheduled_peaks(*schedulings: dict[int, int]) -> list[int]:
+    callbacks = [GradientAccumulationScheduler(scheduling) for scheduling in schedulings]
+    return [_plan(Layout(activations=LARGE), callbacks=[each]).memory[0].peak for each in callbacks]
 
 
 def test_gradients_that_accumulate_in_later_epochs_are_counted(workers: WorkerPools) -> None:
-    layout = Layout(activations=LARGE)
-    never, later, always = (
-        workers(1).run(_scheduled_memory, layout, scheduling)[0] for scheduling in ({0: 1}, {0: 1, 3: 2}, {0: 2})
-    )
+    ((never, later, always),) = workers(1).run(_scheduled_peaks, {0: 1}, {0: 1, 3: 2}, {0: 2})
     assert never < later == always
 
 
@@ -119,7 +109,7 @@ def _warnings_of_batches(layout: Layout, sizes: list[int]) -> list[str]:
     return [str(each.message) for each in caught if "activations.budget was planned" in str(each.message)]
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, num_microbatches=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(pp=2, num_microbatches=2)], ids=str)
 def test_a_batch_that_is_larger_than_the_planned_one_is_told_of(workers: WorkerPools, layout: Layout) -> None:
     layout = replace(layout, activations=LARGE)
     bytes_of_four = 4 * 2 * 8 * LENGTH
@@ -174,19 +164,6 @@ def test_a_first_stage_that_holds_more_microbatches_recomputes_more(workers: Wor
         assert "needs at least" in error
 
 
-def test_recomputation_that_is_set_is_checked_against_a_budget(workers: WorkerPools) -> None:
-    layout = Layout(pp=2, num_microbatches=2, activations={"budget": 1e-3, "recompute": "none"})
-    for error in workers(2).run(_error, layout):
-        assert "with 0 blocks recomputed, but activations.budget is 1.0 MiB" in error
-        assert "activations.recompute='auto'" in error
-
-
-def _error(layout: Layout) -> str:
-    with pytest.raises(PlanError) as raised:
-        _plan(layout)
-    return str(raised.value)
-
-
 def _told_of_the_loss(loss: str) -> list[str]:
     layout = Layout(pp=2, loss=loss, activations=LARGE)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
@@ -202,16 +179,23 @@ def test_a_loss_of_the_whole_batch_that_is_found_late_is_told_of(workers: Worker
     assert workers(2).run(_told_of_the_loss, "whole") == [[], []]
 
 
-def _refused(profiler: bool) -> str:
+def _refused(activations: dict[str, Any], profiler: bool = False) -> str:
     trainer = {"profiler": PyTorchProfiler(filename=None)} if profiler else {}
-    with pytest.raises((StepError, ConfigError)) as raised:
-        _plan(Layout(activations=LARGE if profiler else {}), **trainer)
+    with pytest.raises((StepError, ConfigError, PlanError)) as raised:
+        _plan(Layout(activations=activations), **trainer)
     return str(raised.value)
 
 
-def test_the_table_asks_for_a_budget_and_for_torchs_profiler(workers: WorkerPools) -> None:
-    assert "set activations.budget" in workers(1).run(_refused, False)[0]
-    assert "leave out one of them" in workers(1).run(_refused, True)[0]
+def _refusals() -> tuple[str, str, str]:
+    return _refused({}), _refused(LARGE, profiler=True), _refused({"budget": 1e-3, "recompute": "none"})
+
+
+def test_what_can_not_be_planned_or_measured_is_refused(workers: WorkerPools) -> None:
+    ((no_budget, two_profilers, too_little),) = workers(1).run(_refusals)
+    assert "set activations.budget" in no_budget
+    assert "leave out one of them" in two_profilers
+    assert "with 0 blocks recomputed, but activations.budget is 1.0 MiB" in too_little
+    assert "activations.recompute='auto'" in too_little
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, "most", "0%", "120%", "nan", "inf"])

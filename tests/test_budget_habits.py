@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.callbacks import MemoryTable
 from lightning_3d.errors import PlanError, StepError
 from tests.models import TinyGPT, tokens
 from tests.parity import QUIET, Layout
@@ -80,9 +79,7 @@ def _after_validation(layout: Layout) -> tuple[int, int, str]:
     return nums[0], nums[1], str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(activations=AUTO), Layout(pp=2, num_microbatches=2, activations=AUTO)], ids=str
-)
+@pytest.mark.parametrize("layout", [Layout(pp=2, num_microbatches=2, activations=AUTO)], ids=str)
 def test_a_fit_after_validation_has_its_budget(workers: WorkerPools, layout: Layout) -> None:
     for before, after, error in workers(layout.world_size).run(_after_validation, layout):
         assert (before, after) == (0, layout.pp)
@@ -121,20 +118,6 @@ def _num_rows(model: type[L.LightningModule]) -> int:
 
 def test_a_step_is_rehearsed_without_data_for_validation(workers: WorkerPools) -> None:
     assert workers(1).run(_num_rows, ReadsOptimizers) == [1]
-
-
-def _measured(precision: Any) -> tuple[int, int | None]:
-    trainer = _trainer(Layout(activations=AUTO), precision=precision, limit_train_batches=3, callbacks=[MemoryTable()])
-    trainer.fit(TinyGPT(width=128), _batches())
-    assert isinstance(trainer.strategy, ThreeDStrategy)
-    (row,) = trainer.strategy.plan.memory
-    return row.peak, row.measured
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
-def test_a_peak_is_predicted_in_every_precision(workers: WorkerPools, precision: str) -> None:
-    ((peak, measured),) = workers(1).run(_measured, precision)
-    assert peak == pytest.approx(measured, rel=0.1)
 
 
 class OneShot(IterableDataset[tuple[Tensor, ...]]):

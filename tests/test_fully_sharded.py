@@ -1,31 +1,21 @@
-"""Stage 3: code that reads parameters where their unit is not gathered trains as in one process."""
+"""Stage 3: weights are shards wherever hooks look, validation between steps, and what is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from tests.models import ADAM_EPS, TinyGPT, tokens
-from tests.parity import Job, Layout, run_layout
+from tests.models import TinyGPT, TinyMLP, features
+from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
 
 
-class Model(TinyGPT):
-    """A small GPT; each class below makes some use of its parts beside calling blocks."""
-
-    def __init__(self) -> None:
-        super().__init__(num_layers=2, width=16, tied=False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=ADAM_EPS)
-
-
-class ValidatesOtherwise(Model):
+class ValidatesOtherwise(TinyGPT):
     """Reads in validation what training does not."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -38,11 +28,74 @@ class ValidatesOtherwise(Model):
         return logits
 
 
-def _job(model: Callable[[], L.LightningModule]) -> Job:
-    return Job(model=model, data=tokens, num_val_batches=1, gradient_clip_val=0.5)
+def _validates_otherwise() -> None:
+    fitted(Layout(pp=2), ValidatesOtherwise, batches=1, epochs=1)
 
 
 def test_validation_that_reads_a_block_of_another_stage_is_refused(workers: WorkerPools) -> None:
     message = r"Pipeline stage 1: linear .* reads blocks.0.mlp.0.weight, of a block on another"
     with pytest.raises(WorkerError, match=message):
-        run_layout(workers, _job(ValidatesOtherwise), Layout(pp=2))
+        workers(2).run(_validates_otherwise)
+
+
+class _Looks(L.Callback):
+    """Counts hooks, from the start of validation on, that see anything but shards."""
+
+    def __init__(self) -> None:
+        self.num_seen = self.num_gathered = 0
+
+    def _look(self, module: L.LightningModule) -> None:
+        present = [parameter for parameter in module.parameters() if not parameter.is_meta]
+        self.num_seen += 1
+        self.num_gathered += any(not isinstance(parameter, DTensor) for parameter in present)
+
+    def on_validation_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self._look(pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._look(pl_module)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+        self._look(pl_module)
+
+
+def _validated_between(layout: Layout | None) -> tuple[dict[str, Tensor], float, tuple[int, int]]:
+    looks = _Looks()
+    trainer, _ = fitted(layout, TinyMLP, data=features, callbacks=[looks], val_check_interval=2)
+    return whole_state(trainer), float(trainer.callback_metrics["val_loss"]), (looks.num_seen, looks.num_gathered)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": False, "prefetch": 2}),
+        Layout(pp=2, dp=2, zero=3, num_microbatches=2),
+    ],
+    ids=str,
+)
+def test_validation_between_steps(workers: WorkerPools, layout: Layout) -> None:
+    weights, loss, _ = _validated_between(None)
+    for trained, found, (num_seen, num_gathered) in workers(layout.world_size).run(_validated_between, layout):
+        assert (num_seen > 6, num_gathered) == (True, 0)
+        assert found == pytest.approx(loss, abs=1e-5)
+        assert_same_state([trained], weights)
+
+
+class _Transposes(L.Callback):
+    """Sets `data` to another shape."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        first = pl_module.layers[0].weight
+        first.data = torch.ones(first.shape[::-1])
+
+
+def _transpose() -> None:
+    fitted(Layout(dp=2, zero=3), TinyMLP, data=features, callbacks=[_Transposes()])
+
+
+def test_data_of_another_shape_is_refused(workers: WorkerPools) -> None:
+    with pytest.raises(
+        WorkerError, match=r"StepError: layers.0.weight.data was set to a tensor of shape \(8, 32\)"
+    ) as e:
+        workers(2).run(_transpose)
+    assert e.value.failures.keys() == {0, 1}

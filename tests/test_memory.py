@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.planning.tensor_blocks import over_vocabulary
+from tests.parity import QUIET
 from tests.workers import WorkerPools
 
 WIDTH, NUM_BLOCKS, VOCABULARY = 3200, 8, 8192
@@ -97,20 +98,17 @@ def _status(key: str) -> float:
     return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
 
 
+def _trainer(strategy: ThreeDStrategy, peak: _Peak) -> L.Trainer:
+    ranks = torch.distributed.get_world_size()
+    return L.Trainer(
+        strategy=strategy, devices=ranks, max_steps=2, callbacks=[peak], enable_checkpointing=False, **QUIET
+    )
+
+
 def _head_peaks() -> tuple[float, float, float]:
     """MiB of the process when it starts, at its peak until ``on_fit_start``, and in training, of a sharded head."""
     peak = _Peak()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=ThreeDStrategy(tensor_parallel_size=2),
-        max_steps=2,
-        callbacks=[peak],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = _trainer(ThreeDStrategy(tensor_parallel_size=2), peak)
     tokens = torch.randint(VOCABULARY, (64, 64), generator=torch.Generator().manual_seed(0))
     model = Head()
     gc.collect()
@@ -126,17 +124,8 @@ def _head_peaks() -> tuple[float, float, float]:
 def _growth(where: Where, zero: int, pp: int) -> tuple[float, float]:
     """MiB by which the peak until ``on_fit_start`` exceeds the start, and MiB of parameters held then."""
     peak = _Peak()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=torch.distributed.get_world_size(),
-        strategy=ThreeDStrategy(pipeline_parallel_size=pp, zero={"stage": zero}, pipeline={"partition": "uniform"}),
-        max_steps=1,
-        callbacks=[peak],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    pipeline = {"partition": "uniform"}
+    trainer = _trainer(ThreeDStrategy(pipeline_parallel_size=pp, zero={"stage": zero}, pipeline=pipeline), peak)
     loader = DataLoader(TensorDataset(torch.randn(8, WIDTH)), batch_size=4)
     torch.manual_seed(0)
     gc.collect()
@@ -163,7 +152,6 @@ def fresh_workers() -> Iterator[WorkerPools]:
     ("where", "zero", "pp"),
     [
         ("configure_model", 1, 4),
-        pytest.param("init_module", 1, 4, marks=pytest.mark.matrix),
         ("init_module", 3, 2),
     ],
 )

@@ -1,102 +1,301 @@
-"""Offloaded optimizer states and parameters: the same numbers as in one process, from host memory or files."""
+"""Offloaded optimizer states and parameters: where they lie, how much of them is in memory, disks, and what is refused.
+
+That the numbers are those of one process the law shows (`offloaded`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+import errno
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.models import TinyMLP, features
-from tests.parity import Job, Layout, ReferenceRun, assert_parity, run_layout, run_reference
-from tests.test_optimizers import _Trained as Trained
+from lightning_3d import ThreeDStrategy
+from lightning_3d.errors import OffloadError
+from lightning_3d.zero.offload import steps
+from lightning_3d.zero.offload.files import Files
+from lightning_3d.zero.offload.windows import Part, deal
+from tests.models import TinyGPT, TinyMLP, features
+from tests.optimizers import ByHand, ClippingAdam
+from tests.parity import QUIET, Layout, fitted
 from tests.workers import WorkerError, WorkerPools
 
-WINDOW = 0.005
-"""MiB: smaller than the largest parameters, so that there are several windows and parameters are cut."""
+FILES = {"offload_optimizer": "states", "offload_window": 0.005}
+"""The window is smaller than the largest parameters, which are cut."""
+
+# ------------------------------------------------------------------------------------------------------ where they lie
 
 
-_REFERENCES: dict[str, ReferenceRun] = {}
+def _mapped(tensor: Tensor, directory: str) -> bool:
+    """Whether a tensor's memory is that of a deleted file in a directory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+        if start <= tensor.data_ptr() < end:
+            return f"/{directory}/" in line
+    return False
 
 
-def _reference(job: Job) -> ReferenceRun:
-    if str(job) not in _REFERENCES:
-        _REFERENCES[str(job)] = run_reference(job)
-    return _REFERENCES[str(job)]
+@dataclass
+class _Places:
+    states: list[bool] = field(default_factory=list)
+    parameters: list[bool] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    on_device: int = -1
+    offloaded: int = -1
+    num_windows: int = 0
 
 
-def offloaded(layout: Layout, place: str, **settings: Any) -> Layout:
-    return replace(layout, zero_settings={"offload_optimizer": place, "offload_window": WINDOW, **settings})
+class _Where(L.Callback):
+    def __init__(self) -> None:
+        self.places = _Places()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        held = [p.to_local() if isinstance(p, DTensor) else p for p in pl_module.parameters()]
+        states = [t for state in optimizer.state.values() for t in state.values() if t.nbytes >= 4096]
+        assert len(states) > 10
+        places, folders = self.places, [Path("states"), Path("parameters")]
+        places.states += [_mapped(t, "states") for t in states]
+        places.parameters += [_mapped(t, "parameters") for t in held if t.nbytes >= 4096]
+        places.names += [str(path) for folder in folders if folder.exists() for path in folder.iterdir()]
+        assert isinstance(trainer.strategy, ThreeDStrategy)
+        report = trainer.strategy.report()[trainer.global_rank]
+        places.on_device, places.offloaded = report.optimizer_bytes, report.offloaded_bytes
 
 
-def _optimizers(name: str) -> Job:
-    return Job(model=partial(Trained, name), data=features, sees_gradients=False, num_val_batches=1)
+def _where(zero: dict[str, Any]) -> _Places:
+    where, step = _Where(), steps.step_without_hooks
+
+    def counted(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        where.places.num_windows += 1
+        step(optimizer, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "step_without_hooks", counted)
+        fitted(Layout(dp=2, zero=3, zero_settings=zero), TinyGPT, callbacks=[where], batches=3, epochs=1)
+    return where.places
 
 
-@pytest.mark.parametrize("name", ["SGD, fused", "Adam", "AdamW, foreach", "NAdam", "ASGD", "Lamb", "Muon"])
-def test_optimizers(workers: WorkerPools, name: str) -> None:
-    layout = offloaded(Layout(dp=2, zero=1), "states", offload_window=0.003)
-    assert_parity(_reference(_optimizers(name)), run_layout(workers, _optimizers(name), layout), tolerance=1e-5)
+def test_states_and_parameters_lie_in_files_without_names(workers: WorkerPools) -> None:
+    for places in workers(2).run(_where, {**FILES, "offload_params": "parameters"}):
+        assert all(places.states)
+        assert places.parameters
+        assert all(places.parameters)
+        assert places.names == []
+        assert places.num_windows > 3 * 10
+        assert places.on_device == 0
+        assert places.offloaded > 100_000
 
 
-class GroupCounting(torch.optim.SGD):
-    """Counts steps in its group, and takes every other one."""
+class _Large(L.LightningModule):
+    """40 MiB of parameters, most of them in one."""
 
-    @torch.no_grad()
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8 * 1024, 1024)
+        self.layers = nn.ModuleList(nn.Linear(1024, 512) for _ in range(4))
+        self.in_files: list[int] = []
+
+    def training_step(self, batch: tuple[Tensor], batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0])
+        loss: Tensor = sum(layer(x).square().mean() for layer in self.layers)  # type: ignore[assignment]
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = _Measuring(self.parameters())
+        optimizer.seen = self.in_files
+        return optimizer
+
+
+class _Measuring(torch.optim.AdamW):
+    """Notes, at its largest, what the process holds of files."""
+
+    seen: list[int] | None = None
+
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+        loss = super().step(closure)
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        if self.seen is not None:
+            self.seen.append(int(status["RssFile"].split()[0]) // 1024)
         return loss
 
 
-class SelfCounting(GroupCounting):
-    """Counts calls of step elsewhere."""
+def _memory(window: float) -> tuple[list[int], int]:
+    module = _Large()
+    strategy = ThreeDStrategy(zero={"stage": 0, "offload_optimizer": "states", "offload_window": window})
+    trainer = L.Trainer(strategy=strategy, devices=1, max_epochs=1, enable_checkpointing=False, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(torch.randint(8192, (16,))), batch_size=4))
+    (optimizer,) = trainer.optimizers
+    num_bytes = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    return module.in_files, num_bytes // 2**20
+
+
+def test_memory_holds_a_window_of_states(workers: WorkerPools) -> None:
+    ((seen, num_mib),) = workers(1).run(_memory, 2.0)
+    assert num_mib >= 80, "AdamW's state"
+    assert len(seen) > 4 * 15
+    assert max(seen) - min(seen) <= 2 * 2 + 4, "twice the window"
+    ((seen, _),) = workers(1).run(_memory, 100.0)
+    assert max(seen) - min(seen) >= 70, "a window as large as the model"
+
+
+class SelfCounting(ByHand):
+    """Counts calls of step elsewhere than in its groups and states."""
 
     count = 0
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def begin(self, group: dict[str, Any]) -> None:
         self.count += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(parameter.grad, alpha=group["lr"] / self.count)
-        return loss
+
+    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
+        parameter.sub_(gradient, alpha=group["lr"] / self.count)
 
 
-class Grouped(TinyMLP):
-    """Two groups, a frozen parameter, and a schedule, for an optimizer of any class."""
-
-    def __init__(self, optimizer: str) -> None:
+class Stepped(TinyMLP):
+    def __init__(self, optimizer: type[torch.optim.Optimizer]) -> None:
         super().__init__()
         self.optimizer = optimizer
-        self.layers[1][0].bias.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
-        weights = [p for p in self.parameters() if p.dim() > 1]
-        others = [p for p in self.parameters() if p.dim() == 1]
-        groups = [{"params": weights, "lr": 0.05}, {"params": others, "lr": 0.02}]
-        optimizer = {"GroupCounting": GroupCounting, "SelfCounting": SelfCounting}[self.optimizer](groups, lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)]
+        return self.optimizer(self.parameters(), lr=0.01)  # type: ignore[call-arg]
 
 
-def test_steps_counted_in_a_group_count_once(workers: WorkerPools) -> None:
-    job = Job(model=partial(Grouped, "GroupCounting"), data=features)
-    for layout in (Layout(dp=2, zero=2), Layout(pp=2)):
-        result = run_layout(workers, job, offloaded(layout, "cpu", offload_window=0.003))
-        assert_parity(_reference(job), result, tolerance=1e-5)
+def _refused(optimizer: type[torch.optim.Optimizer]) -> None:
+    fitted(Layout(dp=2, zero_settings={"offload_optimizer": "cpu"}), lambda: Stepped(optimizer), data=features)
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "ClippingAdam", "SelfCounting"])
-def test_optimizers_that_step_all_together_are_refused(workers: WorkerPools, name: str) -> None:
-    model = partial(Grouped, name) if name == "SelfCounting" else partial(Trained, name)
-    job = Job(model=model, data=features, sees_gradients=False)
-    with pytest.raises(WorkerError, match=f"StepError: {name} steps all parameters together.*offload_optimizer='cpu'"):
-        run_layout(workers, job, offloaded(Layout(dp=2), "cpu"))
+@pytest.mark.parametrize("optimizer", [ClippingAdam, SelfCounting])
+def test_optimizers_that_step_all_together_are_refused(workers: WorkerPools, optimizer: Any) -> None:
+    message = f"StepError: {optimizer.__name__} steps all parameters together.*offload_optimizer='cpu'"
+    with pytest.raises(WorkerError, match=message):
+        workers(2).run(_refused, optimizer)
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def _on_full_disk(after: int | None) -> None:
+    """Train where rank 1 can't make files any more after so many of them, or has no right to (None)."""
+    allocate, num_left = os.posix_fallocate, after
+
+    def full(descriptor: int, offset: int, length: int) -> None:
+        nonlocal num_left
+        if num_left is None:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if num_left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        num_left -= 1
+        allocate(descriptor, offset, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("lightning_3d.zero.offload.files.os.posix_fallocate", full)
+        patch.setattr("lightning_3d.zero.offload.files._LARGEST", 1)  # a file for each state
+        patch.setattr("lightning_3d.trainer.offload.num_states", lambda _: 0)  # nothing is reserved
+        fitted(Layout(dp=2, zero_settings=FILES), TinyGPT, batches=3, epochs=1)
+
+
+@pytest.mark.parametrize(("after", "reason"), [(None, "Permission"), (0, "No space"), (9, "No space")])
+def test_a_full_disk_of_one_rank_ends_all(workers: WorkerPools, after: int | None, reason: str) -> None:
+    with pytest.raises(WorkerError, match=rf"can't offload to states: {reason}.*bytes are free") as caught:
+        workers(2).run(_on_full_disk, after)
+    assert caught.value.failures.keys() == {0, 1}
+    assert all("OffloadError: can't offload to states" in report for report in caught.value.failures.values())
+
+
+def test_directories_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OffloadError, match=r"can't offload to .*/file: File exists"):
+        Files(tmp_path / "file")
+    with pytest.raises(OffloadError, match=r"can't offload to .*/file/below: Not a directory.*bytes are free"):
+        Files(tmp_path / "file" / "below")
+    with pytest.raises(OffloadError, match=r"can't offload to /proc/nowhere"):
+        Files(Path("/proc/nowhere"))
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path)
+    store = Files(tmp_path)
+    with pytest.raises(OffloadError, match=r"A file of .* bytes was to be made there"):
+        store.reserve(2 * free.f_frsize * free.f_blocks)
+    kept = store.zeros(torch.Size([4096]), torch.float32)
+    kept.add_(1)
+    store.let_go([kept])
+    assert kept.sum() == 4096
+    assert os.listdir(tmp_path) == []
+
+
+def test_windows_are_bounded() -> None:
+    sizes = [(10, 10), (1000, 10), (3,), (), (1, 5000), (0, 4), (20, 10)]
+    parts = [
+        Part(parameter=p, values=p, gradient=p.detach(), group=0) for p in (nn.Parameter(torch.ones(s)) for s in sizes)
+    ]
+    windows = deal(parts, 4096, by_rows=True)
+    pieces = [piece for window in windows for piece in window]
+    for part in parts:
+        own = [piece.values for piece in pieces if piece.part is part]
+        assert torch.equal(torch.cat(own) if part.values.dim() else own[0], part.values)
+        assert sum(piece.is_last for piece in pieces if piece.part is part) == 1
+    loads = [sum(piece.values.nbytes for piece in window) for window in windows]
+    assert sorted(loads)[-2] <= 4096 < max(loads) == 20_000, "a row is not cut"
+    assert [len(window) for window in deal(parts, 0, by_rows=False)] == [1] * 7
+    assert deal([], 10, by_rows=True) == [[]]
+
+
+class _Odd(torch.optim.Optimizer):
+    """Makes a state late, nests states, replaces one in every step, and counts in a plain number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                state["mean"] = 0.5 * state.get("mean", 0.0) + parameter.grad
+                if state["count"] >= 2:
+                    nested = state.setdefault("late", {"of": [torch.zeros_like(parameter)]})
+                    nested["of"][0].add_(state["mean"])
+                    parameter.sub_(nested["of"][0], alpha=group["lr"])
+                parameter.sub_(state["mean"], alpha=group["lr"] / state["count"])
+
+
+def test_states_of_any_kind_come_home(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(size) for size in ((3000, 2), (7,), (), (2500,))]
+    plain, offloaded = ([nn.Parameter(values.clone()) for values in start] for _ in range(2))
+    expected, optimizer = _Odd(plain), _Odd(offloaded)
+    store, device = Files(tmp_path), torch.device("cpu")
+    stepping = steps.OffloadedSteps(store, store, window_bytes=4000, device=device, kinds={optimizer: "rows"})
+    for step in range(4):
+        for one, other in zip(plain, offloaded, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = None if step == 1 and other.dim() == 0 else one.grad.clone()
+            one.grad = None if other.grad is None else one.grad
+        expected.step()
+        parts = [Part(parameter=p, values=p, gradient=p.grad, group=0) for p in offloaded if p.grad is not None]
+        window = stepping.enter(optimizer, parts)
+        assert len(optimizer.param_groups[0]["params"]) < 4
+        optimizer.step()
+        window.back()
+        assert optimizer.param_groups[0]["params"] == offloaded
+        assert set(optimizer.state) <= set(offloaded)
+    for one, other in zip(plain, offloaded, strict=True):
+        torch.testing.assert_close(other, one)
+        assert str(optimizer.state[other]) == str(expected.state[one])
+        if other.numel() > 2000:
+            assert store.holds(optimizer.state[other]["mean"])
+            assert store.holds(optimizer.state[other]["late"]["of"][0])

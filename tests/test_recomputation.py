@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -25,7 +24,6 @@ from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.errors import ConfigError, PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.precision.plugin import ThreeDPrecision
-from tests.law.models import blocks
 from tests.models import Regression, TinyGPT, features
 from tests.parity import Layout, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
@@ -120,11 +118,13 @@ def _hooks_of_all_modules() -> Iterator[None]:
         yield
 
 
-def _outcome(layout: Layout) -> tuple[dict[str, float], dict[str, Tensor], list[Any], Counter[str], Counter[str]]:
+def _outcome(
+    layout: Layout, precision: Any
+) -> tuple[dict[str, float], dict[str, Tensor], list[Any], Counter[str], Counter[str]]:
     """Metrics, state, attributes of the blocks here, calls of hooks, forwards."""
     FORWARDS.clear(), HOOKED.clear()
     with _hooks_of_all_modules():
-        trainer, module = fitted(layout, BusyNet, data=features)
+        trainer, module = fitted(layout, BusyNet, data=features, plugins=[ThreeDPrecision(precision)])
     assert isinstance(module, BusyNet)
     assert HOOKED["BatchNorm1d 1"] == HOOKED["BatchNorm1d 2"] > 0
     here = [b for b in module.blocks if not next(b.parameters()).is_meta]
@@ -134,20 +134,24 @@ def _outcome(layout: Layout) -> tuple[dict[str, float], dict[str, Tensor], list[
     return metrics, whole_state(trainer), attributes, HOOKED.copy(), forwards
 
 
-def _outcomes(layout: Layout) -> list[Any]:
-    return [_outcome(replace(layout, activations={"recompute": mode})) for mode in ("none", *MODES)]
+def _outcomes(layout: Layout, precision: Any) -> list[Any]:
+    return [_outcome(replace(layout, activations={"recompute": mode}), precision) for mode in ("none", *MODES)]
 
 
 BUSY = {
-    "one": Layout(),
-    "dp2-zero3": Layout(dp=2, zero=3),
-    "pp2-zb": Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2, partition="type:Busy"),
+    "one": (Layout(), "32-true"),
+    "dp2-zero3": (Layout(dp=2, zero=3), "16-mixed"),
+    "pp2-zbv": (
+        Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2, partition="type:Busy"),
+        "bf16-mixed",
+    ),
 }
 
 
-@pytest.mark.parametrize("layout", BUSY.values(), ids=BUSY)
-def test_a_block_does_to_the_world_what_it_does_without_recomputation(workers: WorkerPools, layout: Layout) -> None:
-    for plain, *recomputed in workers(layout.world_size).run(_outcomes, layout):
+@pytest.mark.parametrize("name", BUSY)
+def test_a_block_does_to_the_world_what_it_does_without_recomputation(workers: WorkerPools, name: str) -> None:
+    layout, precision = BUSY[name]
+    for plain, *recomputed in workers(layout.world_size).run(_outcomes, layout, precision):
         for metrics, state, attributes, hooked, forwards in recomputed:
             assert metrics == plain[0]
             for fqn, value in plain[1].items():
@@ -162,53 +166,7 @@ def test_a_block_does_to_the_world_what_it_does_without_recomputation(workers: W
             )
 
 
-# ---- any layout is one process
-
-
-class Dropping(TinyGPT):
-    """With dropout in blocks, of attention too, and around them; in chunks of precision it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.mlp.append(nn.Dropout(0.3))  # type: ignore[union-attr,operator]
-            block.norm2 = nn.Sequential(block.norm2, nn.Dropout(0.2))  # type: ignore[arg-type]
-
-
-def _dropped(layout: Layout, precision: Any, accumulate: int) -> list[tuple[dict[str, float], dict[str, Tensor]]]:
-    found = []
-    for mode in ("none", *MODES):
-        recomputing = replace(layout, activations={**layout.activations, "recompute": mode})
-        trainer, _ = fitted(
-            recomputing,
-            Dropping,
-            plugins=[ThreeDPrecision(precision)],
-            accumulate_grad_batches=accumulate,
-            epochs=1,
-        )
-        found.append(({k: float(v) for k, v in trainer.callback_metrics.items()}, whole_state(trainer)))
-    return found
-
-
-PRECISIONS: dict[str, tuple[Layout, Any, int]] = {
-    "dp2-zero3": (Layout(dp=2, zero=3), "32-true", 2),
-    "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2), "bf16-mixed", 1),
-    "pp2-fp16": (Layout(pp=2), "16-mixed", 1),
-}
-
-
-@pytest.mark.parametrize(
-    ("layout", "precision", "accumulate"),
-    [pytest.param(*row, id=name) for name, row in PRECISIONS.items()],
-)
-def test_masks_and_precisions_are_those_of_the_forward(
-    workers: WorkerPools, layout: Layout, precision: Any, accumulate: int
-) -> None:
-    for plain, *recomputed in workers(layout.world_size).run(_dropped, layout, precision, accumulate):
-        for metrics, state in recomputed:
-            assert metrics == pytest.approx(plain[0], abs=1e-6)
-            for fqn, value in plain[1].items():
-                torch.testing.assert_close(state[fqn], value, rtol=0, atol=1e-6, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
+# ---- what is kept
 
 
 class Watched(TinyGPT):
@@ -238,29 +196,6 @@ def _inputs_there(partition: bool) -> list[list[bool]]:
 def test_slices_are_all_that_is_kept_of_inputs(workers: WorkerPools, partition: bool) -> None:
     for there in workers(2).run(_inputs_there, partition):
         assert there == [[not partition] * 4]
-
-
-# ---- what blocks do to inputs, and checkpoints of the author's
-
-
-class Unusual(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, WIDTH)
-        self.blocks = nn.ModuleList([blocks.InPlace(), blocks.Checkpointing(False), blocks.Checkpointing(True)])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x = self.stem(batch[0])
-        for block in self.blocks:
-            x = block(x)
-            x *= 1.1
-        loss = F.mse_loss(self.head(x), batch[1])
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 # ---- settings
@@ -294,10 +229,19 @@ class Smoothing(nn.Module):
         return output
 
 
-class SmoothingRegression(Unusual):
-    def __init__(self) -> None:
+class OneBlock(Regression):
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Smoothing()])
+        self.stem, self.blocks, self.head = nn.Linear(8, WIDTH), nn.ModuleList([block]), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.blocks[0](self.stem(x)))
+        return output
+
+
+class SmoothingRegression(OneBlock):
+    def __init__(self) -> None:
+        super().__init__(Smoothing())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -305,10 +249,9 @@ class SmoothingRegression(Unusual):
         return loss
 
 
-class DecayingRegression(Unusual):
+class DecayingRegression(OneBlock):
     def __init__(self, is_clamping: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Tanh(), Decaying(is_clamping))])
+        super().__init__(nn.Sequential(nn.Tanh(), Decaying(is_clamping)))
 
 
 def _trains(model: Any, mode: str, blocks: tuple[str, ...]) -> dict[str, Tensor]:
@@ -329,19 +272,20 @@ def test_what_can_not_be_put_back_is_refused(workers: WorkerPools, mode: str) ->
         run(SmoothingRegression, mode, blocks)
 
 
-def test_settings_that_say_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"activations.recompute='none'.*'full' or 'selective'"):
-        ThreeDStrategy(activations={"every": 2})
-    with pytest.raises(ConfigError, match=r"activations.blocks='layers.*' is not allowed"):
-        ThreeDStrategy(activations={"recompute": "full", "blocks": "layers.*"})
-    with pytest.raises(ConfigError, match=r"activations.partition=True cuts.*'none'"):
-        ThreeDStrategy(tensor_parallel_size=2, activations={"partition": True})
-    with pytest.raises(ConfigError, match=r"activations.partition=True lets.*tensor_parallel_size=1"):
-        ThreeDStrategy(activations={"recompute": "full", "partition": True})
-    with pytest.raises(ConfigError, match="no regular expression"):
-        ThreeDStrategy(activations={"recompute": "full", "blocks": "type:("})
-    with pytest.raises(ConfigError, match=r"activations\.recompute='some'"):
-        ThreeDStrategy(activations={"recompute": "some"})
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 2}, r"activations.recompute='none'.*'full' or 'selective'"),
+        ({"recompute": "full", "blocks": "layers.*"}, r"activations.blocks='layers.*' is not allowed"),
+        ({"partition": True}, r"activations.partition=True cuts.*'none'"),
+        ({"recompute": "full", "partition": True}, r"activations.partition=True lets.*tensor_parallel_size=1"),
+        ({"recompute": "full", "blocks": "type:("}, "no regular expression"),
+        ({"recompute": "some"}, r"activations\.recompute='some'"),
+    ],
+)
+def test_settings_that_say_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ThreeDStrategy(activations=settings)
 
 
 @pytest.mark.parametrize(

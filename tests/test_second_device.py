@@ -18,13 +18,16 @@ from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
 from lightning_3d import ThreeDPrecision, ThreeDStrategy
-from lightning_3d.model import initial_weights
+from lightning_3d.activations.offload import Offload
+from lightning_3d.activations.transfers import SideStreams
+from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.trainer import parallel_model
 from lightning_3d.zero.offload import steps
 from lightning_3d.zero.offload.copies import Lent
 from lightning_3d.zero.offload.windows import Piece, deal
 from tests.models import TinyGPT, loader, tokens
 from tests.optimizers import ByHand, Lars
-from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference
+from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference, whole_state
 from tests.second_device import build, device
 from tests.second_device.host_reads import StepReads
 from tests.second_device.ranks import RanksOf, ranks_of
@@ -89,31 +92,6 @@ def test_no_more_is_placed_than_is_kept_and_one_block(ranks: RanksOf, layout: La
         assert peak <= kept + 1.2 * of_block
 
 
-class _BuiltLate(L.LightningModule):
-    """Builds its weights where it trains."""
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "model"):
-            self.model = TinyGPT(width=128)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _num_weights_sent() -> int:
-    with mock.patch.object(initial_weights, "of_rank", wraps=initial_weights.of_rank) as sent:
-        fitted(Layout(pp=2), _BuiltLate, batches=1, epochs=1, accelerator=device.NAME)
-    return sent.call_count
-
-
-def test_ranks_that_build_alike_compute_their_weights_themselves(ranks: RanksOf) -> None:
-    assert ranks(2).run(_num_weights_sent) == [0, 0]
-
-
 class _PeakOfStep(L.Callback):
     """The most bytes on the device in the last training step, above those before it."""
 
@@ -137,7 +115,7 @@ def _peaks_of_step(layout: Layout, *nums_microbatches: int) -> list[int]:
     return peaks
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=2, tp=2)], ids=["pp2", "pp2-tp2"])
+@pytest.mark.parametrize("layout", [Layout(pp=2)], ids=["pp2"])
 def test_microbatches_share_the_copies_of_weights_that_autocast_makes(ranks: RanksOf, layout: Layout) -> None:
     copies = 2 * 12 * 256**2 // layout.tp  # bytes of a stage's one block in 16 bits
     for of_two, of_eight in ranks(layout.world_size).run(_peaks_of_step, replace(layout, schedule="gpipe"), 2, 8):
@@ -245,12 +223,9 @@ class SteppedByOwners(LogsLoss):
 SHARES = {"to the host: pipeline/denominators.py:read": 1.0}
 """The shares of the microbatches in the valid labels, as the host leaves out those that have none."""
 READS: list[tuple[str, type[TinyGPT], str, tuple[dict[str, float], dict[str, float]]]] = [
-    ("dp2", LogsLoss, "32-true", ({}, {})),
     ("dp2-zero0", LogsLoss, "32-true", ({}, {})),
-    ("zero3", LogsLoss, "32-true", ({}, {})),
     ("tp2", LogsLoss, "32-true", ({}, {})),
     ("dp2", SteppedByOwners, "32-true", ({}, {})),
-    ("pp2", LogsLoss, "32-true", ({}, SHARES)),
     ("pp2", UpdatesMetric, "32-true", ({}, {**SHARES, "read: pipeline/effects/metrics.py:_made": 2.0})),
     ("zero3", LogsLoss, "16-mixed", ({"read: precision/loss_scaling.py:unscale": 1.0},) * 2),
 ]
@@ -288,8 +263,35 @@ def _waits_of_offload(precision: Any, window: float) -> tuple[dict[str, float], 
     return reads, waits.call_count, len(windows)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_offloaded_steps_wait_once_per_window(ranks: RanksOf, precision: str) -> None:
-    for reads, num_waits, num_windows in ranks(2).run(_waits_of_offload, precision, 0.02):
+def test_offloaded_steps_wait_once_per_window(ranks: RanksOf) -> None:
+    for reads, num_waits, num_windows in ranks(2).run(_waits_of_offload, "bf16-true", 0.02):
         assert reads == {}
         assert num_waits == num_windows > 3 * 8, "several in each of 8 steps"
+
+
+def _with_activations_offloaded(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
+    """States after training without and with, and copies to the host."""
+    states, num = [], 0
+    for offload in (False, True):
+        activations = {**layout.activations, "offload": offload}
+        small = {"Offload": partial(Offload, least_bytes=1)}
+        with (
+            mock.patch.object(SideStreams, "to_host", autospec=True, side_effect=SideStreams.to_host) as copies,
+            attributes_replaced(parallel_model, small),
+        ):
+            settings: dict[str, Any] = {"batches": 2, "epochs": 1, "accelerator": device.NAME}
+            trainer, _ = fitted(replace(layout, activations=activations), TinyGPT, **settings)
+        states.append({name: value.cpu() for name, value in whole_state(trainer).items()})
+        num = copies.call_count - num
+    return states[0], states[1], num
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(pp=2, num_microbatches=4, schedule="zbv"), Layout(tp=2, activations={"recompute": "full"})],
+    ids=["zbv", "tp2-recomputed"],
+)
+def test_offloaded_activations_change_no_bit(ranks: RanksOf, layout: Layout) -> None:
+    for without, offloaded, num in ranks(2).run(_with_activations_offloaded, layout):
+        assert num > 0
+        torch.testing.assert_close(offloaded, without, rtol=0, atol=0)

@@ -152,11 +152,10 @@ def test_every_adapter_has_a_canary() -> None:
 
 @canary(versions, "warn_of_untested")
 def test_other_versions_are_warned_of_on_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    for tested in ("2.13.0+cpu", "2.15.3"):
-        versions.warn_of_untested(tested)
+    versions.warn_of_untested("2.13.0+cpu")
     for untested, text in (
         (("2.16.0a0+git",), "torch 2.13 to 2.15, but 2.16.0a0"),
-        (("2.14.1", "2.7.0"), "lightning 2.6, but"),
+        (("2.14.1", "2.7"), "lightning 2.6, but"),
     ):
         with pytest.warns(UserWarning, match=text):
             versions.warn_of_untested(*untested)
@@ -193,22 +192,31 @@ DRAWING = [
 ]
 DRAWS = [False, True, True, False, False, True]
 
+
+def _names(*operators: Any) -> list[str]:
+    return [dispatch.name_of(operator) for operator in operators]
+
+
+_OPERATORS = (
+    *(torch.ops.aten.mm.default, torch.ops.aten.mm.dtype, torch.ops.higher_order.flex_attention),
+    *(dispatch.GROUPED_MM.default, dispatch.SCALED_GROUPED_MM.default),
+)
+
 VALUES: list[tuple[ModuleType, tuple[str, ...], Reads, object]] = [
     (tensors, ("contiguous_stride",), lambda: tensors.contiguous_stride(torch.Size((2, 3, 4))), (12, 4, 1)),
-    (
-        tensors,
-        ("are_transforms_active",),
-        lambda: torch.vmap(_adds_whether_transformed)(torch.zeros(1)).tolist(),
-        [1.0],
-    ),
     (tensors, ("are_transforms_active",), tensors.are_transforms_active, False),
     (
         tensors,
-        ("HALVES", "widened"),
-        lambda: {tensors.widened(torch.zeros(1, dtype=dtype)).dtype for dtype in tensors.HALVES},
-        {torch.float32},
+        ("are_transforms_active",),
+        lambda: torch.vmap(lambda x: x + tensors.are_transforms_active())(torch.zeros(1)).item(),
+        1.0,
     ),
-    (tensors, ("widened",), lambda: tensors.widened(torch.zeros(1).double()).dtype, torch.float64),
+    (
+        tensors,
+        ("HALVES", "widened"),
+        lambda: [tensors.widened(torch.zeros(1, dtype=d)).dtype for d in (*tensors.HALVES, torch.float64)],
+        [torch.float32] * len(tensors.HALVES) + [torch.float64],
+    ),
     (tensors, ("typed_storage",), lambda: type(tensors.typed_storage(torch.zeros(2))), torch.TypedStorage),
     (tensors, ("storage_of",), lambda: tensors.storage_of(torch.eye(2).to_sparse()), None),
     (
@@ -219,24 +227,9 @@ VALUES: list[tuple[ModuleType, tuple[str, ...], Reads, object]] = [
     ),
     (
         dispatch,
-        ("HigherOrderOperator",),
-        lambda: isinstance(torch.ops.higher_order.flex_attention, dispatch.HigherOrderOperator),
-        True,
-    ),
-    (
-        dispatch,
-        ("name_of", "GROUPED_MM", "SCALED_GROUPED_MM"),
-        lambda: [
-            dispatch.name_of(operator)
-            for operator in (
-                torch.ops.aten.mm.default,
-                torch.ops.aten.mm.dtype,
-                torch.ops.higher_order.flex_attention,
-                dispatch.GROUPED_MM.default,
-                dispatch.SCALED_GROUPED_MM.default,
-            )
-        ],
-        ["aten::mm", "aten::mm.dtype", "flex_attention", "aten::_grouped_mm", "aten::_scaled_grouped_mm"],
+        ("HigherOrderOperator", "name_of", "GROUPED_MM", "SCALED_GROUPED_MM"),
+        lambda: [isinstance(_OPERATORS[2], dispatch.HigherOrderOperator), *_names(*_OPERATORS)],
+        [True, "aten::mm", "aten::mm.dtype", "flex_attention", "aten::_grouped_mm", "aten::_scaled_grouped_mm"],
     ),
     (
         dispatch,
@@ -260,10 +253,6 @@ for row in VALUES:
     canary(row[0], *row[1])
 
 
-def _adds_whether_transformed(tensor: Tensor) -> Tensor:
-    return tensor + tensors.are_transforms_active()
-
-
 @pytest.mark.parametrize(("adapter", "symbols", "read", "expected"), VALUES)
 def test_values(adapter: ModuleType, symbols: tuple[str, ...], read: Reads, expected: object) -> None:
     @canary(adapter, *symbols)
@@ -276,54 +265,50 @@ def test_values(adapter: ModuleType, symbols: tuple[str, ...], read: Reads, expe
 # ---------------------------------------------------------------------------------------------------- tensors, modules
 
 
-@canary(tensors, "apart")
-def test_complex_views_of_real_numbers() -> None:
-    real = torch.ones(3, 4)
+@canary(tensors, "apart", "storage_id", "storage_of")
+def test_storages_and_complex_views_of_real_numbers() -> None:
+    real, mode = torch.ones(3, 4), fake_tensors.FakeTensorMode()
     view = torch.view_as_complex(real.view(3, 2, 2))
-    mode = fake_tensors.FakeTensorMode()
     with fake_tensors.on_fake_tensors(mode), pytest.raises(RuntimeError, match="last dimension"):
         mode.from_tensor(view)
     assert torch.equal(tensors.apart(view), view)
     assert fake_tensors.FakeTensorMode().from_tensor(tensors.apart(view)).is_complex()
     assert tensors.apart(real[0])._base is real
+    with mode:
+        first, other = torch.zeros(2), torch.zeros(2)
+    ids = [tensors.storage_id(tensor.untyped_storage()) for tensor in (first, first[:1], other)]
+    assert ids[0] == ids[1] == tensors.storage_of(first) != ids[2]
 
 
 @canary(tensors, "base_of", "is_view", "version_of")
 def test_views() -> None:
-    counted = torch.zeros(2)
-    before = tensors.version_of(counted)
-    counted[:1].add_(1)
-    assert tensors.version_of(counted) > before, "an in-place change of a view counts"
     tensor = torch.zeros(2, requires_grad=True) * 1
-    view = tensor[:1]
-    assert tensors.base_of(view) is tensor
-    assert tensors.base_of(tensor) is None
-    assert tensors.is_view(view)
-    assert not tensors.is_view(tensor)
+    view, before = tensor[:1], tensors.version_of(tensor)
+    assert (tensors.base_of(view), tensors.base_of(tensor)) == (tensor, None)
+    assert (tensors.is_view(view), tensors.is_view(tensor)) == (True, False)
+    view.add_(1)
+    assert tensors.version_of(tensor) > before, "an in-place change of a view counts"
 
 
 @canary(autograd, "reachable_nodes")
 def test_nodes_behind_an_output() -> None:
-    first, second = torch.ones(2, requires_grad=True).exp(), torch.ones(2, requires_grad=True).exp()
+    first, second = (torch.ones(2, requires_grad=True).exp() for _ in range(2))
     output = (first * 2).sum()
     for end in (output, get_gradient_edge(output)):
         nodes = autograd.reachable_nodes([end, None])
-        assert first.grad_fn in nodes
-        assert second.grad_fn not in nodes
+        assert (first.grad_fn in nodes, second.grad_fn in nodes) == (True, False)
 
 
 @canary(clipping, "clipping_replaced")
 def test_clipping_is_replaced() -> None:
-    weight, other = nn.Parameter(torch.ones(4)), torch.full((4,), 3.0)
-    scaled: list[Any] = []
+    weight, other, scaled = nn.Parameter(torch.ones(4)), torch.full((4,), 3.0), list[Any]()
+    weight.grad = torch.full((4,), 4.0)
 
     def replace_norm(norm: clipping.TotalNorm) -> clipping.TotalNorm:
         return lambda tensors, *args: norm([*tensors, other], *args)
 
     with clipping.clipping_replaced(replace_norm, lambda parameters, *args: scaled.append((parameters, *args[:2]))):
-        weight.grad = torch.full((4,), 4.0)
-        assert nn.utils.clip_grad_norm_([weight], 5.0) == 10.0
-        assert nn.utils.get_total_norm([weight.grad]) == 10.0
+        assert nn.utils.clip_grad_norm_([weight], 5.0) == nn.utils.get_total_norm([weight.grad]) == 10.0
         nn.utils.clip_grad_value_([nn.Parameter(torch.ones(1))], 1.0)  # nothing to clamp
     assert scaled == [([weight], 5.0, torch.tensor(10.0))]
     assert nn.utils.clip_grad_norm_([weight], 1.0) == 8.0
@@ -331,15 +316,9 @@ def test_clipping_is_replaced() -> None:
 
 @canary(optimizers, "has_step_hooks", "first_step_post_hook")
 def test_hooks_of_optimizers() -> None:
-    class Bare(torch.optim.Optimizer):
-        def __init__(self) -> None:
-            pass
-
-    calls: list[str] = []
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))])
-    assert optimizers.has_step_hooks(optimizer)
-    assert not optimizers.has_step_hooks(Bare())
-    assert not optimizers.has_step_hooks(nn.Linear(1, 1))
+    calls, optimizer = list[str](), torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    bare = torch.optim.SGD.__new__(torch.optim.SGD)
+    assert [optimizers.has_step_hooks(each) for each in (optimizer, bare, nn.Linear(1, 1))] == [True, False, False]
     optimizer.register_step_post_hook(lambda *_: calls.append("users"))
     handle = optimizers.first_step_post_hook(optimizer, lambda *_: calls.append("first"))
     optimizer.step()
@@ -348,96 +327,85 @@ def test_hooks_of_optimizers() -> None:
     assert calls == ["first", "users", "users"]
 
 
-@canary(optimizers, "step_without_hooks")
-def test_steps_without_hooks() -> None:
-    class Inheriting(torch.optim.AdamW):
-        pass
+class _Inheriting(torch.optim.AdamW):
+    pass
 
-    for kind in (torch.optim.SGD, Inheriting):
-        calls: list[str] = []
-        parameter = nn.Parameter(torch.ones(2))
-        optimizer = kind([parameter], lr=0.5)
-        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("hook"))
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        parameter.grad = torch.ones(2)
-        optimizers.step_without_hooks(optimizer)
-        assert (parameter < 0.6).all()
-        assert parameter.requires_grad
-        assert calls == []
+
+@canary(optimizers, "step_without_hooks")
+@pytest.mark.parametrize("kind", [torch.optim.SGD, _Inheriting])
+def test_steps_without_hooks(kind: Any) -> None:
+    calls, parameter = list[str](), nn.Parameter(torch.ones(2))
+    optimizer = kind([parameter], lr=0.5)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("hook"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    parameter.grad = torch.ones(2)
+    optimizers.step_without_hooks(optimizer)
+    assert (parameter < 0.6).all()
+    assert (parameter.requires_grad, calls) == (True, [])
 
 
 @canary(autograd, "next_node_number", "number_of_node", "frames_of_forward")
 def test_nodes_tell_when_and_where_they_were_made() -> None:
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        first = autograd.next_node_number()
-        doubled = 2 * x
-        second = autograd.next_node_number()
-        total = doubled.sum()
-    assert doubled.grad_fn is not None
-    assert total.grad_fn is not None
-    numbers = [autograd.number_of_node(node) for node in (doubled.grad_fn, total.grad_fn)]
-    assert first <= numbers[0] < second <= numbers[1] < autograd.next_node_number()
-    assert "doubled = 2 * x" in autograd.frames_of_forward(doubled.grad_fn)[-1]
-    unseen = x.sum().grad_fn
+        first, doubled, second = autograd.next_node_number(), 2 * x, autograd.next_node_number()
+    node, unseen = doubled.grad_fn, x.sum().grad_fn
+    assert node is not None
     assert unseen is not None
+    assert first <= autograd.number_of_node(node) < second <= autograd.number_of_node(unseen)
+    assert "doubled, second = " in autograd.frames_of_forward(node)[-1]
     assert autograd.frames_of_forward(unseen) == []
 
 
 @canary(autograd, "backwards_seen")
 def test_backwards_are_seen_before_they_run() -> None:
-    x = torch.ones(2, requires_grad=True)
-    first, second, third = x.sum(), (2 * x).sum(), (3 * x).sum()
-    seen: list[object] = []
+    x, seen = torch.ones(2, requires_grad=True), list[object]()
+    losses = [(n * x).sum() for n in range(3)]
 
     def see(outputs: Iterable[object]) -> None:
-        seen.extend(outputs)
+        seen.extend(map(id, outputs))
         assert x.grad is None
 
     grad = torch.autograd.grad
     with autograd.backwards_seen(see):
-        grad(first, x)
-        second.backward()
-    third.backward()
-    assert len(seen) == 2
-    assert seen[0] is first
-    assert seen[1] is second
+        grad(losses[0], x)
+        losses[1].backward()
+    losses[2].backward()
+    assert seen == [*map(id, losses[:2])]
 
 
 @canary(autograd, "when_backward_ends")
 def test_end_of_a_backward() -> None:
-    calls: list[str] = []
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    calls, first, second = list[str](), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     second.register_post_accumulate_grad_hook(lambda _: autograd.when_backward_ends(lambda: calls.append("end")))
     first.register_post_accumulate_grad_hook(lambda _: calls.append("first"))
     (first * second.exp()).sum().backward()
     assert calls == ["first", "end"]
 
 
-@canary(autograd, "has_saved_tensor_hooks")
-def test_hooks_on_saved_tensors_are_seen() -> None:
-    seen: list[bool] = []
+@canary(autograd, "has_saved_tensor_hooks", "is_checkpointing")
+def test_hooks_on_saved_tensors_and_checkpoints_are_seen() -> None:
+    seen, x = list[tuple[bool, bool]](), torch.ones(2, requires_grad=True)
 
     def function(x: Tensor) -> Tensor:
-        seen.append(autograd.has_saved_tensor_hooks())
-        return x * 2
+        seen.append((autograd.has_saved_tensor_hooks(), autograd.is_checkpointing()))
+        return x.exp()
 
-    x = torch.ones(2, requires_grad=True)
     function(x)
     with torch.autograd.graph.save_on_cpu():
         function(x)
-    checkpoint(function, x, use_reentrant=False)
-    assert seen == [False, True, True]
+    checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert seen == [(False, False), (True, False), (True, True), (True, True)], "the last one computes it again"
 
 
 @canary(modules, "has_backward_hooks")
-def test_backward_hooks_of_a_module_are_seen() -> None:
-    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
-        module = nn.Linear(1, 1)
-        module.register_forward_hook(lambda *_: None)
-        assert not modules.has_backward_hooks(module)
-        getattr(module, register)(lambda *_: None)
-        assert modules.has_backward_hooks(module)
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_of_a_module_are_seen(register: str) -> None:
+    module = nn.Linear(1, 1)
+    module.register_forward_hook(lambda *_: None)
+    assert not modules.has_backward_hooks(module)
+    getattr(module, register)(lambda *_: None)
+    assert modules.has_backward_hooks(module)
 
 
 @canary(autograd, "is_refusal_of_hooks", "is_refusal_of_compiled_code")
@@ -447,26 +415,23 @@ def test_refusals_of_torch() -> None:
 
     with torch.autograd.graph.save_on_cpu():
         for take in (torch.func.grad(square), torch.func.jacrev(square), lambda x: torch.func.vjp(square, x)):
-            with pytest.raises(RuntimeError) as caught:
+            with pytest.raises(RuntimeError) as hooks:
                 take(torch.ones(2))
-            assert autograd.is_refusal_of_hooks(caught.value)
-    assert not autograd.is_refusal_of_hooks(RuntimeError("another"))
+            assert autograd.is_refusal_of_hooks(hooks.value)
     x = torch.ones(2, requires_grad=True)
     function = dynamo.compiled(torch.sin, backend="aot_eager", mode="default", compiling=contextlib.nullcontext)
     (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as compiled:
         gradient.sum().backward()
-    assert autograd.is_refusal_of_compiled_code(caught.value)
-    assert not autograd.is_refusal_of_compiled_code(RuntimeError("another"))
+    assert autograd.is_refusal_of_compiled_code(compiled.value)
+    assert not autograd.is_refusal_of_compiled_code(hooks.value)
+    assert not autograd.is_refusal_of_hooks(compiled.value)
 
 
 @canary(autograd, "is_cast", "is_cast_of_leaf")
 def test_casts_are_known() -> None:
-    weight = nn.Parameter(torch.ones(2, 2))
-    assert autograd.is_cast(weight.to(torch.bfloat16))
-    assert not autograd.is_cast(weight * 2)
-    assert not autograd.is_cast(weight)
-    seen: list[tuple[bool, bool]] = []
+    weight, seen = nn.Parameter(torch.ones(2, 2)), list[tuple[bool, bool]]()
+    assert [autograd.is_cast(each) for each in (weight.bfloat16(), weight * 2, weight)] == [True, False, False]
 
     def see(tensor: Tensor) -> Tensor:
         base = tensors.base_of(tensor)
@@ -481,19 +446,12 @@ def test_casts_are_known() -> None:
 
 @canary(autocast, "autocast_cache")
 def test_autocast_keeps_copies_of_weights_while_autograd_records() -> None:
-    x, weight = torch.ones(2, 2), nn.Parameter(torch.ones(2, 2))
-    kept: set[int] = set()
-
-    def see(tensor: Tensor) -> Tensor:
-        kept.add(tensor.data_ptr())
-        return tensor
-
+    x, weight, sizes = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2)), list[int]()
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         with autocast.autocast_cache(enabled=True):
             with torch.no_grad():
                 F.linear(x, weight)
-            x.requires_grad_()
-            with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+            with _saved(sizes, Tensor.data_ptr):
                 outputs = [(F.linear(x * 1.0, weight) * 3).sum() for _ in range(2)]
             for output in outputs:
                 output.backward()
@@ -501,7 +459,7 @@ def test_autocast_keeps_copies_of_weights_while_autograd_records() -> None:
             assert weight.grad.unique().tolist() == [12.0], "of both, though the copy is the same"
         weight.data.fill_(2.0)
         assert F.linear(x, weight).unique().tolist() == [4.0], "no copy is left"
-    assert len(kept) == 3, "x twice, the weight once"
+    assert len({*sizes}) == 3, "x twice, the weight once"
 
 
 @canary(autocast, "as_autocast")
@@ -509,8 +467,7 @@ def test_copies_of_shards_are_kept_in_a_step_until_the_shard_changes() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
 
     def read() -> Tensor:
-        found = weight.view_as(weight)
-        tensors.count_as_parameter(found)
+        tensors.count_as_parameter(found := weight.view_as(weight))
         return autocast.as_autocast(found)
 
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -518,74 +475,52 @@ def test_copies_of_shards_are_kept_in_a_step_until_the_shard_changes() -> None:
         with autocast.autocast_cache(enabled=True):
             first, second = read(), read()
             assert first.data_ptr() == second.data_ptr()
-            assert autograd.is_cast(first)
             (first.sum() * 3 + second.sum()).backward()
             assert weight.grad is not None
             assert weight.grad.unique().tolist() == [4.0], "of both"
+            weight.data.fill_(2.0)
             with torch.no_grad():
-                weight.fill_(2.0)
+                weight.mul_(1.0)
             assert read().unique().tolist() == [2.0]
-            with autocast.autocast_cache(enabled=False):
-                assert read().dtype == torch.float32
         with autocast.autocast_cache(enabled=True):
             assert read().data_ptr() != first.data_ptr(), "of another step"
 
 
 @canary(autograd, "is_in_backward", "current_backward")
 def test_backwards_are_noticed_and_have_numbers() -> None:
-    noticed: list[bool] = []
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.register_post_accumulate_grad_hook(lambda _: noticed.append(autograd.is_in_backward()))
+    noticed, x, parameter = list[tuple[bool, int]](), torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2))
+    parameter.register_post_accumulate_grad_hook(
+        lambda _: noticed.append((autograd.is_in_backward(), autograd.current_backward()))
+    )
+    (checkpoint(lambda x: x * parameter, x, use_reentrant=True) * parameter).sum().backward()
     parameter.sum().backward()
-    assert noticed == [True]
+    assert len(noticed) == len({*noticed}) == 3
+    assert all(is_in_backward for is_in_backward, _ in noticed)
     assert not autograd.is_in_backward()
-    numbers: list[int] = []
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.register_post_accumulate_grad_hook(lambda _: numbers.append(autograd.current_backward()))
-    x = torch.ones(2, requires_grad=True)
-    (torch.utils.checkpoint.checkpoint(lambda x: x * parameter, x, use_reentrant=True) * parameter).sum().backward()
-    parameter.sum().backward()
-    assert len(numbers) == len(set(numbers)) == 3
 
 
 @canary(tensors, "untransformed")
 def test_tensors_inside_of_transforms() -> None:
-    seen: list[torch.Size] = []
-
-    def function(x: Tensor) -> Tensor:
-        seen.append(tensors.untransformed(x).shape)
-        return x.sum()
-
-    torch.vmap(torch.func.grad(function))(torch.ones(2, 3))
+    seen, plain = list[torch.Size](), torch.ones(2)
+    torch.vmap(torch.func.grad(lambda x: seen.append(tensors.untransformed(x).shape) or x.sum()))(torch.ones(2, 3))  # type: ignore[func-returns-value]
     assert seen == [torch.Size((2, 3))]
-    plain = torch.ones(2)
     assert tensors.untransformed(plain) is plain
+
+
+class _Seeing(Tensor):
+    seen: typing.ClassVar[list[bool]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen += [tensors.makes_a_parameter()] * (func is Tensor.detach)
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 @canary(tensors, "makes_a_parameter")
 def test_parameters_made_of_a_subclass() -> None:
-    seen: list[bool] = []
-
-    class Seeing(Tensor):
-        @classmethod
-        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is Tensor.detach:
-                seen.append(tensors.makes_a_parameter())
-            return super().__torch_function__(func, types, args, kwargs or {})
-
-    tensor = torch.ones(2).as_subclass(Seeing)
-    nn.Parameter(tensor)
-    tensor.detach()
-    assert seen == [True, False]
-
-
-@canary(tensors, "storage_id", "storage_of")
-def test_storages() -> None:
-    with fake_tensors.FakeTensorMode():
-        tensor, other = torch.zeros(2), torch.zeros(2)
-    assert tensors.storage_id(tensor.untyped_storage()) == tensors.storage_id(tensor[:1].untyped_storage())
-    assert tensors.storage_id(tensor.untyped_storage()) != tensors.storage_id(other.untyped_storage())
-    assert tensors.storage_of(tensor) == tensors.storage_id(tensor.untyped_storage())
+    tensor = torch.ones(2).as_subclass(_Seeing)
+    nn.Parameter(tensor), tensor.detach()
+    assert _Seeing.seen == [True, False]
 
 
 class _Wrapper(Tensor):
@@ -626,14 +561,13 @@ def test_gradient_hooks() -> None:
     tensors.set_gradient_hooks(leaf, {0: seen.append})
     (leaf * 2).sum().backward()
     assert torch.equal(seen[0], torch.full((3,), 2.0))
-    parameter = nn.Parameter(torch.zeros(2))
-    assert not tensors.has_gradient_hooks(parameter)
-    handle = parameter.register_hook(lambda gradient: None)
-    assert tensors.has_gradient_hooks(parameter)
-    handle.remove()
-    assert not tensors.has_gradient_hooks(parameter)
-    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert tensors.has_gradient_hooks(parameter)
+    for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
+        parameter = nn.Parameter(torch.zeros(2))
+        assert not tensors.has_gradient_hooks(parameter)
+        handle = register(parameter, lambda gradient: None)
+        assert tensors.has_gradient_hooks(parameter)
+        handle.remove()
+        assert not tensors.has_gradient_hooks(parameter) or register is not nn.Parameter.register_hook
 
 
 class _Passed(torch.autograd.Function):
@@ -651,48 +585,43 @@ class _Passed(torch.autograd.Function):
 
 @canary(tensors, "is_referred_to")
 def test_gradients_that_two_nodes_get() -> None:
-    tensor = torch.zeros(2, requires_grad=True)
-    _Passed.apply(tensor).backward(torch.ones(2))
-    gradient = torch.ones(2)
+    tensor, gradient = torch.zeros(2, requires_grad=True), torch.ones(2)
     (_Passed.apply(tensor) + _Passed.apply(tensor)).backward(gradient)
-    assert _Passed.referred[1:] == [True, True]
+    assert _Passed.referred == [True, True]
 
 
 @canary(modules, "CALL", "call_of")
 def test_what_a_call_of_a_module_calls() -> None:
-    module = nn.Linear(2, 2)
+    module, x = nn.Linear(2, 2), torch.ones(2)
     module.register_forward_hook(lambda *args: "hooked")
-    assert modules.call_of(module)(torch.ones(2)) == "hooked"
+    assert modules.call_of(module)(x) == "hooked"
     vars(module)[modules.CALL] = lambda *args: "called"
-    assert module(torch.ones(2)) == "called"
+    assert module(x) == "called"
     assert modules.CALL not in vars(copy.deepcopy(module))
     module.compile(backend="eager")
-    assert vars(module)[modules.CALL](torch.ones(2)) == "hooked"
+    assert vars(module)[modules.CALL](x) == "hooked"
 
 
 @canary(modules, "runs_beneath_torch_functions", "is_compiled", "is_wrapper_of_compiler")
 def test_forwards_that_no_torch_function_sees() -> None:
     module = nn.Linear(2, 2)
-    assert not modules.runs_beneath_torch_functions(module)
-    assert modules.is_compiled(torch.compile(module, backend="eager"))
-    assert modules.runs_beneath_torch_functions(torch.compile(module, backend="eager"))
     with pytest.warns((DeprecationWarning, FutureWarning), match="jit.script"):
         scripted = torch.jit.script(module)
-    assert modules.runs_beneath_torch_functions(scripted)
-    assert not modules.is_compiled(scripted)
+    wrapped = torch.compile(module, backend="eager")
+    beneath = [modules.runs_beneath_torch_functions(each) for each in (module, wrapped, scripted)]
+    assert beneath == [False, True, True]
+    assert (modules.is_compiled(wrapped), modules.is_compiled(scripted)) == (True, False)
     module.compile(backend="eager")
     assert modules.runs_beneath_torch_functions(module)
 
 
 @canary(modules, "APPLY", "put")
 def test_what_changes_tensors_of_a_module() -> None:
-    module = nn.GRU(2, 2)
+    module, plain, mean = nn.GRU(2, 2), nn.BatchNorm1d(2), torch.ones(2)
     weight = nn.Parameter(torch.zeros_like(module.weight_hh_l0))
     modules.put(module, "weight_hh_l0", weight)
     assert module.weight_hh_l0 is weight
     assert any(tensor is weight for tensor in module.all_weights[0])
-    plain = nn.BatchNorm1d(2)
-    mean = torch.ones(2)
     modules.put(plain, "running_mean", mean)
     assert dict(plain.named_buffers())["running_mean"] is mean
     vars(plain)[modules.APPLY] = lambda change, recurse=True: change(torch.ones(1)).dtype
@@ -708,41 +637,23 @@ def test_states_of_metrics_move_and_parameters_stay() -> None:
 
 
 @canary(modules, "observer_registries")
-def test_hooks_that_look() -> None:
+@pytest.mark.parametrize("is_of_all", [False, True])
+def test_hooks_that_look(is_of_all: bool) -> None:
     layer, called, seen = nn.Linear(2, 2), list[str](), list[str]()
-    own = (
-        layer.register_forward_pre_hook(lambda module, args: called.append("before")),
-        layer.register_forward_hook(lambda module, args, output: called.append("after")),
-    )
-    of_all = (
-        register_module_forward_pre_hook(lambda module, args: called.append("before any")),
-        register_module_forward_hook(lambda module, args, output: called.append("after any")),
-    )
-    for owner, handles, kind in ((layer, own, ""), (None, of_all, " any")):
-        for registry, handle, name in zip(
-            modules.observer_registries(owner), handles, ("before", "after"), strict=True
-        ):
-            registry[handle.id] = lambda *args, name=name + kind: seen.append(name)
+    register = register_module_forward_pre_hook if is_of_all else layer.register_forward_pre_hook
+    register_after = register_module_forward_hook if is_of_all else layer.register_forward_hook
+    before, after = register(lambda *args: called.append("hook")), register_after(lambda *args: called.append("hook"))
+    registries = modules.observer_registries(None if is_of_all else layer)
+    for registry, handle, name in zip(registries, (before, after), ("before", "after"), strict=True):
+        registry[handle.id] = lambda *args, name=name: seen.append(name)
     layer(torch.ones(2))
-    for handle in (*own, *of_all):
-        handle.remove()
+    before.remove(), after.remove()
     layer(torch.ones(2))
-    assert called == []
-    assert seen == ["before any", "before", "after any", "after"]
+    assert (called, seen) == ([], ["before", "after"])
 
 
-@canary(
-    modules,
-    "PARAMETERS",
-    "BUFFERS",
-    "CHILDREN",
-    "parameters_of",
-    "buffers_of",
-    "children_of",
-    "RunningNorm",
-    "BatchNorm",
-    "named_state",
-)
+@canary(modules, "PARAMETERS", "BUFFERS", "CHILDREN", "parameters_of", "buffers_of", "children_of", "named_state")
+@canary(modules, "RunningNorm", "BatchNorm")
 def test_registries_of_modules() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     norm = module[0]
@@ -750,26 +661,19 @@ def test_registries_of_modules() -> None:
     assert modules.parameters_of(norm) == {"weight": norm.weight, "bias": norm.bias} == vars(norm)[modules.PARAMETERS]
     assert modules.buffers_of(norm).keys() == {"running_mean", "running_var", "num_batches_tracked"}
     assert modules.buffers_of(norm) is vars(norm)[modules.BUFFERS]
-    modules.parameters_of(norm)["weight"] = other = nn.Parameter(torch.ones(2))
-    assert norm.weight is other
     found = {name: (tensor, owner) for name, tensor, owner in modules.named_state(module)}
     assert found.keys() == dict([*module.named_parameters(), *module.named_buffers()]).keys()
-    assert found["0.weight"] == (other, norm)
-    assert isinstance(norm, modules.RunningNorm)
-    assert isinstance(nn.InstanceNorm1d(2), modules.RunningNorm)
-    assert not isinstance(nn.LayerNorm(2), modules.RunningNorm)
+    assert found["0.weight"] == (norm.weight, norm)
+    kinds = [norm, nn.InstanceNorm1d(2), nn.LayerNorm(2)]
+    assert [isinstance(each, modules.RunningNorm) for each in kinds] == [True, True, False]
+    assert [isinstance(each, modules.BatchNorm) for each in kinds] == [True, False, False]
     assert issubclass(nn.SyncBatchNorm, modules.BatchNorm)
-    assert not isinstance(nn.InstanceNorm1d(2), modules.BatchNorm)
 
 
-@canary(
-    modules,
-    *("forward_hooks", "forward_hooks_with_kwargs", "forward_hook_registries", "has_hooks"),
-    *("forward_hooks_copied", "attributes_replaced"),
-)
+@canary(modules, "forward_hooks", "forward_hooks_with_kwargs", "forward_hook_registries", "has_hooks")
+@canary(modules, "forward_hooks_copied", "attributes_replaced")
 def test_hooks_of_modules() -> None:
     module = nn.Linear(1, 1)
-    assert not modules.has_hooks(module)
     with modules.forward_hooks_copied(module):
         handle = module.register_forward_hook(lambda *args, **kwargs: None, with_kwargs=True)
         assert list(modules.forward_hooks(module)) == [handle.id] == list(modules.forward_hooks_with_kwargs(module))
@@ -777,18 +681,12 @@ def test_hooks_of_modules() -> None:
         assert sum(handle.id in registry for registry in modules.forward_hook_registries(module)) == 2
         modules.forward_hooks(module).pop(handle.id)
         module(torch.zeros(1))
-    assert not modules.has_hooks(module)
     with modules.attributes_replaced(module, {"forward": len, "training": False}):
-        assert module.forward is len
-        assert not module.training
-    assert "forward" not in vars(module)
-    assert module.training
-    for register in (
-        module.register_forward_pre_hook,
-        module.register_full_backward_hook,
-        module.register_full_backward_pre_hook,
-    ):
-        handle = register(lambda *args: None)
+        assert (module.forward, module.training) == (len, False)
+    assert ("forward" in vars(module), module.training) == (False, True)
+    for kind in ("forward_pre", "full_backward", "full_backward_pre"):
+        assert not modules.has_hooks(module)
+        handle = getattr(module, f"register_{kind}_hook")(lambda *args: None)
         assert modules.has_hooks(module)
         handle.remove()
     kinds = [f"_forward{pre}_hooks{kind}" for pre in ("", "_pre") for kind in ("", "_with_kwargs")]
@@ -827,27 +725,27 @@ def test_the_stack_of_function_modes() -> None:
 
 
 class _Operators(dispatch.OperatorMode):
-    def __init__(self) -> None:
+    """Notes operators, and what is asked when one runs."""
+
+    def __init__(self, ask: Callable[[], Any] = lambda: None) -> None:
         super().__init__()
-        self.calls: list[Any] = []
+        self.calls, self.ask, self.answers = list[Any](), ask, list[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls.append(func)
+        self.answers.append(self.ask())
         return func(*args, **(kwargs or {}))
 
 
 @canary(dispatch, "OperatorMode", "TorchDispatchMode", "dispatch_modes", "no_dispatch_modes")
 def test_dispatch_modes() -> None:
+    assert issubclass(dispatch.OperatorMode, dispatch.TorchDispatchMode)
     with _Operators() as mode, fake_tensors.FakeTensorMode() as fake, _Operators() as inner:
         assert dispatch.dispatch_modes() == [fake, mode, inner]
         with dispatch.no_dispatch_modes():
-            real = torch.zeros(2)
+            assert type(torch.zeros(2)) is Tensor
             assert dispatch.dispatch_modes() == []
         assert mode.calls == []
-    assert type(real) is Tensor
-    with _Operators() as mode:
-        torch.zeros(2).neg()
-    assert mode.calls == [torch.ops.aten.zeros.default, torch.ops.aten.neg.default]
     eager = torch.compiler.set_stance("force_eager")
     with eager, pytest.warns(UserWarning, match="flex_attention"), _Operators() as mode:
         flex_attention(*[torch.zeros(1, 1, 2, 2)] * 3)
@@ -856,67 +754,60 @@ def test_dispatch_modes() -> None:
 
 @canary(dispatch, "OpOverload", "schema_of", "written_arguments")
 def test_schemas() -> None:
-    op = torch.ops.aten.native_batch_norm.default
-    assert isinstance(op, dispatch.OpOverload)
-    names = [argument.name for argument in dispatch.schema_of(op).arguments]
+    aten, tensor, out = torch.ops.aten, torch.zeros(2), torch.zeros(2)
+    assert isinstance(aten.native_batch_norm.default, dispatch.OpOverload)
+    names = [argument.name for argument in dispatch.schema_of(aten.native_batch_norm.default).arguments]
     assert names[3:5] == ["running_mean", "running_var"]
-    tensor, out = torch.zeros(2), torch.zeros(2)
-    assert dispatch.written_arguments(torch.ops.aten.add_.Tensor, (tensor, out), {}) == [tensor]
-    written = dispatch.written_arguments(torch.ops.aten.add.out, (tensor, tensor), {"out": out})
-    assert len(written) == 1
-    assert written[0] is out
-    assert dispatch.written_arguments(torch.ops.aten.add.Tensor, (tensor, out), {}) == []
+    assert dispatch.written_arguments(aten.add_.Tensor, (tensor, out), {}) == [tensor]
+    assert [*map(id, dispatch.written_arguments(aten.add.out, (tensor, tensor), {"out": out}))] == [id(out)]
+    assert dispatch.written_arguments(aten.add.Tensor, (tensor, out), {}) == []
 
 
 @canary(dispatch, "makes_a_view")
 def test_operators_that_make_a_view() -> None:
     aten = torch.ops.aten
     assert all(map(dispatch.makes_a_view, (aten.t.default, aten.view.default, aten.detach.default, aten.select.int)))
-    assert not any(map(dispatch.makes_a_view, (aten._to_copy.default, aten.add_.Tensor, aten.add.out, aten.mm.default)))
-    others = aten.view.dtype, aten.view_as_complex.default, aten.split.Tensor, torch.ops.higher_order.flex_attention
-    assert not any(map(dispatch.makes_a_view, others))
+    others = aten._to_copy.default, aten.add_.Tensor, aten.add.out, aten.mm.default, aten.view.dtype
+    assert not any(map(dispatch.makes_a_view, (*others, aten.split.Tensor, torch.ops.higher_order.flex_attention)))
 
 
 @canary(dispatch, "is_in_compiled_code")
 def test_compiled_code_is_known_in_a_dispatch_mode() -> None:
-    seen: list[bool] = []
+    module = nn.ReLU()
 
     class Mode(dispatch.TorchDispatchMode):
+        seen: typing.ClassVar[list[bool]] = []
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(dispatch.is_in_compiled_code())
+            self.seen.append(dispatch.is_in_compiled_code())
             return func(*args, **(kwargs or {}))
 
-    module = nn.ReLU()
     with Mode():
         module(torch.ones(2))
         module.compile(backend="eager")
-        x = torch.ones(2)
-        module(x)
-    assert seen == [False, False, False, True]
+        module(torch.ones(2))
+    assert Mode.seen == [False, False, False, True]
 
 
 @canary(dispatch, "alias_below_autograd", "autograd_recording")
 def test_a_dispatch_makes_aliases_and_may_record_a_graph() -> None:
-    aliases, made, weight = list[Tensor](), list[Tensor](), torch.ones(2, requires_grad=True)
+    found, weight, start = list[Any](), torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
 
     class Mode(dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             answer = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten.exp.default:
-                aliases.append(dispatch.alias_below_autograd(answer))
-                made.append(weight * 2)
-                with dispatch.autograd_recording():
-                    made.append(weight * 2)
+            found.extend((dispatch.alias_below_autograd(answer), (weight * 2).requires_grad))
+            with dispatch.autograd_recording():
+                found.append((weight * 2).requires_grad)
             return answer
 
     with Mode():
-        tensor = torch.ones(2, requires_grad=True).exp()
-    version = tensors.version_of(aliases[0])
+        tensor = start.exp()
+    alias, *is_recorded = found[:3]
+    version = tensors.version_of(alias)
     tensor.detach().add_(1.0)
-    assert tensors.version_of(aliases[0]) == version + 1
-    assert aliases[0].grad_fn is None
-    assert aliases[0].tolist() == tensor.tolist()
-    assert [each.requires_grad for each in made] == [False, True]
+    assert tensors.version_of(alias) == version + 1
+    assert (alias.grad_fn, alias.tolist(), is_recorded) == (None, tensor.tolist(), [False, True])
 
 
 @canary(dispatch, "version_counter")
@@ -953,56 +844,37 @@ def test_attention_with_dropout_is_a_softmax_and_products_on_a_cpu(dtype: torch.
 @canary(dispatch, *("INDEX_PUT_IMPL", "LOCAL_SCALAR_DENSE", "RESHAPE_ALIAS", "TO_COPY", "UNIQUE2", "UNSAFE_VIEW"))
 def test_operators_without_public_names() -> None:
     tensor = torch.arange(3.0)
-    assert dispatch.LOCAL_SCALAR_DENSE(tensor[1]) == 1.0
-    assert dispatch.TO_COPY(tensor, dtype=torch.int64).dtype == torch.int64
-    assert dispatch.UNSAFE_VIEW(tensor, [3, 1]).shape == (3, 1)
-    assert dispatch.RESHAPE_ALIAS(tensor, [3, 1], [1, 1]).shape == (3, 1)
+    assert dispatch.UNSAFE_VIEW(tensor, [3, 1]).shape == dispatch.RESHAPE_ALIAS(tensor, [3, 1], [1, 1]).shape == (3, 1)
     assert len(dispatch.UNIQUE2(tensor)) == 3, "values, inverse, counts"
-    dispatch.INDEX_PUT_IMPL(tensor, [torch.tensor([0])], torch.tensor([5.0]))
-    assert tensor.tolist() == [5.0, 1.0, 2.0]
-    with _Operators() as mode:
-        tensor.unique()
-        tensor[0].item()
-        tensor.to(torch.int64)
-    assert {dispatch.UNIQUE2, dispatch.LOCAL_SCALAR_DENSE, dispatch.TO_COPY} <= set(mode.calls)
-    tensor = torch.arange(3.0)
-    assert torch.equal(dispatch.SOFTMAX(tensor, 0, False), tensor.softmax(0))
-    assert torch.equal(dispatch.LOG_SOFTMAX(tensor, 0, False), tensor.log_softmax(0))
     output, _ = dispatch.FUSED_RMS_NORM(tensor, [3], None, 1e-5)
     torch.testing.assert_close(output, F.rms_norm(tensor, [3], eps=1e-5))
     with _Operators() as mode:
-        tensor.softmax(0)
-        tensor.log_softmax(0)
-    assert mode.calls == [dispatch.SOFTMAX, dispatch.LOG_SOFTMAX]
+        tensor.softmax(0), tensor.log_softmax(0), tensor.unique(), tensor[0].item(), tensor.to(torch.int64)
+    assert mode.calls[:2] == [dispatch.SOFTMAX, dispatch.LOG_SOFTMAX]
+    assert {dispatch.UNIQUE2, dispatch.LOCAL_SCALAR_DENSE, dispatch.TO_COPY} <= set(mode.calls)
+    dispatch.INDEX_PUT_IMPL(tensor, [torch.tensor([0])], torch.tensor([5.0]))
+    assert tensor.tolist() == [5.0, 1.0, 2.0]
 
 
 @canary(dispatch, "foreach_multiply", "unscale_and_check")
-def test_lists_are_multiplied_and_what_is_not_finite_is_found() -> None:
+@pytest.mark.parametrize(("last", "found"), [(1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)])
+def test_lists_are_multiplied_and_what_is_not_finite_is_found(last: float, found: float) -> None:
     given = [torch.tensor([3.0, 4.0]), torch.tensor([-2.0], dtype=torch.bfloat16)]
     dispatch.foreach_multiply(given, torch.tensor(0.5))
-    assert [(tensor.tolist(), tensor.dtype) for tensor in given] == [
-        ([1.5, 2.0], torch.float32),
-        ([-1.0], torch.bfloat16),
-    ]
-    for last, found in ((1.0, 0.0), (float("inf"), 1.0), (float("nan"), 1.0)):
-        tensors, flag = [torch.tensor([4.0, 8.0]), torch.tensor([last], dtype=torch.float16)], torch.zeros(1)
-        dispatch.unscale_and_check(tensors, flag, torch.full((1,), 0.25))
-        assert tensors[0].tolist() == [1.0, 2.0]
-        assert flag.item() == found
+    assert [(t.tolist(), t.dtype) for t in given] == [([1.5, 2.0], torch.float32), ([-1.0], torch.bfloat16)]
+    scaled, flag = [torch.tensor([4.0, 8.0]), torch.tensor([last], dtype=torch.float16)], torch.zeros(1)
+    dispatch.unscale_and_check(scaled, flag, torch.full((1,), 0.25))
+    assert (scaled[0].tolist(), flag.item()) == ([1.0, 2.0], found)
 
 
 # -------------------------------------------------------------------------------------------------------- fake tensors
 
 
-@canary(
-    fake_tensors,
-    *("FakeTensor", "FakeTensorMode", "unset_fake_temporarily"),
-    *("DataDependentOutputException", "DynamicOutputShapeException"),
-)
+@canary(fake_tensors, "FakeTensor", "FakeTensorMode", "unset_fake_temporarily")
+@canary(fake_tensors, "DataDependentOutputException", "DynamicOutputShapeException")
 def test_fake_tensors() -> None:
     with fake_tensors.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = torch.zeros(2)
-        assert (fake + torch.ones(2)).shape == (2,)
+        fake = torch.zeros(2) + torch.ones(2)
         with pytest.raises(fake_tensors.DataDependentOutputException):
             fake.sum().item()
         with pytest.raises(fake_tensors.DynamicOutputShapeException):
@@ -1015,15 +887,12 @@ def test_fake_tensors() -> None:
 
 @canary(fake_tensors, "on_fake_tensors")
 def test_failures_on_fake_tensors_are_logged_there(caplog: pytest.LogCaptureFixture) -> None:
-    name = "torch._subclasses.fake_tensor"
-    assert logging.getLogger(name) in (importlib.import_module(name).log, logging.getLogger(name))
-    assert importlib.import_module(name).log.name == name
+    log: logging.Logger = importlib.import_module("torch._subclasses.fake_tensor").log
     with fake_tensors.on_fake_tensors(fake_tensors.FakeTensorMode()):
         with pytest.raises(RuntimeError):
             torch.zeros(2, 3) @ torch.zeros(2, 3)
-        assert importlib.import_module(name).log.disabled
-    assert not importlib.import_module(name).log.disabled
-    assert caplog.records == []
+        assert log.disabled
+    assert (log.disabled, log.name, caplog.records) == (False, "torch._subclasses.fake_tensor", [])
 
 
 @canary(pytree, *(name for name in pytree.__all__ if name.startswith("tree_")), "TreeSpec")
@@ -1046,16 +915,11 @@ class _Pair:
 
 @canary(pytree, "register_dataclass", "registered_dataclasses", "forget_dataclasses")
 def test_dataclasses_are_containers_for_a_while() -> None:
-    @dataclass
-    class Other(_Pair):
-        pass
-
     for _ in range(2):
         pytree.register_dataclass(_Pair)
-        pytree.register_dataclass(Other)
-        assert pytree.registered_dataclasses() == [_Pair, Other]
-        assert pytree.tree_map(str, [_Pair(1, None), Other(2, 3)]) == [_Pair("1", None), Other("2", "3")]
-        pytree.forget_dataclasses([_Pair, Other])
+        assert pytree.registered_dataclasses() == [_Pair]
+        assert pytree.tree_map(str, [_Pair(1, None)]) == [_Pair("1", None)]  # type: ignore[arg-type]
+        pytree.forget_dataclasses([_Pair])
         assert pytree.registered_dataclasses() == []
         assert pytree.tree_leaves(_Pair(1, 2)) == [_Pair(1, 2)]
 
@@ -1082,8 +946,7 @@ def test_custom_functions_are_seen() -> None:
         seen.append(cls)
         return apply(*args, **kwargs)
 
-    seen: list[Any] = []
-    tensor = torch.ones(2, requires_grad=True)
+    seen, tensor = list[Any](), torch.ones(2, requires_grad=True)
     with custom_functions.custom_functions_seen(answer):
         _Doubled.apply(tensor)
         _apply_doubled(tensor).sum().backward()
@@ -1095,7 +958,7 @@ def test_custom_functions_are_seen() -> None:
 
 @canary(autograd, "checkpoints_replaced", "recomputed_by", "is_reentrant", "StopRecomputation")
 def test_checkpoints() -> None:
-    calls: list[str] = []
+    calls, seen, tensor = list[str](), list[Any](), torch.ones(2, requires_grad=True)
 
     def function(tensor: Tensor) -> Tensor:
         calls.append("function")
@@ -1106,20 +969,12 @@ def test_checkpoints() -> None:
             raise
 
     def again(function: Callable[..., Any]) -> Callable[..., Any]:
-        def called(*args: Any) -> Any:
-            calls.append("again")
-            return function(*args)
+        return lambda *args: (calls.append("again"), function(*args))[1]  # type: ignore[func-returns-value]
 
-        return called
-
-    tensor = torch.ones(2, requires_grad=True)
     with autograd.recomputed_by(again):
         output = checkpoint(function, tensor, use_reentrant=False)
-    assert calls == ["function"]
     output.sum().backward()
     assert calls == ["function", "again", "function", "stopped"]
-
-    seen: list[Any] = []
 
     def answer(cls: Any, apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         seen.append((autograd.is_reentrant(cls), args[0]))
@@ -1130,24 +985,11 @@ def test_checkpoints() -> None:
     assert seen == [(True, function)]
 
 
-@canary(autograd, "checkpoints_noted", "is_checkpointing")
+@canary(autograd, "checkpoints_noted")
 def test_checkpoints_that_are_made() -> None:
-    seen: list[bool] = []
-
-    def function(tensor: Tensor) -> Tensor:
-        seen.append(autograd.is_checkpointing())
-        return tensor.exp()
-
-    tensor = torch.ones(2, requires_grad=True)
     with autograd.checkpoints_noted() as noted:
-        output = checkpoint(function, tensor, use_reentrant=False)
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
-        function(tensor)
-    assert noted == [function]
-    assert seen == [True, False]
-    output.sum().backward()
-    assert seen == [True, False, True]  # computed again
-    assert not autograd.is_checkpointing()
+        checkpoint(torch.exp, torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert noted == [torch.exp]
 
 
 @canary(autograd, "has_reentrant_checkpoints")
@@ -1163,15 +1005,13 @@ def test_reentrant_checkpoints_in_a_graph(use_reentrant: bool) -> None:
 
 @canary(dtensor, "ShardingRules", "Propagation", "Move", "NoRule")
 def test_rules_of_dtensor_without_process_groups() -> None:
-    rules = dtensor.ShardingRules(2)
-    x, weight = torch.empty(3, 4, device="meta"), torch.empty(4, 8, device="meta")
+    rules, x, weight = dtensor.ShardingRules(2), torch.empty(3, 4, device="meta"), torch.empty(4, 8, device="meta")
     placements = {id(x): Replicate(), id(weight): Shard(1)}
-    found = rules.propagate(torch.ops.aten.mm.default, (x, weight), {}, lambda tensor: placements[id(tensor)])
-    assert found == dtensor.Propagation(outputs=(Shard(1),), moves=())
+    mm = torch.ops.aten.mm.default, (x, weight), {}, lambda tensor: placements[id(tensor)]
+    assert rules.propagate(*mm) == dtensor.Propagation(outputs=(Shard(1),), moves=())
     placements[id(x)] = Shard(0)
-    found = rules.propagate(torch.ops.aten.mm.default, (x, weight), {}, lambda tensor: placements[id(tensor)])
-    assert len(found.moves) == 1
-    assert isinstance(found.moves[0], dtensor.Move)
+    (move,) = rules.propagate(*mm).moves
+    assert isinstance(move, dtensor.Move)
     with pytest.raises(dtensor.NoRule):
         rules.propagate(torch.ops.aten.bernoulli.default, (x,), {}, lambda tensor: Shard(0))
 
@@ -1209,8 +1049,7 @@ def test_parts_of_dtensors(workers: WorkerPools) -> None:
 
 def _meshes_forgotten() -> tuple[bool, bool]:
     mesh = init_device_mesh("cpu", (2,))
-    gone = weakref.ref(mesh)
-    tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+    gone, tensor = weakref.ref(mesh), DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
     (tensor.cos() * 2).redistribute(placements=[Replicate()]).sum().full_tensor()
     del mesh, tensor
     gc.collect()
@@ -1224,48 +1063,58 @@ def _meshes_forgotten() -> tuple[bool, bool]:
 def test_links_to_the_last_checkpoint_are_made_by_others(tmp_path: Path) -> None:
     calls: list[tuple[str, ...]] = []
 
+    def note(*paths: str) -> None:
+        calls.append(tuple(Path(path).name for path in paths))
+
     class Calls(L.Callback):
         def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-            def note(*paths: str) -> None:
-                calls.append(tuple(Path(path).name for path in paths))
-
             open_now.enter_context(lightning_helpers.last_linked(trainer, note, note))
 
     keeps = ModelCheckpoint(tmp_path, filename="{epoch}", save_last="link")
     settings: Any = {**QUIET, "max_epochs": 2, "limit_train_batches": 1, "limit_val_batches": 0}
     with contextlib.ExitStack() as open_now:
         L.Trainer(callbacks=[keeps, Calls()], **settings).fit(BoringModel())
-    assert calls == [
-        ("epoch=0.ckpt", "last.ckpt"),
-        ("epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"),
-        ("epoch=1.ckpt", "last.ckpt"),
-    ]
-    assert [file.name for file in tmp_path.iterdir()] == ["epoch=1.ckpt"]
+    first, second, last = "epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"
+    assert calls == [(first, last), (first, second, last), (second, last)]
+    assert [file.name for file in tmp_path.iterdir()] == [second]
     assert "_link_checkpoint" not in vars(keeps)
 
 
 @canary(dtensor, "clear_caches")
-def test_caches_of_dtensor_hold_meshes_until_they_are_cleared(workers: WorkerPools) -> None:
-    assert workers(2).run(_meshes_forgotten) == [(True, True)] * 2
+@canary(fsdp_units, "without_units", "let_be_copied", "forget_units")
+@canary(fsdp, "groups_of", "shards_of", "move_shards", "when_gathered", "UnitParameter", "parameters_of_unit", "reset")
+@canary(fsdp_changes, "ChangeableArguments")
+@canary(pipelining, "finish_backward")
+@pytest.mark.parametrize("name", ["forgotten", "aside", "moved", "gathered", "reset", "changed", "finished"])
+def test_meshes_and_units_of_two_ranks(workers: WorkerPools, name: str) -> None:
+    # The last: two backwards, each the mean over inputs 1 and 2, times the two rows of the second layer.
+    checks: dict[str, tuple[Callable[[], Any], Any]] = {
+        "forgotten": (_meshes_forgotten, (True, True)),
+        "aside": (_units_aside, None),
+        "moved": (_shards_in_other_memory, None),
+        "gathered": (_gathered_in_other_dtypes, (True, True, True)),
+        "reset": (_reset_units, [True, True]),  # sharded, with gradients
+        "changed": (_changed_arguments, None),
+        "finished": (_finished_backward, [6.0] * 4),
+    }
+    check, expected = checks[name]
+    assert workers(2).run(check) == [expected] * 2
 
 
 def _finished_backward() -> list[float]:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    mesh = init_device_mesh("cpu", (2,))
+    model, mesh = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2))), init_device_mesh("cpu", (2,))
     for layer in model:
+        nn.init.ones_(layer.weight)
         fully_shard(layer, mesh=mesh)
     root = fully_shard(model, mesh=mesh)
     assert isinstance(root, FSDPModule)
     model(torch.ones(1, 2))
     pipelining.finish_backward(root)  # where no backward began
-    root.set_requires_gradient_sync(False)
-    root.set_is_last_backward(False)
-    for _ in range(2):
-        model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
-    root.set_requires_gradient_sync(True)
-    root.set_is_last_backward(True)
+    for is_last in (False, True):
+        root.set_requires_gradient_sync(is_last)
+        root.set_is_last_backward(is_last)
+        for _ in range(0 if is_last else 2):
+            model(torch.full((1, 2), dist.get_rank() + 1.0)).sum().backward()
     pipelining.finish_backward(root)
     gradient = model[0].weight.grad
     assert isinstance(gradient, DTensor)
@@ -1273,16 +1122,14 @@ def _finished_backward() -> list[float]:
 
 
 def _units_aside() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    seen: list[str] = []
+    model, seen, mesh = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), list[str](), init_device_mesh("cpu", (2,))
     model[0].register_forward_hook(lambda *args: seen.append("user's"))
     for layer in model:
-        fsdp_units.let_be_copied(fully_shard(layer, mesh=init_device_mesh("cpu", (2,))))
+        fsdp_units.let_be_copied(fully_shard(layer, mesh=mesh))
     model(torch.ones(1, 2))
     copied = copy.deepcopy(model)
     assert type(copied[0]) is nn.Linear
     assert copied[0].weight is not model[0].weight
-    assert isinstance(copied[0].weight, DTensor)
     with fsdp_units.without_units(model):
         assert type(model[0]) is nn.Linear
         with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):  # nothing gathers them
@@ -1296,99 +1143,66 @@ def _units_aside() -> None:
         layer.reshard()
     fsdp_units.without_units(model).pop_all()  # for good
     for layer in model:
-        for name in ("weight", "bias"):
-            setattr(layer, name, nn.Parameter(getattr(layer, name).full_tensor().detach()))
+        for name, parameter in [*layer.named_parameters()]:
+            setattr(layer, name, nn.Parameter(parameter.full_tensor().detach()))
     fsdp_units.forget_units(model)
     for layer in model:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(layer, mesh=mesh)
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
-@canary(fsdp_units, "without_units", "let_be_copied", "forget_units")
-def test_units_are_put_aside_and_copied(workers: WorkerPools) -> None:
-    workers(2).run(_units_aside)
-
-
 def _shards_in_other_memory() -> None:
-    model, policy = nn.Linear(3, 5), CPUOffloadPolicy(pin_memory=False)
-    weight, bias = (parameter.detach().clone() for parameter in model.parameters())
-    of_two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("two", "one"))
+    model, of_two = nn.Linear(3, 5), init_device_mesh("cpu", (2, 1), mesh_dim_names=("two", "one"))
+    values, policy = (
+        {fqn: p.detach().clone() for fqn, p in model.named_parameters()},
+        CPUOffloadPolicy(pin_memory=False),
+    )
     for mesh in (of_two["two"], of_two["one"]):
         unit = fully_shard(copy.deepcopy(model), mesh=mesh, offload_policy=policy, reshard_after_forward=True)
         assert isinstance(unit, FSDPModule)
-        parameters, made = dict(unit.named_parameters()), []
+        parameters, made, seen = dict(unit.named_parameters()), list[Tensor](), list[int]()
 
         def memory(shape: torch.Size, dtype: torch.dtype, made: list[Tensor] = made) -> Tensor:
             made.append(torch.zeros(shape, dtype=dtype))
             return made[-1]
 
         fsdp.move_shards(unit, memory)
-        spans = [(t.data_ptr(), t.numel()) for t in made]
-        assert [(shard.data_ptr(), shard.numel()) for shard in fsdp.shards_of(unit)] == spans
-        seen: list[int] = []
+        pointers = [tensor.data_ptr() for tensor in made]
+        assert [shard.data_ptr() for shard in fsdp.shards_of(unit)] == pointers
         fsdp.when_gathered(unit, lambda shards, seen=seen: seen.extend(shard.data_ptr() for shard in shards))
-        for step in range(2):
-            unit(torch.ones(1, 3)).sum().backward()
-            assert len(seen) == (step + 1) * 2 * 2, "in the forward and in the backward"
-        assert set(seen) == {pointer for pointer, _ in spans}
+        unit(torch.ones(1, 3)).sum().backward()
+        assert sorted(seen) == sorted(2 * pointers), "in the forward and in the backward"
         assert dict(unit.named_parameters()) == parameters
         for fqn, parameter in unit.named_parameters():
-            assert isinstance(parameter, DTensor)
-            assert parameter.to_local().untyped_storage().data_ptr() in {pointer for pointer, _ in spans}
-            torch.testing.assert_close(parameter.full_tensor().detach(), weight if fqn == "weight" else bias)
-        with torch.no_grad():
-            for parameter in unit.parameters():
-                parameter.zero_()
+            assert parameter.to_local().untyped_storage().data_ptr() in pointers
+            torch.testing.assert_close(parameter.full_tensor().detach(), values[fqn])
+            parameter.detach().zero_()
         assert all(not tensor.any() for tensor in made)
         assert not unit(torch.ones(1, 3)).any()
-
-
-@canary(fsdp, "groups_of", "shards_of", "move_shards", "when_gathered")
-def test_shards_in_other_memory(workers: WorkerPools) -> None:
-    workers(2).run(_shards_in_other_memory)
 
 
 def _gathered_in_other_dtypes() -> tuple[Any, ...]:
     unit = fully_shard(nn.Linear(3, 5), mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
     assert isinstance(unit, FSDPModule)
-    x = torch.ones(2, 3)
-    unit(x).sum().backward()
+    unit(torch.ones(2, 3)).sum().backward()
     weight, bias = fsdp.parameters_of_unit(unit)
     assert [weight.sharded, bias.sharded] == [*unit.parameters()]
-    assert weight.memory.dtype == torch.float32
-    assert weight.memory.untyped_storage().size() == 0
+    assert (weight.memory.dtype, weight.memory.untyped_storage().size()) == (torch.float32, 0)
     seen: list[Tensor] = []
-
-    def stand_in(half: Tensor) -> Tensor:
-        seen.append(half)
-        return half
-
-    assert weight.gather_in(torch.bfloat16, stand_in) is weight.gathered
+    assert weight.gather_in(torch.bfloat16, lambda half: (seen.append(half), half)[1]) is weight.gathered  # type: ignore[func-returns-value]
     unit.unshard()
     assert (unit.weight.dtype, unit.bias.dtype) == (torch.bfloat16, torch.float32)
     values = weight.sharded.full_tensor().bfloat16()  # type: ignore[attr-defined]
     return torch.equal(seen[0], values), torch.equal(unit.weight, values), unit.weight.requires_grad  # type: ignore[arg-type]
 
 
-@canary(fsdp, "UnitParameter", "parameters_of_unit")
-def test_a_parameter_is_gathered_in_another_dtype(workers: WorkerPools) -> None:
-    assert workers(2).run(_gathered_in_other_dtypes) == [(True, True, True)] * 2
-
-
 def _reset_units() -> list[bool]:
     unit = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2,)))
     parameters = list(unit.parameters())
     unit(torch.ones(1, 2)).sum().backward()
-    unit(torch.ones(1, 2))
     unit.unshard()
     fsdp.reset(unit, parameters)
-    gradients = [parameter.grad for parameter in parameters]
-    return [now is p and g is not None for now, p, g in zip(unit.parameters(), parameters, gradients, strict=True)]
-
-
-@canary(fsdp, "reset")
-def test_a_reset_of_units_keeps_gradients(workers: WorkerPools) -> None:
-    assert workers(2).run(_reset_units) == [[True, True]] * 2, "sharded, with gradients"
+    return [now is was and was.grad is not None for now, was in zip(unit.parameters(), parameters, strict=True)]
 
 
 class _InPlace(nn.Linear):
@@ -1416,53 +1230,32 @@ def _changed_arguments() -> None:
         view.mul_(2)  # as torch has it, whose reasons `_get_creation_meta` tells
 
 
-@canary(fsdp_changes, "ChangeableArguments")
-def test_arguments_that_a_unit_changes(workers: WorkerPools) -> None:
-    workers(2).run(_changed_arguments)
-
-
-@canary(pipelining, "finish_backward")
-def test_a_backward_that_fsdp_did_not_see_end(workers: WorkerPools) -> None:
-    # Two backwards, each the mean over inputs 1 and 2, times the two rows of the second layer.
-    assert workers(2).run(_finished_backward) == [[6.0] * 4, [6.0] * 4]
-
-
 # ---------------------------------------------------------------------------------------------------------- pipelining
 
 
 class _Doubling(nn.Module):
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
-        tensor = received[0] if received else torch.ones(int(index) + 1, requires_grad=True)
-        return tensor * 2 if not received else (tensor * 2).sum()
+        return (received[0] * 2).sum() if received else torch.ones(int(index) + 1, requires_grad=True) * 2
 
 
 def _varying_microbatches() -> list[str]:
-    def metas(index: int) -> tuple[Tensor, ...]:
-        return (torch.empty(index + 1, device="meta", requires_grad=True),)
+    def metas(*shape: int) -> tuple[Tensor, ...]:
+        return (torch.empty(shape, device="meta", requires_grad=True),)
 
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group, indices, losses = dist.get_rank(), dist.group.WORLD, torch.arange(3), list[Tensor]()
     assert group is not None
-    sent = [metas(i) for i in range(3)]
-    stage = pipelining.ShapedStage(
-        _Doubling(),
-        rank,
-        2,
-        inputs=[()] * 3 if rank == 0 else sent,
-        outputs=sent if rank == 0 else [(torch.empty((), device="meta", requires_grad=True),)] * 3,
-        device=torch.device("cpu"),
-        group=group,
-        is_unsplit=False,
-    )
+    sent, made = [metas(i + 1) for i in range(3)], [metas()] * 3
+    inputs, outputs = ([()] * 3, sent) if rank == 0 else (sent, made)
+    place: dict[str, Any] = {"device": torch.device("cpu"), "group": group, "is_unsplit": False}
+    stage = pipelining.ShapedStage(_Doubling(), rank, 2, inputs=inputs, outputs=outputs, **place)  # type: ignore[arg-type]
     schedule = pipelining.InOrder([stage], 3, [0, 1], loss_fn=lambda output, target: output)
-    losses: list[Tensor] = []
-    indices = torch.arange(3)
     schedule.step(index=indices, target=indices, losses=losses, return_outputs=False)
-    outputs: list[Tensor] = []
-    stage.submod.register_forward_hook(lambda module, args, output: outputs.append(output))
+    seen: list[Tensor] = []
+    stage.submod.register_forward_hook(lambda module, args, output: seen.append(output))
     with torch.no_grad():
         pipelining.InOrder([stage], 3, [0, 1], loss_fn=None).step(index=indices, return_outputs=False)
     if rank == 1:
-        assert [loss.item() for loss in losses] == [output.item() for output in outputs] == [4.0, 8.0, 12.0]
+        assert [loss.item() for loss in losses] == [output.item() for output in seen] == [4.0, 8.0, 12.0]
     return [action.computation_type.name for action in schedule.pipeline_order[rank] if action is not None]
 
 
@@ -1479,12 +1272,10 @@ def test_gradients_of_weights_after_those_of_inputs() -> None:
     received, weight = torch.full((3,), 2.0, requires_grad=True), nn.Parameter(torch.full((3,), 3.0))
     outputs = pipelining.splittable([received * weight], [received])
     end = pipelining.begin_split_backward(outputs, [torch.ones(3)], [received], [weight])
-    assert received.grad is not None
-    assert (received.grad == 3.0).all()
+    torch.testing.assert_close(received.grad, torch.full((3,), 3.0))
     assert weight.grad is None
     end()
-    assert weight.grad is not None
-    assert (weight.grad == 2.0).all()
+    torch.testing.assert_close(weight.grad, torch.full((3,), 2.0))
 
 
 @canary(pipelining, "planned_actions")
@@ -1501,8 +1292,7 @@ def test_the_order_of_a_schedule_that_has_no_processes() -> None:
 
 
 def _allocated_peak() -> int:
-    held = torch.zeros(1000)
-    peak = profiling.AllocatedPeak()
+    held, peak = torch.zeros(1000), profiling.AllocatedPeak()
     peak.start()
     torch.zeros(50_000).sum()  # before the mark
     kept = torch.zeros(2000)
@@ -1540,36 +1330,27 @@ def test_a_backward_that_torch_splits() -> None:
 @canary(capture, "capture", "NotCompilable", "recompile_limit")
 @canary(fake_tensors, "FunctionalTensor")
 def test_a_function_is_captured() -> None:
+    kinds, tensor, other = list[bool](), torch.ones(2, requires_grad=True), torch.ones(2)
+
     def computation(tensor: Tensor) -> list[Tensor]:
         kinds.append(isinstance(tensor, fake_tensors.FunctionalTensor))
         return [tensor.sin() * 2]
 
-    kinds: list[bool] = []
-    tensor = torch.ones(2, requires_grad=True)
-    compiled = capture.capture(computation, [tensor], "aot_eager")
-    assert kinds
-    assert all(kinds), "stand-ins are FunctionalTensors"
-    (output,) = compiled(tensor)
+    (output,) = capture.capture(computation, [tensor], "aot_eager")(tensor)
+    assert {*kinds} == {True}, "stand-ins are FunctionalTensors"
     output.sum().backward()
     assert torch.equal(output, tensor.sin() * 2)
-    assert tensor.grad is not None
-    assert torch.allclose(tensor.grad, tensor.cos() * 2)
+    torch.testing.assert_close(tensor.grad, tensor.detach().cos() * 2)
     with pytest.raises(capture.NotCompilable, match="reads the value"):
         capture.capture(lambda tensor: [tensor] if tensor.sum() > 0 else [tensor * 2], [tensor], "aot_eager")
-    other = torch.ones(2)
     with pytest.raises(capture.NotCompilable, match="neither its arguments"):
         capture.capture(lambda tensor: [tensor + other], [tensor], "aot_eager")
     assert capture.recompile_limit() > 1
 
 
-def _saved(sizes: list[int]) -> torch.autograd.graph.saved_tensors_hooks:
-    """Notes how large tensors are that a backward keeps."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        sizes.append(tensor.numel())
-        return tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+def _saved(found: list[int], of: Callable[[Tensor], int] = Tensor.numel) -> torch.autograd.graph.saved_tensors_hooks:
+    """Notes something of the tensors that a backward keeps, how large they are if nothing else is asked for."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: (found.append(of(t)), t)[1], lambda t: t)  # type: ignore[func-returns-value]
 
 
 @canary(joint_graph, "JointGraphPass")
@@ -1583,14 +1364,13 @@ def test_marks_in_a_joint_graph() -> None:
 
     def kept(is_kept: Callable[[dispatch.OpOverload], bool] | None) -> int:
         tensor, factor = torch.ones(2, 2, requires_grad=True), torch.full((2, 64), 0.1, requires_grad=True)
-        buffer, sizes = torch.ones(()), list[int]()
-        compiled = capture.capture(computation, [tensor, factor, buffer], "aot_eager", is_kept=is_kept)
-
+        given, sizes = [tensor, factor, torch.ones(())], list[int]()
+        compiled = capture.capture(computation, given, "aot_eager", is_kept=is_kept)
         for num in (1, 2):
             tensor.grad = None
             sizes.clear()
             with _saved(sizes):
-                (output,) = compiled(tensor, factor, buffer)
+                (output,) = compiled(*given)
             output.sum().backward()
             slope = -math.sin(math.sin(0.2 * num)) * math.cos(0.2 * num) * num
             torch.testing.assert_close(tensor.grad, torch.full((2, 2), 64 * 0.1 * slope))
@@ -1624,28 +1404,23 @@ def test_graphs_that_compilers_get_wrong() -> None:
 
 
 @canary(capture, "is_captured", "recomputed_when_compiled")
-def test_what_a_compiled_backward_computes_again() -> None:
+@pytest.mark.parametrize("is_marked", [True, False])
+def test_what_a_compiled_backward_computes_again(is_marked: bool) -> None:
     """Of a product and its sine, which the backward needs, only what is marked is not kept."""
 
-    def kept(is_marked: bool) -> int:
-        def computation(tensor: Tensor, factor: Tensor) -> list[Tensor]:
-            assert capture.is_captured(tensor)
-            with capture.recomputed_when_compiled() if is_marked else contextlib.nullcontext():
-                product = tensor @ factor
-            return [product.sin()]
+    def computation(tensor: Tensor, factor: Tensor) -> list[Tensor]:
+        assert capture.is_captured(tensor)
+        with capture.recomputed_when_compiled() if is_marked else contextlib.nullcontext():
+            product = tensor @ factor
+        return [product.sin()]
 
-        tensor, factor = torch.ones(2, 2, requires_grad=True), torch.ones(2, 64, requires_grad=True)
-        compiled = capture.capture(computation, [tensor, factor], "aot_eager")
-        sizes: list[int] = []
-
-        with _saved(sizes):
-            (output,) = compiled(tensor, factor)
-        output.sum().backward()
-        torch.testing.assert_close(tensor.grad, torch.full((2, 2), 64 * math.cos(2.0)))
-        return sum(sizes)
-
-    assert kept(True) == 2 * 2 + 2 * 64
-    assert kept(False) == 2 * 2 + 2 * 64 + 2 * 64
+    given, sizes = [torch.ones(2, 2, requires_grad=True), torch.ones(2, 64, requires_grad=True)], list[int]()
+    compiled = capture.capture(computation, given, "aot_eager")
+    with _saved(sizes):
+        (output,) = compiled(*given)
+    output.sum().backward()
+    torch.testing.assert_close(given[0].grad, torch.full((2, 2), 64 * math.cos(2.0)))
+    assert sum(sizes) == 2 * 2 + 2 * 64 + (0 if is_marked else 2 * 64)
     assert not capture.is_captured(torch.ones(2))
 
 
@@ -1659,24 +1434,20 @@ def test_a_function_is_compiled_as_one_piece() -> None:
         result: Tensor = module(tensor) * torch.rand(())
         return result
 
-    eager: list[int] = []
-    waits = CountedWait(not_told)
-    wait = functools.partial(waits, "")
-    run = dynamo.compiled(function, backend="aot_eager", mode="default", compiling=wait)
-    module, tensor = nn.Linear(2, 2), torch.ones(2)
+    eager, waits, module, tensor = list[int](), CountedWait(not_told), nn.Linear(2, 2), torch.ones(2)
+    run = dynamo.compiled(function, backend="aot_eager", mode="default", compiling=functools.partial(waits, ""))
     with dynamo.modules_watched():
         torch.manual_seed(0)
         output = run(module, tensor)
         assert (eager, waits.num) == ([], 1)
         torch.manual_seed(0)
         assert torch.equal(output, function(module, tensor))
-        eager.clear()
         module.register_forward_hook(lambda module, args, output: output * 0)
         assert not run(module, tensor).any(), "hooks that are added later are called"
         with pytest.raises(dynamo.compiler_errors()) as broken:
             run(module, torch.ones(1, 2))
         assert not dynamo.is_limit(broken.value)
-        assert not eager, "nothing of it has run"
+        assert eager == [1], "nothing of it has run"
         with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(dynamo.compiler_errors()) as limit:
             run(module, tensor.double())
         assert dynamo.is_limit(limit.value)
@@ -1684,12 +1455,8 @@ def test_a_function_is_compiled_as_one_piece() -> None:
 
 @canary(backends, "compile_graph")
 def test_backends_compile_graphs() -> None:
-    class Doubled(nn.Module):
-        def forward(self, tensor: Tensor) -> tuple[Tensor]:
-            return (tensor * 2,)
-
-    graph, tensor = torch.fx.symbolic_trace(Doubled()), torch.ones(2)
-    (output,) = backends.compile_graph(graph, [tensor], "aot_eager", "default")(tensor)
+    tensor = torch.ones(2)
+    (output,) = backends.compile_graph(make_fx(lambda x: (x * 2,))(tensor), [tensor], "aot_eager", "default")(tensor)
     assert torch.equal(output, tensor * 2)
 
 
@@ -1702,11 +1469,8 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
 
 @canary(lightning_helpers, "ScriptLauncher", "connect", "reduce_tensor")
 def test_helpers_of_strategies() -> None:
-    assert list(inspect.signature(lightning_helpers.ScriptLauncher).parameters) == [
-        "cluster_environment",
-        "num_processes",
-        "num_nodes",
-    ]
+    launcher = inspect.signature(lightning_helpers.ScriptLauncher)
+    assert [*launcher.parameters] == ["cluster_environment", "num_processes", "num_nodes"]
     assert {"cluster_environment", "torch_distributed_backend", "kwargs"} <= _parameters(lightning_helpers.connect)
     assert {"group", "reduce_op"} <= _parameters(lightning_helpers.reduce_tensor)
     for method in (L.Trainer._fit_impl, L.Trainer._validate_impl, L.Trainer._test_impl, L.Trainer._predict_impl):
@@ -1727,16 +1491,14 @@ def test_a_process_may_end_by_itself_where_one_that_it_started_failed(monkeypatc
 
 @canary(lightning_helpers, "load_folders")
 def test_what_load_from_checkpoint_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = {
-        "state_dict": {"weight": torch.ones(1, 1), "bias": torch.ones(1)},
-        "hyper_parameters": {"num": 3},
-        "pytorch-lightning_version": L.__version__,
-    }
+    def given(num: int) -> dict[str, Any]:
+        state = {"weight": torch.ones(1, 1), "bias": torch.ones(1)}
+        return {"state_dict": state, "hyper_parameters": {"num": num}, "pytorch-lightning_version": L.__version__}
+
     monkeypatch.setattr(saving, "pl_load", saving.pl_load)  # undone afterwards
-    lightning_helpers.load_folders(lambda path, map_location, weights_only: given if path == "known" else None)
-    assert _Linear.load_from_checkpoint("known").num == 3
-    torch.save({**given, "hyper_parameters": {"num": 4}}, tmp_path / "file")
-    assert _Linear.load_from_checkpoint(tmp_path / "file").num == 4
+    lightning_helpers.load_folders(lambda path, map_location, weights_only: given(3) if path == "known" else None)
+    torch.save(given(4), tmp_path / "file")
+    assert [_Linear.load_from_checkpoint(path).num for path in ("known", tmp_path / "file")] == [3, 4]
 
 
 class _Linear(L.LightningModule):
@@ -1752,28 +1514,24 @@ class _Strategy(ParallelStrategy):
 
 @canary(lightning_helpers, "leave_out_module_names")
 def test_profilers_record_names_of_modules() -> None:
-    trainer = L.Trainer(profiler=PyTorchProfiler(), logger=False, accelerator="cpu")
-    assert lightning_helpers.leave_out_module_names(trainer)
-    assert not lightning_helpers.leave_out_module_names(trainer)
+    trainer, model = L.Trainer(profiler=PyTorchProfiler(), logger=False, accelerator="cpu"), nn.Sequential(nn.ReLU())
+    assert [lightning_helpers.leave_out_module_names(trainer) for _ in range(2)] == [True, False]
     assert not PyTorchProfiler(record_module_names=False)._record_module_names
-    profiler = PyTorchProfiler()
-    model = nn.Sequential(nn.Linear(2, 2))
+    trainer.profiler = profiler = PyTorchProfiler()
     profiler._register = RegisterRecordFunction(model)
     profiler._register.__enter__()
     assert model[0]._forward_hooks
-    trainer.profiler = profiler
     assert lightning_helpers.leave_out_module_names(trainer)
     assert not model[0]._forward_hooks
 
 
 @canary(lightning_helpers, "reset_optimizers", "layer_sync_of", "has_own_io")
 def test_what_strategies_hold() -> None:
-    strategy = _Strategy()
+    strategy, plugin = _Strategy(), TorchSyncBatchNorm()
     strategy.optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))])]
     lightning_helpers.reset_optimizers(strategy)
-    assert strategy.optimizers == []
-    assert lightning_helpers.layer_sync_of(strategy) is None
-    strategy._layer_sync = plugin = TorchSyncBatchNorm()
+    assert (strategy.optimizers, lightning_helpers.layer_sync_of(strategy)) == ([], None)
+    strategy._layer_sync = plugin
     assert lightning_helpers.layer_sync_of(strategy) is plugin
     assert strategy.checkpoint_io is strategy._checkpoint_io  # made when it is asked for
     assert not lightning_helpers.has_own_io(strategy)
@@ -1820,33 +1578,28 @@ def test_a_module_compiled_as_a_whole() -> None:
 @canary(lightning_helpers, "put_back_at_end")
 def test_signals_of_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    noted: list[int] = []
-    before = signal.getsignal(signal.SIGTERM)
+    noted, batches, requeued, before = list[int](), list[None](), list[int](), signal.getsignal(signal.SIGTERM)
 
     def note(signum: int, frame: object) -> None:
         noted.append(signum)
 
+    connector = trainer._signal_connector
     with lightning_helpers.signals_noted(trainer, note, note):
-        trainer._signal_connector.register_signal_handlers()
+        connector.register_signal_handlers()
         signal.raise_signal(signal.SIGTERM)
         lightning_helpers.put_back_at_end(trainer, signal.SIGUSR2, note)
-        trainer._signal_connector.teardown()
+        connector.teardown()
     assert noted == [signal.SIGTERM]
     assert signal.signal(signal.SIGUSR2, signal.SIG_DFL) is note
     assert signal.getsignal(signal.SIGTERM) is before
     lightning_helpers.stop_in_time(trainer)
     assert trainer.received_sigterm
-
-    batches: list[None] = []
     with lightning_helpers.called_before_batches(trainer, lambda: batches.append(None)):
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
     assert batches == [None]
     assert "_broadcast_sigterm_tensor" in type(trainer.fit_loop.epoch_loop).advance.__code__.co_names
-
-    requeued: list[int] = []
-    connector = type(trainer._signal_connector)
-    assert _parameters(connector._slurm_sigusr_handler_fn) == {"self", "signum", "_"}
-    monkeypatch.setattr(connector, "_slurm_sigusr_handler_fn", lambda self, signum, _: requeued.append(signum))
+    assert _parameters(type(connector)._slurm_sigusr_handler_fn) == {"self", "signum", "_"}
+    monkeypatch.setattr(type(connector), "_slurm_sigusr_handler_fn", lambda self, signum, _: requeued.append(signum))
     lightning_helpers.requeue(trainer, signal.SIGUSR1)
     assert requeued == [signal.SIGUSR1]
     assert issubclass(lightning_helpers.TunerExit, Exception)
@@ -1908,22 +1661,17 @@ def test_gloo_runs_collectives_in_as_many_threads_as_its_options_say() -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-@canary(lightning_helpers, "logging_as_alone")
-def test_logging_asks_whether_there_are_other_processes() -> None:
-    asked = result._ResultCollection._get_cache.__code__.co_names
-    assert "_distributed_is_initialized" in asked
+@canary(lightning_helpers, "set_device", "logging_as_alone")
+def test_modules_know_their_device_and_logging_whether_there_are_other_processes() -> None:
+    module = L.LightningModule()
+    lightning_helpers.set_device(module, device=torch.device("meta"))
+    assert module.device == torch.device("meta")
+    assert "_distributed_is_initialized" in result._ResultCollection._get_cache.__code__.co_names
     before = result._distributed_is_initialized
     with lightning_helpers.logging_as_alone():
         assert not result._distributed_is_initialized()
         assert result._distributed_is_initialized is not before
     assert result._distributed_is_initialized is before
-
-
-@canary(lightning_helpers, "set_device")
-def test_modules_know_their_device() -> None:
-    module = L.LightningModule()
-    lightning_helpers.set_device(module, device=torch.device("meta"))
-    assert module.device == torch.device("meta")
 
 
 class _Unsized:
@@ -1949,7 +1697,6 @@ class _Streamed(L.LightningModule):
 
     def on_fit_start(self) -> None:
         trainer, loop = self.trainer, self.trainer.fit_loop
-        assert lightning_helpers.active_loaders(trainer) is not None
         assert [int(batch) for batch in lightning_helpers.fetched_ahead(trainer)] == [0]
         loop._combined_loader_states_to_load, loop._restarting = [{"first": 2}], True
         lightning_helpers.load_loader_states(trainer)
@@ -1987,11 +1734,8 @@ def test_arguments_of_distributions() -> None:
 
 class _Steps:
     def one(self, batch: Any) -> None: ...
-
     def two(self, batch: Any, index: int) -> None: ...
-
     def all(self, *args: Any) -> None: ...
-
     def fetching(self, dataloader_iter: Any) -> None: ...
 
 
@@ -2056,16 +1800,13 @@ def test_states_of_metrics() -> None:
 
 @canary(lightning_helpers, "random_states_kept")
 def test_random_states() -> None:
-    def draw() -> tuple[float, float, float]:
-        return torch.rand(()).item(), random.random(), float(np.random.rand())
+    def draw() -> list[float]:
+        return [float(draw()) for draw in (lambda: torch.rand(()), random.random, np.random.rand)]
 
-    def fail() -> None:
+    drawn: list[list[float]] = []
+    with contextlib.suppress(KeyError), lightning_helpers.random_states_kept():
         drawn.append(draw())
         raise KeyError
-
-    drawn: list[tuple[float, float, float]] = []
-    with pytest.raises(KeyError), lightning_helpers.random_states_kept():
-        fail()
     assert draw() == drawn[0]
 
 
@@ -2092,10 +1833,9 @@ def test_the_index_of_a_folder(tmp_path: Path) -> None:
 
 @canary(stored_file, "read_header", "save_from")
 def test_files_of_one_tensor_at_a_time(tmp_path: Path) -> None:
-    first, second = torch.arange(6.0).view(2, 3), torch.arange(4).to(torch.uint8)
-    other = torch.full((10,), 7.0)  # larger than what it stands for
+    first, second, other = torch.arange(6.0).view(2, 3), torch.arange(4).to(torch.uint8), torch.full((10,), 7.0)
 
-    def content(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    def content(storage: torch.UntypedStorage) -> torch.UntypedStorage:  # larger than what it stands for
         return other.untyped_storage() if storage.data_ptr() == first.data_ptr() else storage
 
     with (tmp_path / "x").open("wb") as file:

@@ -18,9 +18,10 @@ from rich.console import Console
 from lightning_3d import ThreeDStrategy, waits
 from lightning_3d.waits import Waits
 from tests.models import TinyGPT, loader, tokens
+from tests.parity import QUIET
 from tests.workers import WorkerPools
 
-QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+SETTINGS: dict[str, Any] = {k: v for k, v in {**QUIET, "enable_checkpointing": False}.items() if "progress" not in k}
 
 
 class Bar(RichProgressBar):
@@ -43,52 +44,40 @@ def _impatient(patience: float = 0.02) -> Iterator[None]:
         yield
 
 
-def _shown(bar: Any, *, terminal: bool, stepping: bool = False, seconds: float = 0.2) -> str:
+def _shown(bar: Any, *, terminal: bool, seconds: float = 0.2) -> str:
     """What a wait within a wait shows on standard output."""
     settings: dict[str, Any] = {"enable_progress_bar": False} if bar is None else {"callbacks": [bar]}
-    trainer, screen = L.Trainer(devices=1, **QUIET, **settings), io.StringIO()
+    trainer, screen = L.Trainer(devices=1, **SETTINGS, **settings), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(screen):
         patch.setattr(rich, "get_console", lambda: Console(file=screen, force_terminal=terminal, width=80))
-        wait = Waits(trainer, lambda: stepping)
+        wait = Waits(trainer, lambda: False)
         with wait("outer"), wait("inner"):
             time.sleep(seconds)
     return screen.getvalue()
 
 
-def test_plain_lines_without_a_terminal() -> None:
+def test_lines_are_plain_or_go_away_on_a_terminal() -> None:
     with _impatient():
-        lines = _shown(Bar(), terminal=False).splitlines()
-    assert lines
+        lines, shown = _shown(Bar(), terminal=False).splitlines(), _shown(Bar(), terminal=True)
     assert set(lines) == {"inner (0 s)"}
-
-
-def test_a_line_of_rich_that_goes_away_on_a_terminal() -> None:
-    with _impatient():
-        shown = _shown(Bar(), terminal=True)
     assert "inner (0 s)" in shown
     assert "outer" not in shown
     assert shown.endswith("\x1b[2K")  # the line is erased
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_nothing_of_short_waits(terminal: bool) -> None:
+def test_nothing_of_short_waits_or_where_the_progress_bar_is_off() -> None:
     with _impatient(patience=30.0):
-        assert _shown(Bar(), terminal=terminal, seconds=0.05) == ""
-
-
-@pytest.mark.parametrize(
-    "bar", [None, Bar(refresh_rate=0), TQDMProgressBar(refresh_rate=0)], ids=["none", "rich", "tqdm"]
-)
-def test_nothing_where_the_progress_bar_is_off(bar: Any) -> None:
+        assert [_shown(Bar(), terminal=terminal, seconds=0.05) for terminal in (True, False)] == ["", ""]
     with _impatient():
-        assert _shown(bar, terminal=False) == ""
+        for bar in (None, Bar(refresh_rate=0), TQDMProgressBar(refresh_rate=0)):
+            assert _shown(bar, terminal=False) == ""
 
 
 def _told(sizes: dict[str, int]) -> set[str]:
     """What a fit waits for, as it is shown on this rank."""
     strategy = ThreeDStrategy(**sizes)  # type: ignore[arg-type]  # sizes alone
     trainer = L.Trainer(
-        **QUIET, devices=torch.distributed.get_world_size(), strategy=strategy, max_steps=1, callbacks=[Bar()]
+        **SETTINGS, devices=torch.distributed.get_world_size(), strategy=strategy, max_steps=1, callbacks=[Bar()]
     )
     screen = io.StringIO()
     with _impatient(patience=0.0), redirect_stdout(screen):

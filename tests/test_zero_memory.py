@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.models import ADAM_EPS, TinyGPT, loader, tokens
-from tests.parity import QUIET, Layout
+from tests.models import ADAM_EPS, TinyGPT
+from tests.parity import Layout, fitted
 from tests.workers import WorkerPools
 
 Stage = Literal[0, 1, 2, 3]
@@ -48,19 +49,9 @@ def _num_bytes(tensors: Iterable[object]) -> int:
 
 
 def _weigh(layout: Layout, precision: Any) -> dict[str, float]:
-    trainer = L.Trainer(
-        strategy=layout.strategy(),
-        devices=layout.world_size,
-        max_steps=2,
-        precision=precision,
-        enable_checkpointing=False,
-        limit_val_batches=1,
-        **QUIET,
-    )
-    module = _Weighed(num_layers=2, tied=False)
-    full = 4 * sum(parameter.numel() for parameter in module.parameters())
-    data = loader(tokens(32), global_batch_size=16, data_parallel_size=layout.dp)
-    trainer.fit(module, data, data)
+    make = partial(_Weighed, num_layers=2, tied=False)
+    full = 4 * sum(parameter.numel() for parameter in make().parameters())
+    trainer, module = fitted(layout, make, batches=2, epochs=1, precision=precision)
     optimizer = trainer.optimizers[0]
     assert isinstance(optimizer, _Weighing)
     states = [t for values in optimizer.state.values() for t in values.values() if isinstance(t, Tensor) and t.dim()]
@@ -69,15 +60,14 @@ def _weigh(layout: Layout, precision: Any) -> dict[str, float]:
 
 
 # Bytes of a number of the parameters, their gradients where optimizers step them, and the states of AdamW.
-_BYTES = {"32-true": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16-true": (2, 4, 12), "64-true": (8, 8, 16)}
+_BYTES = {"32-true": (4, 4, 8), "bf16-mixed": (4, 4, 8), "bf16-true": (2, 4, 12)}
 
 
 @pytest.mark.parametrize(
     ("stage", "num_ranks", "precision"),
     [
-        *itertools.product([0, 1, 2, 3], [2], ["32-true", "bf16-true"]),
-        *itertools.product([2, 3], [2], ["bf16-mixed", "64-true"]),
-        (2, 4, "32-true"),
+        *itertools.product([0, 1, 2, 3], [2], ["bf16-true"]),
+        (2, 2, "bf16-mixed"),
         (3, 4, "32-true"),
     ],
 )

@@ -29,13 +29,16 @@ _GATHERED = (
     "a linear layer on data gathers its input again in the backward, with sequence parallel, which is in no plan"
 )
 
+_RECOMPUTED = "what a checkpoint inside of a block gathers again, with sequence parallel, is in no plan"
+
 KNOWN = {
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
     "drawing-blocks.*": _DRAWN,
     "odd-gpt.dp2-tp2-zero3.*": _HALF,
     "odd-views.*tp*.double.*": _CONSTANTS,
-    "linear-on-data.tp*.sequence.*": _GATHERED,
+    "linear-on-data.tp*.sequence*": _GATHERED,
+    "odd-gpt.tp*.sequence*": _RECOMPUTED,
 }
 """Defects that the judge has found and that are not mended yet: names of cases -> what is wrong."""
 

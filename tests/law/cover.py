@@ -157,6 +157,11 @@ PINNED = (
     Case("habits", "tp2", "selective"),
     Case("table", "dp2-zero3"),  # a table that is gathered and fused
     Case("shifted-loss", "dp2-zero3"),
+    *(Case("paths", f"dp2-zero{stage}") for stage in range(3)),  # gradients that come late, or of one replica alone
+    Case("mlp", "dp2-zero1", "overlapped", "reads-late"),  # of parameters that are on their way
+    Case("paths", "dp2-zero1", "small-buckets"),
+    Case("paths", "dp2-zero0", "plain", "steps-again"),
+    Case("odd-gpt", "pp2-tp2", "sequence-recomputed"),  # checkpoints inside of blocks save slices
 )
 """Cases that are run though others cover their pairs."""
 

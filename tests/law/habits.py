@@ -6,7 +6,9 @@ What a habit sees it notes, and the judge compares that with one process, number
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchmetrics import MeanMetric
 
+from lightning_3d import ThreeDStrategy
+from tests.law.settings import SETTINGS, descent
 from tests.parity import Layout
 
 Note = tuple[str, float]
@@ -185,6 +189,19 @@ class Clips(L.LightningModule):
         nn.utils.clip_grad_value_(self.parameters(), 0.03)
 
 
+class Early(L.LightningModule):
+    """Has its optimizer before there is a Trainer, as LightningCLI makes those of its configuration."""
+
+    def add_to(self) -> None:
+        self.early = torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1.0, momentum=0.9)
+
+
+def _early(module: L.LightningModule, lr: float) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = module.early  # type: ignore[assignment]
+    optimizer.param_groups[0]["lr"] = lr
+    return optimizer
+
+
 class Evaluated(L.LightningModule):
     """Is validated, tested and asked for predictions once it is trained."""
 
@@ -255,11 +272,55 @@ class CallsOutside(Noting):
 
 
 class Gradients(Noting):
-    """Notes how large gradients are, in all and of some parameters, after each backward."""
+    """Notes how large gradients are after each backward, which are there later, and weights in a hook of the step."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.optimizers[0].register_step_post_hook(self._stepped)
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        (group, *_) = optimizer.param_groups
+        self.note("weights", nn.utils.get_total_norm(group["params"]))
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         norm = nn.utils.clip_grad_norm_(pl_module.parameters(), 1e9)
         self.note("norm", norm)
+
+
+class Summons(Noting):
+    """Reads whole weights after a step, and writes to them."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        for does_write in (False, True):
+            with _whole(trainer, does_write):
+                for name, parameter in pl_module.named_parameters():
+                    assert type(parameter) is nn.Parameter
+                    self.note(name, parameter.double().norm())
+                    if does_write:
+                        parameter.mul_(0.9)
+
+
+def _whole(trainer: L.Trainer, writeback: bool) -> AbstractContextManager[None]:
+    strategy = trainer.strategy
+    return strategy.summon_full_params(writeback=writeback) if isinstance(strategy, ThreeDStrategy) else nullcontext()
+
+
+class ChangesOptimizers(L.Callback):
+    """Adds a group to the optimizer, of parameters that had gradients before, and later puts another in its place."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        parameters = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
+        if trainer.global_step == 1:
+            optimizer.add_param_group({"params": parameters[1::2], "lr": 0.5 * optimizer.param_groups[0]["lr"]})
+        if trainer.global_step == 2:
+            lr = optimizer.param_groups[0]["lr"]
+            trainer.strategy.optimizers = [torch.optim.SGD(parameters, lr=lr, momentum=0.5)]
+
+
+def _half(module: L.LightningModule, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad][::2], lr=lr, momentum=0.9)
 
 
 class ByHand(L.Callback):
@@ -316,6 +377,29 @@ class Reads(Noting):
             self.note(f"equal {name}", torch.equal(parameter, copied.get_parameter(name)))
         self.note("sum", sum(parameter.pow(2).sum() for parameter in pl_module.parameters()))
         self.note("vector", nn.utils.parameters_to_vector(pl_module.parameters()).norm())
+
+
+_READS: tuple[Callable[[nn.Parameter], Tensor], ...] = (
+    lambda parameter: parameter.data,
+    lambda parameter: torch.from_dlpack(parameter.detach()),
+    lambda parameter: torch._foreach_mul([parameter], 2.0)[0],
+    lambda parameter: torch.stack([parameter])[0],
+    lambda parameter: torch.ops.aten.clone(parameter),
+    lambda parameter: pickle.loads(pickle.dumps(parameter)),
+    lambda parameter: torch.tensor([float(value) for value in parameter.flatten()]),
+    lambda parameter: (parameter.data_ptr(), parameter.detach())[1],
+)
+"""Ways to read a parameter, which users' code takes."""
+
+
+class ReadsLate(Noting):
+    """Reads parameters that may be on their way, before a forward, each in another way."""
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        for number, (name, parameter) in enumerate(pl_module.named_parameters()):
+            read = _READS[(number + trainer.global_step) % len(_READS)]
+            self.note(f"read of {name}", torch.as_tensor(read(parameter)).double().norm())
 
 
 class Epochs(Noting):
@@ -391,8 +475,8 @@ _STEPS_BY_HAND = frozenset(
     {"accumulated", "clipped", "clipped-values", "unseen", "warmed-up", "stepped", "plateau", "sam"}
 )
 """What Lightning leaves to who steps by hand."""
-_OTHER_OPTIMIZERS = frozenset({"adamw", "groups", "nadam", "lars", "clipping", "schedule-free"})
-_RESUMED = frozenset({"resumed", "resumed-folder", "lars-resumed", "shampoo-resumed"})
+_RESUMED = frozenset(name for name, setting in SETTINGS.items() if setting.is_resumed)
+_OTHER_OPTIMIZERS = frozenset(name for name, setting in SETTINGS.items() if setting.optimizer is not descent)
 
 
 def _watching() -> list[L.Callback]:
@@ -437,10 +521,21 @@ HABITS = {
     ),
     "anomalies": Habit(trainer=lambda: {"detect_anomaly": True}),
     "calls": Habit(callbacks=lambda: [CallsOutside()], needs="compute_loss"),
+    "early": Habit(mixin=Early, optimizers=_early, skips=_OTHER_OPTIMIZERS),
+    "summons": Habit(callbacks=lambda: [Summons()]),
+    "changes-optimizers": Habit(
+        callbacks=lambda: [ChangesOptimizers()],
+        optimizers=_half,
+        fits=_without_pipelines,
+        skips=_OTHER_OPTIMIZERS | {"fp16"},
+    ),
     "evaluated": Habit(mixin=Evaluated, after=_evaluate, needs="compute_loss"),
     "gradients": Habit(callbacks=lambda: [Gradients()], skips=frozenset({"unseen"})),
     "by-hand": Habit(callbacks=lambda: [ByHand()], skips=frozenset({"unseen"}) | _RESUMED),
     "reads": Habit(callbacks=lambda: [Reads()], fits=_without_pipelines),
+    "reads-late": Habit(
+        callbacks=lambda: [ReadsLate()], fits=lambda layout: layout.pp == layout.tp == 1 and layout.zero < 3
+    ),
     "watching": Habit(
         callbacks=_watching,
         trainer=lambda: {"logger": CSVLogger("logs", flush_logs_every_n_steps=99), "enable_checkpointing": True},

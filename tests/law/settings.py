@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, NAdam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from tests.law.models.row import Model
-from tests.optimizers import ClippingAdam, Lars, Sam, ScheduleFree, Shampoo
+from tests.optimizers import ClippingAdam, Derived, FlatStep, Lars, Odd, Sam, ScheduleFree, Shampoo
 from tests.parity import Layout
 
 
@@ -34,7 +34,8 @@ def _trained(module: LightningModule) -> list[torch.nn.Parameter]:
 
 
 def adamw(module: LightningModule, lr: float) -> Any:
-    return AdamW(_trained(module), lr=0.1 * lr, eps=1e-4, weight_decay=0.1)
+    """Of a class of a user's, whose step and that of whose base both have torch's hooks."""
+    return Derived(_trained(module), lr=0.1 * lr, eps=1e-4, weight_decay=0.1)
 
 
 def amsgrad(module: LightningModule, lr: float) -> Any:
@@ -101,7 +102,18 @@ def sam(module: LightningModule, lr: float) -> Any:
     return Sam(_trained(module), lr=lr)
 
 
-NAdam([torch.nn.Parameter(torch.zeros(1))])  # torch patches a class of optimizers when it makes the first
+def odd(module: LightningModule, lr: float) -> Any:
+    """Keeps parameters and states elsewhere, and moves parameters that have no gradients."""
+    return Odd(_trained(module), lr=lr)
+
+
+def flat(module: LightningModule, lr: float) -> Any:
+    """Counts in a state of one element."""
+    return FlatStep(_trained(module), lr=lr)
+
+
+for kind in (NAdam, AdamW):
+    kind([torch.nn.Parameter(torch.zeros(1))])  # torch patches a class of optimizers when it makes the first
 
 
 def _any_layout(layout: Layout) -> bool:
@@ -232,6 +244,9 @@ SETTINGS = {
     "compiled": Setting(layout={"compile_backend": "aot_eager"}, warns=("compile.enabled: ",)),
     "offloaded": Setting(layout={"zero_settings": _OFFLOADED}),
     "sequence": Setting(layout={"sequence_parallel": True}, fits=_on_shards),
+    "sequence-recomputed": Setting(
+        layout={"sequence_parallel": True, "activations": {"recompute": "full"}}, fits=_on_shards
+    ),
     "uneven": Setting(layout={"num_microbatches": 3}, fits=_with_two_stages_per_rank, needs_pieces=True),
     "by-time": Setting(layout={"partition": "time"}, fits=_in_pipelines),
     "partitioned": Setting(layout={"activations": {"recompute": "full", "partition": True}}, fits=_on_shards),
@@ -268,4 +283,24 @@ SETTINGS = {
     "clipping": Setting(optimizer=clipping, tolerance=1e-2, fits=_by_replicas_alone),
     "sam": Setting(optimizer=sam, tolerance=1e-2, fits=_by_replicas_alone),
     "small-buckets": Setting(layout={"zero_settings": {"bucket_size": 0.002}}, fits=_in_buckets),
+    "incomplete-window": Setting(job={"accumulate_grad_batches": 2, "num_missing": 8}),
+    "sent-in-bf16": Setting(
+        layout={"zero_settings": {"communication_dtype": "bfloat16"}}, fits=_in_buckets, tolerance=0.05
+    ),
+    "odd": Setting(optimizer=odd, fits=_stepped_in_parts),
+    "flat-resumed": Setting(optimizer=flat, tolerance=1e-2, fits=_in_buckets, epochs=2, is_resumed=True),
+    "offloaded-counts": Setting(optimizer=schedule_free, layout={"zero_settings": _OFFLOADED}),
+    "offloaded-resumed": Setting(
+        optimizer=warmed_up,
+        epochs=2,
+        is_resumed=True,
+        layout={"zero_settings": {**_OFFLOADED, "offload_optimizer": "states"}},
+    ),
+    "hybrid-resumed": Setting(
+        optimizer=warmed_up,
+        epochs=2,
+        is_resumed=True,
+        layout={"zero_settings": {"shard_size": 2}},
+        fits=lambda layout: layout.dp > 1 and layout.dp % 2 == 0,
+    ),
 }

@@ -16,6 +16,7 @@ from tests.law.models import (
     losses,
     odd_views,
     programs,
+    replicas,
     stages,
     tensor,
     transformer_losses,
@@ -26,5 +27,5 @@ from tests.law.models.row import Model
 _ROOMS = (by_hand, transformers, losses, odd_views, programs, blocks, stages, transformer_losses, glue)
 
 MODELS: dict[str, Model] = {
-    name: row for room in (*_ROOMS, heads, diffusion, tensor) for name, row in room.MODELS.items()
+    name: row for room in (*_ROOMS, heads, diffusion, tensor, replicas) for name, row in room.MODELS.items()
 }

@@ -315,7 +315,10 @@ class OddGPT(TinyGPT):
         self.log("val_loss", self.compute_loss(batch), sync_dist=True)
 
 
-LEFT_DENSE = ("Tensor parallel is left out of blocks whose sharding differs",)
+LEFT_DENSE = (
+    "Tensor parallel is left out of blocks whose sharding differs",
+    "Sequence parallelism is left out of blocks whose sharding differs",
+)
 """Blocks with hooks on gradients, and those that torch can't differentiate twice."""
 
 MODELS = {

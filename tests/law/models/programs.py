@@ -100,7 +100,7 @@ class Clamped(nn.Linear):
 
 
 class SelfChanging(a.Trained):
-    """Teaches itself, clamps weights, uses layers in some steps alone, and has a penalty on its gradients."""
+    """Teaches itself, changes weights, uses layers in some steps alone, and has a penalty on its gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,6 +117,7 @@ class SelfChanging(a.Trained):
         if self.num_steps % 2:
             output = output + self.sometimes(inputs)
         if self.global_step > 1:
+            self.late.weight.data = self.late.weight.data * 0.9
             output = output + self.late(inputs)
         with torch.no_grad():
             taught = self.teacher(batch[0] + 0.1)
