@@ -55,11 +55,9 @@ def _memory(layout: Layout, settings: Mapping[str, Any]) -> tuple[RankMemory, ..
 
 PEAKS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv"), "none", {}),
-    "tp2-sequence": (Layout(tp=2, sequence_parallel=True), "full", {}),
     "compiled": (Layout(compile_backend="aot_eager"), "selective", {}),
     "zero3": (Layout(dp=2, zero=3), "full", {}),
     "64-true": (Layout(), "none", {"precision": "64-true"}),
-    "bf16-true": (Layout(), "none", {"precision": "bf16-true"}),
     "copies of weights by autocast": (
         Layout(pp=2, num_microbatches=8, schedule="gpipe"),
         "none",

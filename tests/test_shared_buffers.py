@@ -45,14 +45,8 @@ class Normalised(TinyMLP):
 def run(strategy: str, settings: dict[str, Any], accumulate: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     L.seed_everything(1, verbose=False)
     made = ThreeDStrategy(zero=settings) if strategy == "3d" else strategy
-    trainer = L.Trainer(
-        strategy=made,
-        devices=2,
-        max_epochs=2,
-        enable_checkpointing=False,
-        accumulate_grad_batches=accumulate,
-        **QUIET,
-    )
+    how: dict[str, Any] = {**QUIET, "max_epochs": 2, "enable_checkpointing": False}
+    trainer = L.Trainer(strategy=made, devices=2, accumulate_grad_batches=accumulate, **how)
     module, samples = Normalised(), features(32)
     batches = loader(samples, global_batch_size=8, data_parallel_size=2)
     trainer.fit(module, batches, batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-from lightning_3d import ThreeDStrategy
 from tests.models import ADAM_EPS, TinyMLP, features
-from tests.parity import QUIET, Layout
+from tests.parity import QUIET, Layout, fitted
 from tests.workers import WorkerError, WorkerPools
 
 STEPS, START, RANK, PERIOD, CLIP = 7, 3, 2, 3, 0.05
@@ -161,38 +159,23 @@ class _Compares(L.Callback):
         self._note(pl_module)
 
 
+AVERAGED = Layout(dp=2, zero=0, zero_settings={"averaging_period": 4})
+
+
 def _validate_between() -> list[bool]:
     compares = _Compares()
-    trainer = L.Trainer(
-        strategy=ThreeDStrategy(zero={"stage": 0, "averaging_period": 4}),
-        devices=2,
-        max_epochs=1,
-        val_check_interval=2,
-        limit_val_batches=1,
-        limit_train_batches=6,
-        use_distributed_sampler=False,
-        enable_checkpointing=False,
-        callbacks=[compares],
-        **QUIET,
-    )
-    L.seed_everything(1, verbose=False)
-    trainer.fit(TinyMLP(), _batches(dist.get_rank()), _batches(0))
+    how: dict[str, Any] = {"batches": 6, "epochs": 1, "val_check_interval": 2, "limit_val_batches": 1}
+    fitted(AVERAGED, TinyMLP, callbacks=[compares], data=features, **how)
     return compares.differs
 
 
 def test_replicas_agree_where_they_are_looked_at(workers: WorkerPools) -> None:
-    steps = [[True, True, False], [True, True, False], [True, True, False]]  # two steps and a validation
     for differs in workers(2).run(_validate_between):
-        assert differs == list(chain.from_iterable(steps))
+        assert differs == [True, True, False] * 3, "two steps and a validation"
 
 
 def _average_twice() -> None:
-    L.Trainer(
-        strategy=ThreeDStrategy(zero={"stage": 0, "averaging_period": 4}),
-        devices=2,
-        callbacks=[EMAWeightAveraging()],
-        **QUIET,
-    ).fit(TinyMLP(), _batches(dist.get_rank()))
+    fitted(AVERAGED, TinyMLP, callbacks=[EMAWeightAveraging()], data=features)
 
 
 def test_averages_of_what_differs_are_refused(workers: WorkerPools) -> None:

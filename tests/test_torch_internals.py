@@ -1697,6 +1697,7 @@ class _Streamed(L.LightningModule):
 
     def on_fit_start(self) -> None:
         trainer, loop = self.trainer, self.trainer.fit_loop
+        assert lightning_helpers.active_loaders(trainer) is not None  # which makes them
         assert [int(batch) for batch in lightning_helpers.fetched_ahead(trainer)] == [0]
         loop._combined_loader_states_to_load, loop._restarting = [{"first": 2}], True
         lightning_helpers.load_loader_states(trainer)

@@ -309,14 +309,19 @@ def _whole(trainer: L.Trainer, writeback: bool) -> AbstractContextManager[None]:
 class ChangesOptimizers(L.Callback):
     """Adds a group to the optimizer, of parameters that had gradients before, and later puts another in its place."""
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    def __init__(self) -> None:
+        self.num_changes = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, number: int) -> None:
         (optimizer,) = trainer.optimizers
         parameters = [parameter for parameter in pl_module.parameters() if parameter.requires_grad]
-        if trainer.global_step == 1:
-            optimizer.add_param_group({"params": parameters[1::2], "lr": 0.5 * optimizer.param_groups[0]["lr"]})
-        if trainer.global_step == 2:
-            lr = optimizer.param_groups[0]["lr"]
+        lr = optimizer.param_groups[0]["lr"]
+        if trainer.global_step == 1 and self.num_changes == 0:
+            optimizer.add_param_group({"params": parameters[1::2], "lr": 0.5 * lr})
+            self.num_changes = 1
+        if trainer.global_step == 2 and self.num_changes == 1 and number % 2:  # gradients may have accumulated
             trainer.strategy.optimizers = [torch.optim.SGD(parameters, lr=lr, momentum=0.5)]
+            self.num_changes = 2
 
 
 def _half(module: L.LightningModule, lr: float) -> torch.optim.Optimizer:

@@ -283,13 +283,13 @@ SETTINGS = {
     "clipping": Setting(optimizer=clipping, tolerance=1e-2, fits=_by_replicas_alone),
     "sam": Setting(optimizer=sam, tolerance=1e-2, fits=_by_replicas_alone),
     "small-buckets": Setting(layout={"zero_settings": {"bucket_size": 0.002}}, fits=_in_buckets),
-    "incomplete-window": Setting(job={"accumulate_grad_batches": 2, "num_missing": 8}),
+    "incomplete-window": Setting(job={"accumulate_grad_batches": 2, "num_missing": 8}, fits=_in_buckets),
     "sent-in-bf16": Setting(
         layout={"zero_settings": {"communication_dtype": "bfloat16"}}, fits=_in_buckets, tolerance=0.05
     ),
     "odd": Setting(optimizer=odd, fits=_stepped_in_parts),
     "flat-resumed": Setting(optimizer=flat, tolerance=1e-2, fits=_in_buckets, epochs=2, is_resumed=True),
-    "offloaded-counts": Setting(optimizer=schedule_free, layout={"zero_settings": _OFFLOADED}),
+    "offloaded-counts": Setting(optimizer=schedule_free, layout={"zero_settings": _OFFLOADED}, fits=_in_buckets),
     "offloaded-resumed": Setting(
         optimizer=warmed_up,
         epochs=2,
@@ -301,6 +301,6 @@ SETTINGS = {
         epochs=2,
         is_resumed=True,
         layout={"zero_settings": {"shard_size": 2}},
-        fits=lambda layout: layout.dp > 1 and layout.dp % 2 == 0,
+        fits=_in_groups,
     ),
 }

@@ -77,11 +77,16 @@ def _by_two(layout: Layout) -> bool:
     return layout.dp == layout.world_size == 2 and layout.zero < 3  # where there are shards, hooks would be lost
 
 
+RESUMED = frozenset(
+    {"resumed", "resumed-folder", "lars-resumed", "shampoo-resumed"}
+    | {f"{name}-resumed" for name in ("flat", "offloaded", "hybrid")}
+)
+
 MODELS = {
     "paths": Model(
         job=Job(model=Paths, data=partial(features, seed=3), num_val_batches=1),
         fits=_by_two,
         families=frozenset({"dp"}),
-        skips=frozenset({"resumed", "resumed-folder", "lars-resumed", "shampoo-resumed"}),  # steps are counted anew
+        skips=RESUMED,  # it counts its steps anew
     )
 }
