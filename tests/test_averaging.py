@@ -199,7 +199,7 @@ def _misuse(kind: str) -> None:
     ("kind", "message"),
     [
         ("parts", r"checkpoint\['callbacks'\]\['_SavesParts'\]"),
-        ("one rank", r"different numbers of copies of TinyMLP \(by rank: \[1, 0\]\)"),
+        ("one rank", r"different numbers of copies of TinyMLP \(by rank: \[2, 0\]\)"),
         ("too early", "holds layers.0.weight as it was before TinyMLP was made parallel"),
         ("assign", r"load_state_dict\(assign=True\) would put another tensor in place of layers.0.weight"),
     ],
