@@ -306,8 +306,8 @@ def _numbers(layout: Layout) -> list[tuple[float, float]]:
     return states.seen
 
 
-@pytest.mark.parametrize("activations", [{}, {"recompute": "auto", "budget": 100.0}], ids=["", "budget"])
-def test_ranks_draw_what_one_process_draws(workers: WorkerPools, activations: dict[str, Any]) -> None:
+def test_ranks_draw_what_one_process_draws(workers: WorkerPools) -> None:
     (alone,) = workers(1).run(_numbers, Layout())
     assert len(set(alone)) == len(alone) > 1
-    assert workers(2).run(_numbers, Layout(tp=2, activations=activations)) == [alone, alone]
+    layout = Layout(tp=2, activations={"recompute": "auto", "budget": 100.0})
+    assert workers(2).run(_numbers, layout) == [alone, alone]
