@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_3d.activations.collective_mode import collective
 from lightning_3d.errors import PlanError
@@ -214,7 +215,13 @@ class _OwnShard(torch.autograd.Function):
 
 
 def own_shard(tensor: DTensor) -> Tensor:
-    """The local part of a sharded or replicated tensor; its gradient is that part of the tensor's gradient."""
+    """The local part of a sharded or replicated tensor; its gradient is that part of the tensor's gradient.
+
+    ZeRO stage 3 answers for parameters of which each replica has a share, as it does for functions of torch.
+    """
+    if has_torch_function_unary(tensor):
+        part: Tensor = handle_torch_function(own_shard, (tensor,), tensor)
+        return part
     local = _apply(_OwnShard, tensor)
     if isinstance(tensor, nn.Parameter):
         count_as_parameter(local)  # what a block's code finds is an nn.Parameter to it

@@ -21,8 +21,6 @@ _DECAYS = (
 
 _DRAWN = "planning tensor parallel draws from generators that modules have of their own"
 
-_HALF = "a fused head reads a replica's share of its weight, where a parent's method calls it at ZeRO stage 3 on shards"
-
 _CONSTANTS = "proofs of 64-true do not make constants in float64, as steps do: blocks with some stay dense"
 
 _GATHERED = (
@@ -35,7 +33,6 @@ KNOWN = {
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
     "drawing-blocks.*": _DRAWN,
-    "odd-gpt.dp2-tp2-zero3.*": _HALF,
     "odd-views.*tp*.double.*": _CONSTANTS,
     "linear-on-data.tp*.sequence*": _GATHERED,
     "odd-gpt.tp*.sequence*": _RECOMPUTED,
