@@ -70,67 +70,36 @@ def test_a_program_ends_with_one_clear_error(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------------- models
 
 
-class ManualOptimization(TinyMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+def model(change: Callable[[Any], object] = lambda made: None, **methods: Any) -> Callable[[], L.LightningModule]:
+    """TinyMLP with other methods, changed once it is built."""
+
+    def make() -> L.LightningModule:
+        made = TinyMLP()
+        made.__class__ = type("Model", (TinyMLP,), methods)
+        change(made)
+        return made
+
+    return make
 
 
-class WithLBFGS(TinyMLP):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)
+def branch_on_data(self: Any, x: Tensor) -> Tensor:
+    x = self.layers[0](x)
+    return self.layers[1:](2 * x if x.sum() > 0 else x)  # type: ignore[no-any-return]
 
 
-class WithNorm(TinyMLP):
-    def __init__(self, norm: type[nn.Module]) -> None:
-        super().__init__()
-        self.norm = norm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.norm(super().forward(x))
-        return y
-
-
-class EarlyOptimizer(TinyMLP):
-    """Makes its optimizer, which makes states at once, before the strategy replaces the parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.optimizer = torch.optim.Adagrad(self.parameters(), lr=0.1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer
-
-
-class Forward(TinyMLP):
-    """Calls its layers as a function does."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layers, x)
-
-
-def branch_on_data(layers: Any, x: Tensor) -> Tensor:
-    x = layers[0](x)
-    return layers[1:](2 * x if x.sum() > 0 else x)  # type: ignore[no-any-return]
-
-
-def item_in_the_middle(layers: Any, x: Tensor) -> Tensor:
-    x = layers[0](x)
+def item_in_the_middle(self: Any, x: Tensor) -> Tensor:
+    x = self.layers[0](x)
     scale = x.std().item()
-    return layers[1:](x) * scale  # type: ignore[no-any-return]
+    return self.layers[1:](x) * scale  # type: ignore[no-any-return]
 
 
-def wrong_shape(layers: Any, x: Tensor) -> Tensor:
-    return layers[1](layers[0](x)[:, :5])  # type: ignore[no-any-return]
+def wrong_shape(self: Any, x: Tensor) -> Tensor:
+    return self.layers[1](self.layers[0](x)[:, :5])  # type: ignore[no-any-return]
 
 
-def reversible(layers: Any, x: Tensor) -> Tensor:
+def reversible(self: Any, x: Tensor) -> Tensor:
     """Blocks are called by a custom autograd function, in its backward again."""
-    return cast(Tensor, _Reversible.apply(x, layers))  # type: ignore[no-untyped-call]  # torch 2.13
+    return cast(Tensor, _Reversible.apply(x, self.layers))  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 class _Reversible(torch.autograd.Function):
@@ -148,56 +117,65 @@ class _Reversible(torch.autograd.Function):
         return cast(Tensor, x.grad), None
 
 
-class Step(TinyMLP):
-    """Makes its loss as a function does."""
-
-    def __init__(self, function: Callable[[Any, Batch], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return self.function(self, batch)  # type: ignore[no-any-return]
-
-
-def penalty(model: Any, batch: Batch) -> Tensor:
+def penalty(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     """Of gradients."""
     inputs = batch[0].clone().requires_grad_()
-    output = model(inputs)
+    output = self(inputs)
     (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
     return F.mse_loss(output, batch[1]) + slope.square().mean()
 
 
-def plain(model: Any, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch[0]), batch[1])
+def plain(self: Any, batch: Batch) -> Tensor:
+    return F.mse_loss(self(batch[0]), batch[1])
 
 
-def generates(model: Any, batch: Batch) -> Tensor:
+def generates(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     """Calls each of which depends on what the one before it gave."""
-    x, loss = batch[0], plain(model, batch)
-    while model(x).sum() < 100:
+    x, loss = batch[0], plain(self, batch)
+    while self(x).sum() < 100:
         x = x + 1
     return loss
 
 
-def nothing(model: Any, batch: Batch) -> None:
-    plain(model, batch)
+def nothing(self: Any, batch: Batch, batch_idx: int) -> None:
+    plain(self, batch)
 
 
-def nothing_later(model: Any, batch: Batch) -> Tensor | None:
-    loss = plain(model, batch)
-    return loss if model.global_step == 0 else None
+def nothing_later(self: Any, batch: Batch, batch_idx: int) -> Tensor | None:
+    loss = plain(self, batch)
+    return loss if self.global_step == 0 else None
 
 
-def detached(model: Any, batch: Batch) -> Tensor:
-    return plain(model, batch).detach()
+def detached(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    return plain(self, batch).detach()
 
 
-class WithLayer(TinyMLP):
-    """Has another layer in some place."""
+class Settings(dict[str, int]):
+    """Its entries are set by its methods only."""
 
-    def __init__(self, index: int, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        self.layers[index] = make()
+
+def keeps_elsewhere(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    self.settings["num_steps"] = batch_idx + 1
+    return plain(self, batch)
+
+
+def checks_its_blocks(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """Can't run on random outputs of blocks."""
+    self.num_steps += 1
+    shares = self(batch[0])
+    if not torch.allclose(shares.sum(1), torch.ones(len(shares))):
+        raise ValueError("these are no shares")
+    return F.mse_loss(shares, batch[1])
+
+
+def _counting(made: Any) -> None:
+    made.num_steps = 0
+    made.layers[-1] = nn.Sequential(nn.Linear(32, 4), nn.Softmax(1))
+
+
+def _with_early_optimizer(made: Any) -> None:
+    """One that makes states at once, before the strategy replaces the parameters."""
+    made.optimizer = torch.optim.Adagrad(made.parameters(), lr=0.1)
 
 
 class AnotherPath(TinyMLP):
@@ -220,41 +198,6 @@ class AnotherPath(TinyMLP):
         return F.mse_loss(x, targets)
 
 
-class _Shares(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).softmax(1)
-
-
-class ChecksItsBlocks(TinyMLP):
-    """Can't run on random outputs of blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[-1] = _Shares(32, 4)
-        self.num_steps = 0
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.num_steps += 1
-        shares = self(batch[0])
-        if not torch.allclose(shares.sum(1), torch.ones(len(shares))):
-            raise ValueError("these are no shares")
-        return F.mse_loss(shares, batch[1])
-
-
-class Settings(dict[str, int]):
-    """Its entries are set by its methods only."""
-
-
-class KeepsElsewhere(TinyMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.settings = Settings()
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.settings["num_steps"] = batch_idx + 1
-        return super().training_step(batch, batch_idx)
-
-
 class WithoutBlocks(L.LightningModule):
     """All its parameters are used by glue."""
 
@@ -269,14 +212,6 @@ class WithoutBlocks(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def _frozen() -> L.LightningModule:
-    return TinyMLP().requires_grad_(False)
-
-
-def _of_another_depth_on_each_rank() -> L.LightningModule:
-    return TinyMLP(num_layers=2 + dist.get_rank())
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -328,43 +263,47 @@ NO_GRAD = "a loss that does not require grad"
 
 MISUSES = {
     "manual optimization": Misuse(
-        ManualOptimization,
+        model(lambda made: setattr(made, "automatic_optimization", False)),
         "StepError",
-        "ManualOptimization uses manual optimization .* traced before there are optimizers",
+        "Model uses manual optimization .* traced before there are optimizers",
     ),
     "LBFGS": Misuse(
-        WithLBFGS, "StepError", "LBFGS steps all parameters together, or runs training_step several times per step"
+        model(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)),
+        "StepError",
+        "LBFGS steps all parameters together, or runs training_step several times per step",
     ),
     "gradient penalty": Misuse(
-        lambda: Step(penalty), "TraceError", rf"grad \(called at .*{HERE} penalty\) differentiates tensors of blocks"
+        model(training_step=penalty),
+        "TraceError",
+        rf"grad \(called at .*{HERE} penalty\) differentiates tensors of blocks",
     ),
     "optimizer made too early": Misuse(
-        EarlyOptimizer,
+        model(_with_early_optimizer, configure_optimizers=lambda self: self.optimizer),
         "StepError",
         r"Adagrad holds 12 parameters that are not the module's \(the first of shape \(32, 8\)\)",
         strategy={"zero": {"stage": 3}},
     ),
     "sync_batchnorm": Misuse(
-        lambda: WithNorm(nn.BatchNorm1d),
+        model(lambda made: made.layers.append(nn.BatchNorm1d(4))),
         "StepError",
-        r"Trainer\(sync_batchnorm=True\) for norm needs torch's SyncBatchNorm, which does not run on CPUs",
+        r"Trainer\(sync_batchnorm=True\) for layers.6 needs torch's SyncBatchNorm, which does not run on CPUs",
         strategy=DP,
         trainer={"sync_batchnorm": True},
     ),
     "SyncBatchNorm": Misuse(
-        lambda: WithNorm(nn.SyncBatchNorm),
+        model(lambda made: made.layers.append(nn.SyncBatchNorm(4))),
         "StepError",
-        "norm, a SyncBatchNorm, communicates inside of a block, but with pipeline_parallel_size=2",
+        "layers.6, a SyncBatchNorm, communicates inside of a block, but with pipeline_parallel_size=2",
     ),
-    "branch on data": Misuse(lambda: Forward(branch_on_data), "TraceError", "__bool__" + NEEDS),
-    "item in the middle": Misuse(lambda: Forward(item_in_the_middle), "TraceError", "item" + NEEDS),
+    "branch on data": Misuse(model(forward=branch_on_data), "TraceError", "__bool__" + NEEDS),
+    "item in the middle": Misuse(model(forward=item_in_the_middle), "TraceError", "item" + NEEDS),
     "wrong shape": Misuse(
-        lambda: Forward(wrong_shape),
+        model(forward=wrong_shape),
         "TraceError",
         rf"Block layers.1 at .*{HERE} wrong_shape failed on fake and on random tensors.*\(4x5 and 32x32\)",
     ),
     "reversible layers": Misuse(
-        lambda: Forward(reversible),
+        model(forward=reversible),
         "TraceError",
         rf"_Reversible \(called at .*{HERE} reversible\) is a torch.autograd.Function that gets the blocks layers.0,"
         " layers.1, ... and calls them by itself",
@@ -381,37 +320,39 @@ MISUSES = {
         r"training_step takes another path on pipeline stage 1 .*: its call 2 .* is layers.1 .* has relu",
     ),
     "counter of steps or of samples": Misuse(
-        ChecksItsBlocks,
+        model(_counting, training_step=checks_its_blocks),
         "StepError",
         r"the growth of self\.num_steps is 1, 1, 1, 1, \.\.\. in the microbatches of a batch, of 1, 1, 1, 1, \.\.\.",
         strategy={"pipeline_parallel_size": 2, "pipeline": {"num_microbatches": 8}},
     ),
     "container of another class": Misuse(
-        KeepsElsewhere, "StepError", r"A step changed what is in self\.settings, a Settings"
+        model(lambda made: setattr(made, "settings", Settings()), training_step=keeps_elsewhere),
+        "StepError",
+        r"A step changed what is in self\.settings, a Settings",
     ),
     "generation in a training step": Misuse(
-        lambda: Step(generates),
+        model(training_step=generates),
         "TraceError",
         rf"layers.0 was called after code that reads data of blocks \(__bool__ at .*{HERE} generates.*\), as"
         r" generate\(\) does .* Do it in a hook",
         only_rank=1,
     ),
     "no loss": Misuse(
-        lambda: Step(nothing), "StepError", "training_step returned NoneType, not a loss. Return a 0-d tensor"
+        model(training_step=nothing), "StepError", "training_step returned NoneType, not a loss. Return a 0-d tensor"
     ),
     "no loss after a while": Misuse(
-        lambda: Step(nothing_later), "StepError", "A step can't be skipped by returning None", strategy=DP
+        model(training_step=nothing_later), "StepError", "A step can't be skipped by returning None", strategy=DP
     ),
     "no loss after a while in a pipeline": Misuse(
-        lambda: Step(nothing_later), "StepError", "A step can't be skipped by returning None", only_rank=1
+        model(training_step=nothing_later), "StepError", "A step can't be skipped by returning None", only_rank=1
     ),
-    "detached loss": Misuse(lambda: Step(detached), "StepError", NO_GRAD),
-    "detached loss in data parallel": Misuse(lambda: Step(detached), "StepError", NO_GRAD, strategy=DP),
-    "all frozen": Misuse(_frozen, "StepError", NO_GRAD),
+    "detached loss": Misuse(model(training_step=detached), "StepError", NO_GRAD),
+    "detached loss in data parallel": Misuse(model(training_step=detached), "StepError", NO_GRAD, strategy=DP),
+    "all frozen": Misuse(model(lambda made: made.requires_grad_(False)), "StepError", NO_GRAD),
     "lazy layer": Misuse(
-        lambda: WithLayer(0, lambda: nn.LazyLinear(32)),
+        model(lambda made: made.layers.insert(0, nn.LazyLinear(8))),
         "StepError",
-        "layers.0.weight of WithLayer has no shape yet",
+        "layers.0.weight of Model has no shape yet",
         strategy=DP,
     ),
     "no blocks": Misuse(
@@ -420,7 +361,7 @@ MISUSES = {
         r"2 pipeline stages: the model has only 0 calls of blocks to share out \(none\)",
     ),
     "another model on each rank": Misuse(
-        _of_another_depth_on_each_rank,
+        lambda: TinyMLP(num_layers=2 + dist.get_rank()),
         "PlanError",
         r"where rank 0 has layers.3.weight \(4, 32\) torch.float32, rank 1 has layers.3.0.weight \(32, 32\)",
     ),
