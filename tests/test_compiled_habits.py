@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.law.models.compiled import WIDTH, Drawing
+from tests.law.models.compiled import WIDTH, Drawing, Habits
 from tests.models import Regression, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
@@ -80,7 +80,7 @@ def _trained(layout: Layout | None, model: Callable[[], L.LightningModule]) -> t
     return whole_state(trainer), [str(w.message) for w in caught if "compile.enabled" in str(w.message)]
 
 
-@pytest.mark.parametrize("model", [partial(Net, Drawing), Twice])
+@pytest.mark.parametrize("model", [Habits, partial(Net, Drawing), Twice])
 def test_compiled_blocks_do_it_as_eager_ones(workers: WorkerPools, model: Callable[[], L.LightningModule]) -> None:
     ((plain, _),) = workers(1).run(_trained, None, model)
     ((found, told),) = workers(1).run(_trained, Layout(compile_backend="aot_eager"), model)

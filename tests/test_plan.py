@@ -6,7 +6,6 @@ import io
 import logging
 import random
 import re
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -54,30 +53,6 @@ class Chain(L.LightningModule):
         for layer in [self.layers[0]] * (self.calls_of_first - 1) + list(self.layers):
             x = layer(x)
         return x.mean()
-
-
-class Sleeper(nn.Module):
-    """Takes a while forward and twice as long backward."""
-
-    def __init__(self, milliseconds: float) -> None:
-        super().__init__()
-        self.seconds = milliseconds / 1000
-        self.weight = nn.Parameter(torch.ones(()))
-        self.register_buffer("num_calls", torch.zeros(()))
-        self.last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds)
-        torch.rand(())
-        self.num_calls += 1
-        self.last = x
-        y = x * self.weight
-        if y.requires_grad and not isinstance(y, torch._subclasses.FakeTensor):
-            y.register_hook(lambda gradient: time.sleep(2 * self.seconds))
-        return y
-
-    def extra_repr(self) -> str:
-        return f"{self.seconds}"
 
 
 def _example(module: L.LightningModule) -> Any:
@@ -181,15 +156,6 @@ def test_among_equally_slow_cuts_the_fewest_bytes_cross() -> None:
     plan = _plan(chain, "uniform", pp=3)  # one stage has two calls, and it can be any
     assert _stages(plan) == [["layers.0", "layers.1"], ["layers.2"], ["layers.3"]]
     assert [(stage.num_sent, stage.bytes_sent) for stage in plan.stages] == [(1, 4 * 2 * 4), (1, 4 * 6 * 4), (0, 0)]
-
-
-def test_time_is_measured_forward_and_backward() -> None:
-    chain = Chain(nn.Linear(8, 8), Sleeper(4), Sleeper(4), Sleeper(12))  # parameters would cut after the Linear
-    plan = _plan(chain, "time")
-    assert _stages(plan) == [["layers.0", "layers.1", "layers.2"], ["layers.3"]]
-    assert plan.load_unit == "nanoseconds"
-    assert plan.stages[0].load > 2 * 12e6, "4 ms forward and 8 ms backward, twice"
-    assert plan.stages[1].load > 36e6
 
 
 def _meta(*shape: int, requires_grad: bool = True) -> TensorMeta:
