@@ -6,6 +6,7 @@ import copy
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.selective import is_costly
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.dense_compiler import DenseCompiler
-from lightning_3d.torch_internals.dynamo import modules_watched
+from lightning_3d.torch_internals.dynamo import compiled, modules_watched
 from lightning_3d.trace.interception import Router
 from lightning_3d.waits import CountedWait, not_told
 from tests.models import Block, TinyGPT
@@ -134,3 +136,68 @@ def test_copies_run_eagerly() -> None:
         torch.manual_seed(1)
         assert torch.equal(found, type(copied).forward(copied, x))
     assert not any("_orig_mod" in name for name in block.state_dict())
+
+
+# ----------------------------------------------------------------------------------------------------- recomputation
+
+
+def _kept(function: Callable[[Tensor], Tensor], weights: list[Tensor], x: Tensor) -> tuple[int, Tensor]:
+    """Bytes that a forward keeps beside weights, and the gradient of its input."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    torch.manual_seed(1)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = function(x)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x)
+    return sum(size for at, size in kept.items() if at not in {weight.data_ptr() for weight in weights}), gradient
+
+
+def test_compiled_code_keeps_what_selective_recomputation_does() -> None:
+    """The input; queries, keys, values; attention, its logsumexp, its projection; the first result of the MLP."""
+    torch.manual_seed(0)
+    block, x = Block(32, 4), torch.randn(2, 16, 32, requires_grad=True)
+    compile_it = partial(compiled, block.forward, backend="aot_eager", mode="default", compiling=nullcontext)
+    _, gradient = _kept(block, list(block.parameters()), x)
+    kept, found = _kept(compile_it(is_kept=is_costly), list(block.parameters()), x)
+    torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-5)
+    assert x.nbytes < kept <= x.nbytes * (1 + 3 + 1 + 1 / 8 + 1 + 4)  # a logsumexp per head of 8 channels
+    assert _kept(compile_it(), list(block.parameters()), x)[0] > 1.2 * kept
+
+
+class Looking(Block):
+    """Its control flow depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _note_eager(x)
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+SELECTIVE = {"recompute": "selective"}
+
+
+def test_blocks_that_run_eagerly_are_recomputed_eagerly(workers: WorkerPools) -> None:
+    run, model = partial(workers(2).run, _trained), partial(DroppingGPT, Looking)
+    plain, recomputed = run(Layout(tp=2), model), run(Layout(tp=2, activations=SELECTIVE), model)
+    found = run(Layout(tp=2, compile_backend="aot_eager", activations=SELECTIVE), model)
+    assert_same_state([state for state, _, _ in found], plain[0][0])
+    assert recomputed[0][1] > 1.5 * plain[0][1] > 0
+    assert found[0][1] >= recomputed[0][1], "each forward runs again in its backward"
+    assert len(found[0][2]) == 1, "one warning"
+
+
+def _trained_in_64(layouts: list[Layout]) -> list[dict[str, Tensor]]:
+    return [_trained(layout, DroppingGPT, {"precision": "64-true"})[0] for layout in layouts]
+
+
+def test_a_recomputation_has_the_default_dtype_of_its_forward(workers: WorkerPools) -> None:
+    again = [Layout(activations={"recompute": "full"}), Layout(compile_backend="aot_eager", activations=SELECTIVE)]
+    ((plain, *found),) = workers(1).run(_trained_in_64, [Layout(), *again])
+    assert_same_state(found, plain)

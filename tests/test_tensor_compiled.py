@@ -133,148 +133,83 @@ def test_every_way_to_run_a_block_gives_its_values(workers: WorkerPools) -> None
 # ------------------------------------------------------------------------------------------------------ fallbacks
 
 
-class Looking(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        if float(x[0, 0, 0]) == 0.0:
-            return x
-        return super().forward(x)
-
-
-class Hiding(Block):
-    """Has a weight in a list."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__(width, num_heads)
-        self.hidden = [torch.full((32,), 2.0, requires_grad=True)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.hidden[0])
-
-
-class Leaving(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = x.mean()
-        return super().forward(x)
-
-
-class Counting(Block):
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__(width, num_heads)
-        self.counts = [0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.counts[0] += 1
-        return super().forward(x)
-
-
-class Overwriting(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(2.0))
-
-
-class Clipping(Block):
-    """Changes a weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.norm1.weight.data.clamp_(0.0, 0.5)
-        return super().forward(x)
-
-
-class Communicating(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        total = x.detach().clone()
-        dist.all_reduce(total)
-        return super().forward(x + total / dist.get_world_size())
-
-
-class Returning(Block):
-    """Returns an object that torch's pytrees do not know."""
-
-    def forward(self, x: Tensor) -> Any:
-        return {"x": super().forward(x), "by": self}
-
-
-class Hooked(Block):
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__(width, num_heads)
-        self.mlp.register_forward_hook(lambda module, args, output: output * 2.0)
-
-
-class Taking(Block):
-    """Appends to a list that it is given."""
-
-    def forward(self, x: Tensor, kept: list[Tensor] | None = None) -> Tensor:
-        if kept is not None:
-            kept.append(x)
-        return super().forward(x)
-
-
 class Cache:
     """Nothing that torch's pytrees know."""
 
     scale = 2.0
 
 
-class Cached(Block):
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        return super().forward(x * (cache.scale if cache is not None else 1.0))
+def _summed(x: Tensor) -> Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total)
+    return x + total / dist.get_world_size()
 
 
-class Sampling(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.bernoulli(x.sigmoid()))
+def _seeding(self: Block, x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return Block.forward(self, F.dropout(x, 0.5))
 
 
-class Skipping(Block):
-    """Stochastic depth, decided in Python."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.rand(()) < 0.5 else super().forward(x)
-
-
-class Playing(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * random.random() + np.random.rand())
-
-
-class Seeding(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(7)
-            return super().forward(F.dropout(x, 0.5))
-
-
-class OfItsOwn(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.rand((), generator=torch.Generator().manual_seed(3)))
-
-
-REASONS: dict[type[Block], str] = {
-    Sampling: "aten.bernoulli.default draws random numbers that depend on values of tensors",
-    Skipping: "reads the value of a tensor",
-    Playing: "random numbers of Python or NumPy",
-    Seeding: "or seeds generators",
-    OfItsOwn: "from a generator of its own",
-    Looking: "reads the value of a tensor",
-    Hiding: "neither its arguments nor its modules hold",
-    Leaving: "changes the attributes ['last']",
-    Counting: "changes the attributes ['counts']",
-    Overwriting: "changes its arguments in place",
-    Clipping: "changes its parameters",
-    Communicating: "communicates in place",
-    Returning: "returns a Returning",
-    Hooked: "Sequential inside of it has hooks",
-    Taking: "changes a list or dict among its arguments",
-    Cached: "an argument is a Cache",
+ODD: dict[str, tuple[Callable[..., Any], str]] = {
+    "Looking": (lambda self, x: Block.forward(self, x if float(x[0, 0, 0]) else 2 * x), "reads the value of a tensor"),
+    "Hiding": (lambda self, x: Block.forward(self, x * self.hidden[0]), "neither its arguments nor its modules hold"),
+    "Leaving": (
+        lambda self, x: Block.forward(self, setattr(self, "last", x.mean()) or x),
+        "changes the attributes ['last']",
+    ),
+    "Counting": (
+        lambda self, x: Block.forward(self, self.counts.append(0) or x),
+        "changes the attributes ['counts']",
+    ),
+    "Overwriting": (lambda self, x: Block.forward(self, x.mul_(2.0)), "changes its arguments in place"),
+    "Clipping": (
+        lambda self, x: (self.norm1.weight.data.clamp_(0.0, 0.5), Block.forward(self, x))[1],
+        "changes its parameters",
+    ),
+    "Communicating": (lambda self, x: Block.forward(self, _summed(x)), "communicates in place"),
+    "Returning": (lambda self, x: {"x": Block.forward(self, x), "by": self}, "returns a Returning"),
+    "Hooked": (lambda self, x: Block.forward(self, x), "Sequential inside of it has hooks"),
+    "Taking": (
+        lambda self, x, kept=None: Block.forward(self, x if kept is None else kept.append(x) or x),
+        "changes a list or dict among its arguments",
+    ),
+    "Cached": (
+        lambda self, x, cache=None: Block.forward(self, x if cache is None else x * cache.scale),
+        "an argument is a Cache",
+    ),
+    "Sampling": (
+        lambda self, x: Block.forward(self, x * torch.bernoulli(x.sigmoid())),
+        "aten.bernoulli.default draws random numbers that depend on values of tensors",
+    ),
+    "Skipping": (lambda self, x: x if torch.rand(()) < 0.5 else Block.forward(self, x), "reads the value of a tensor"),
+    "Playing": (
+        lambda self, x: Block.forward(self, x * random.random() + np.random.rand()),
+        "random numbers of Python or NumPy",
+    ),
+    "Seeding": (_seeding, "or seeds generators"),
+    "OfItsOwn": (
+        lambda self, x: Block.forward(self, x * torch.rand((), generator=torch.Generator().manual_seed(3))),
+        "from a generator of its own",
+    ),
 }
+"""Class of a block -> its forward, and why it is not compiled."""
+
+
+def _odd(name: str) -> Any:
+    torch.manual_seed(0)
+    block: Any = type(name, (Block,), {"forward": ODD[name][0]})(32, 4)
+    block.hidden, block.counts = [torch.full((32,), 2.0, requires_grad=True)], []
+    if name == "Hooked":
+        block.mlp.register_forward_hook(lambda module, args, output: output * 2.0)
+    return block
 
 
 def _fallbacks() -> dict[str, list[str]]:
-    """Class of block -> what is told of two calls, which give and leave behind what those of the dense block do."""
+    """Class of block -> what is told of calls, which give and leave behind what those of the dense block do."""
     found = {}
-    for make in REASONS:
-        torch.manual_seed(0)
-        dense, inputs = make(32, 4), torch.randn(SHAPE)
+    for name in ODD:
+        dense, inputs = _odd(name), torch.randn(SHAPE)
         compiler, block = BlockCompiler(_mesh(), AOT_EAGER), copy.deepcopy(dense)
         plan = plan_block(Block(32, 4), (inputs,), {}, size=2)  # it would not be found for all of them
         apply_block(block, plan, _mesh(), compiler=compiler)
@@ -283,23 +218,23 @@ def _fallbacks() -> dict[str, list[str]]:
             warnings.simplefilter("always")
             for each in (dense, block):
                 kept: list[Tensor] = []
-                more = {Taking: (kept,), Cached: (Cache(),)}.get(make, ())
+                more = {"Taking": (kept,), "Cached": (Cache(),)}.get(name, ())
                 for seeded in (torch.manual_seed, random.seed, np.random.seed):
                     seeded(1)
                 results = [each(inputs.clone(), *more) for _ in range(3)]
                 outputs.append(torch.stack([one["x"] if isinstance(one, dict) else one for one in results]))
-                left.append((len(kept), getattr(each, "counts", None)))
-        assert (compiler.num_compiled, left[0]) == (0, left[1]), make
+                left.append((len(kept), each.counts))
+        assert (compiler.num_compiled, left[0]) == (0, left[1]), name
         torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
-        found[make.__name__] = [str(one.message) for one in caught if "compile.enabled" in str(one.message)]
+        found[name] = [str(one.message) for one in caught if "compile.enabled" in str(one.message)]
     return found
 
 
 def test_what_can_not_be_compiled_runs_eagerly_and_says_why(workers: WorkerPools) -> None:
     first, second = workers(2).run(_fallbacks)
-    for make, reason in REASONS.items():
-        (told,) = first[make.__name__]
-        assert f"compile.enabled: {make.__name__} runs eagerly" in told
+    for name, (_, reason) in ODD.items():
+        (told,) = first[name]
+        assert f"compile.enabled: {name} runs eagerly" in told
         assert reason in told, told
     assert not any(second.values())
 
