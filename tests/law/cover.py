@@ -148,6 +148,7 @@ PINNED = (
     Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
     Case("drops", "tp2", "sequence"),  # what is drawn lies in slices
     Case("drops", "tp2", "compiled"),
+    Case("noise", "tp2", "compiled"),  # numbers of many kinds are drawn ahead
     Case("drops", "tp2", "selective"),
     Case("experts", "tp2", "sequence"),
     Case("odd-matrices", "tp2", "plain", "hooks"),  # gradients that are one tensor to autograd

@@ -127,7 +127,7 @@ def mixtures() -> dict[str, nn.Module]:
 
 
 def drops() -> dict[str, nn.Module]:
-    classes = (d.Heads, d.Masked, d.Grouped, d.SharedHead, d.ByHand, d.Permuted, d.Channels, d.InPlace, d.Noisy)
+    classes = (d.Heads, d.Masked, d.Grouped, d.SharedHead, d.ByHand, d.Permuted, d.Channels, d.InPlace)
     return {
         **{block_class.__name__: block_class() for block_class in classes},
         "of_torch": d.OfTorch(need_weights=False),
@@ -206,6 +206,7 @@ MODELS = {
     ),
     "experts": _row(mixtures, traits=COUPLED, skips=IN_HALVES | LOOPS, lr=0.02),
     "drops": _row(drops, traits=DRAWS),
+    "noise": _row(lambda: {"noisy": d.Noisy()}, traits=DRAWS, alike="drops"),
     "convolutions": _row(
         images, a.images, partial(nn.Conv2d, 3, 16, 4, 4), Images, traits=NORMS, skips=IN_HALVES, lr=0.02
     ),
