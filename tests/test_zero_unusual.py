@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from lightning_3d.distributed.mesh import MeshShape, build_mesh
 from lightning_3d.zero.plain_parameters import PlainParameters
 from tests.models import TinyMLP, features
-from tests.optimizers import Lamb
+from tests.optimizers import FlatStep, Lamb
 from tests.parity import Layout, fitted
 from tests.workers import WorkerError, WorkerPools
 
@@ -80,6 +82,29 @@ def test_a_step_that_fails_on_the_owner_fails_everywhere(workers: WorkerPools) -
     assert first == second == 1
     for value, other in zip(values, others, strict=True):
         assert torch.equal(value, other)
+
+
+class Flat(TinyMLP):
+    """Its optimizer counts in a state of one element."""
+
+    def configure_optimizers(self) -> Any:
+        return FlatStep(self.parameters())
+
+
+def _save_and_resume(first: Layout, second: Layout) -> None:
+    path = Path("flat.ckpt")
+    for epochs, layout in enumerate((first, second), 1):
+        one_file = replace(layout, save_distributed_checkpoint=False)
+        trainer, _ = fitted(one_file, Flat, data=features, epochs=epochs, ckpt_path=path if epochs > 1 else None)
+        trainer.save_checkpoint(path)
+    if trainer.is_global_zero:
+        saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+        assert all(values["step"].tolist() == [8.0] for values in saved.values())
+        assert {tuple(values["average"].shape) for values in saved.values()} >= {(4,), (4, 32), (32, 8)}
+
+
+def test_states_of_one_element_are_saved(workers: WorkerPools) -> None:
+    workers(2).run(_save_and_resume, Layout(dp=2, zero=0), Layout(dp=2, zero=2))
 
 
 def _launched_before_the_end(layout: Layout) -> list[bool]:

@@ -272,15 +272,7 @@ class CallsOutside(Noting):
 
 
 class Gradients(Noting):
-    """Notes how large gradients are after each backward, which are there later, and weights in a hook of the step."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.optimizers[0].register_step_post_hook(self._stepped)
-
-    @torch.no_grad()
-    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        (group, *_) = optimizer.param_groups
-        self.note("weights", nn.utils.get_total_norm(group["params"]))
+    """Notes how large gradients are, in all and of some parameters, after each backward."""
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         norm = nn.utils.clip_grad_norm_(pl_module.parameters(), 1e9)
@@ -319,7 +311,8 @@ class ChangesOptimizers(L.Callback):
         if trainer.global_step == 1 and self.num_changes == 0:
             optimizer.add_param_group({"params": parameters[1::2], "lr": 0.5 * lr})
             self.num_changes = 1
-        if trainer.global_step == 2 and self.num_changes == 1 and number % 2:  # gradients may have accumulated
+        is_last = (number + 1) % trainer.accumulate_grad_batches == 0  # gradients may have accumulated
+        if trainer.global_step == 2 and self.num_changes == 1 and is_last:
             trainer.strategy.optimizers = [torch.optim.SGD(parameters, lr=lr, momentum=0.5)]
             self.num_changes = 2
 
@@ -369,7 +362,14 @@ class ByHand(L.Callback):
 
 
 class Reads(Noting):
-    """Reads parameters as wholes between steps, in ways that users do."""
+    """Reads parameters as wholes between steps and in a hook of the optimizer's, in ways that users do."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.optimizers[0].register_step_post_hook(self._stepped)
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.note("stepped", nn.utils.get_total_norm(optimizer.param_groups[0]["params"]))
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
