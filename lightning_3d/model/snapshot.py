@@ -4,7 +4,8 @@ not stay.
 Covers attributes that are set or removed (parameters, buffers, hooks and training flags among them), what changes in
 the lists, dicts, sets and deques that they refer to, however deep, and the data of buffers and plain tensors. Tensors
 in lists are results of earlier steps, whose data is not kept. ``preserved`` also covers attributes of objects of the
-author's own classes (an agent, a buffer). What changes inside of other objects stays changed.
+author's own classes (an agent, a buffer), and random generators among the attributes of modules. What changes inside of
+other objects stays changed.
 
 Only what changed is touched, and by the methods of the built-in classes: a frozen dict refuses its own ``update``.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_3d.distributed.generator_states import generators_of, set_state, state_of
 from lightning_3d.torch_internals.modules import BUFFERS
 from lightning_3d.torch_internals.tensors import version_of
 
@@ -207,6 +209,7 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
     """
     untouched = {id(inner) for outer in without_data for inner in outer.modules()}
     modules = list(module.modules())
+    states = [(generator, state_of(generator)) for generator in generators_of(modules)]
     snapshots = [
         Snapshot((inner for inner in modules if id(inner) not in untouched), package=_package_of(type(module))),
         Snapshot((inner for inner in modules if id(inner) in untouched), with_data=False),
@@ -216,6 +219,8 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
     finally:
         for snapshot in snapshots:
             snapshot.restore(unseen=True)
+        for generator, state in states:
+            set_state(generator, state)
 
 
 def _package_of(cls: type) -> str:
