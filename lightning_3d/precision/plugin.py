@@ -233,6 +233,18 @@ class ThreeDPrecision(Precision):
                     )
                 raise
 
+    @contextmanager
+    def dtype_of_steps(self) -> Iterator[None]:
+        """Have constants made in the dtype that steps make them in, where blocks are run without autocast."""
+        before = torch.get_default_dtype()
+        with self.forward_context():
+            dtype = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
     def _computing(self) -> AbstractContextManager[Any]:
         if self.precision not in _AUTOCAST:
             return self._lightnings.forward_context()

@@ -22,14 +22,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_3d.activations.collective_mode import collective
 from lightning_3d.errors import PlanError
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import Parts, Sharded
+from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.dtensor import local_tensor, spec_of
 from lightning_3d.torch_internals.tensors import count_as_parameter, is_referred_to
+from lightning_3d.zero.outside_reads import ShardedParameter
 
 
 def refuse_second_order(what: str) -> None:
@@ -217,11 +218,11 @@ class _OwnShard(torch.autograd.Function):
 def own_shard(tensor: DTensor) -> Tensor:
     """The local part of a sharded or replicated tensor; its gradient is that part of the tensor's gradient.
 
-    ZeRO stage 3 answers for parameters of which each replica has a share, as it does for functions of torch.
+    Parameters of which ZeRO stage 3 has left each replica a share are gathered for it.
     """
-    if has_torch_function_unary(tensor):
-        part: Tensor = handle_torch_function(own_shard, (tensor,), tensor)
-        return part
+    if isinstance(tensor, ShardedParameter):
+        with DisableTorchFunction():
+            tensor = tensor.gathered()
     local = _apply(_OwnShard, tensor)
     if isinstance(tensor, nn.Parameter):
         count_as_parameter(local)  # what a block's code finds is an nn.Parameter to it

@@ -152,7 +152,7 @@ def make_parallel(
     generators = Generators(device)  # user code that runs before training draws no numbers of it
     with wait(f"Tracing {step.name}"), generators.preserved():
         observed = observer.observe(config, mesh.shape)
-    with wait("Planning"), generators.preserved():  # on one rank alone
+    with wait("Planning"), generators.preserved(), precision.dtype_of_steps():  # on one rank alone
         plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device, wait), device)
     blocks = plan.blocks_in(module)
     if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
@@ -165,7 +165,7 @@ def make_parallel(
     set_device(module, device=device)
     if mesh.shape.tp > 1:
         compiler = BlockCompiler(mesh.axis("tp"), config.compile, compiling) if config.compile.enabled else None
-        with generators.preserved():
+        with generators.preserved(), precision.dtype_of_steps():
             if config.tensor.verify:
                 plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiler, wait)
         apply_blocks(plan, module, blocks, mesh, device, compiler)

@@ -81,6 +81,12 @@ class ShardedParameter(DTensor):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    def gathered(self) -> DTensor:
+        """What steps compute with, where tensor parallel shards it, too."""
+        full = _whole_of(self).reads.full(self)
+        assert isinstance(full, DTensor)
+        return full
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with DisableTorchFunctionSubclass():
             copied = nn.Parameter(self.detach().clone(), self.requires_grad)

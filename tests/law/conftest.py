@@ -19,8 +19,6 @@ _DECAYS = (
     "parameters whose outputs cross to the next stage but not into the loss get zeros, not None, and weights decay"
 )
 
-_CONSTANTS = "proofs of 64-true do not make constants in float64, as steps do: blocks with some stay dense"
-
 _GATHERED = (
     "a linear layer on data gathers its input again in the backward, with sequence parallel, which is in no plan"
 )
@@ -30,7 +28,6 @@ _RECOMPUTED = "what a checkpoint inside of a block gathers again, with sequence 
 KNOWN = {
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
-    "odd-views.*tp*.double.*": _CONSTANTS,
     "linear-on-data.tp*.sequence*": _GATHERED,
     "odd-gpt.tp*.sequence*": _RECOMPUTED,
 }

@@ -230,7 +230,8 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
         run.checkpoint = _read(Path(saved))
     if isinstance(trainer.strategy, ThreeDStrategy):
         run.plan = trainer.strategy.plan
-        run.sent = inputs.sent(run.plan) if inputs else {}
+        with trainer.precision_plugin.dtype_of_steps():
+            run.sent = inputs.sent(run.plan) if inputs else {}
         dist.barrier()  # rank 0 reads, and the folder of the run is removed
 
 
