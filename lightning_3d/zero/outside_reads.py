@@ -82,7 +82,7 @@ class ShardedParameter(DTensor):
             return func(*args, **kwargs)
 
     def gathered(self) -> DTensor:
-        """What steps compute with, where tensor parallel shards it, too."""
+        """The values that steps compute with, where tensor parallel shards it, too."""
         full = _whole_of(self).reads.full(self)
         assert isinstance(full, DTensor)
         return full
