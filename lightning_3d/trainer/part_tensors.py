@@ -25,7 +25,6 @@ from torch.distributed.tensor.experimental import implicit_replication
 from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.errors import StepError
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.collectives import own_shard
 from lightning_3d.tensor.placement import Parts, marked
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import named_state
@@ -87,9 +86,6 @@ class PartTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is own_shard:  # of a block that is recomputed in the backward, where users' functions see wholes
-            with DisableTorchFunctionSubclass():
-                return own_shard(*args)
         return _answer(func, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
