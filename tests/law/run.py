@@ -196,7 +196,8 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
     callbacks = habit.callbacks()
     if layout is not None and not job.sees_gradients:
         layout = replace(layout, zero_settings={"show_gradients": False, **layout.zero_settings})
-    inputs = BlockInputs() if layout is not None and case.measures_sent else None
+    is_measured = layout is not None and case.measures_sent and layout.tp == layout.world_size  # not where it began
+    inputs = BlockInputs() if is_measured else None
     trainer = L.Trainer(
         **{"enable_checkpointing": False, **QUIET, **habit.trainer()},
         devices=1 if layout is None else layout.world_size,
