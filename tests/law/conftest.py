@@ -25,9 +25,14 @@ _GATHERED = (
 
 _RECOMPUTED = "what a checkpoint inside of a block gathers again, with sequence parallel, is in no plan"
 
+_LATE = (
+    "at ZeRO stage 3, gradients of blocks before one that takes gradients in its forward come after on_after_backward"
+)
+
 KNOWN = {
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
+    "odd-gpt.*zero3.*.hooks": _LATE,
     "linear-on-data.tp*.sequence*": _GATHERED,
     "odd-gpt.tp*.sequence*": _RECOMPUTED,
 }
