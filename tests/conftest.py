@@ -60,6 +60,11 @@ class _Scheduling(LoadFileScheduling):
         return nodeid if "::test_law[" in nodeid else super()._split_scope(nodeid)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cases of the law are last, so that the processes that share out the tests end together."""
+    items.sort(key=lambda item: "::test_law[" in item.nodeid)
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported out of searches for garbage, of which every run makes some."""
     gc.freeze()
