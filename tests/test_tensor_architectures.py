@@ -89,7 +89,6 @@ TABLE = {
     "qwen2-moe": Row(blocks={"Qwen2MoeDecoderLayer": Expected(forward=3, backward=4)}),
     "llama4": Row(blocks={"Llama4TextDecoderLayer": SHARED_EXPERT}),
     "gpt-oss": Row(blocks={"GptOssDecoderLayer": OPTIMUM}),
-    "odd-gpt": Row(blocks={"unread": OPTIMUM}),  # nothing reads its second output
     "bert": Row(blocks={"BertLayer": OPTIMUM}, sizes=(2, 4)),
     "deberta-v2": Row(blocks={"DebertaV2Layer": Expected(backward=3)}),
     "distilbert": Row(blocks={"TransformerBlock": OPTIMUM}),
