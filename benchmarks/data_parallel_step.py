@@ -57,6 +57,11 @@ class Clock(L.Callback):
         """A batch has come."""
         self._starts.append(time.perf_counter())
 
+    @property
+    def num_batches(self) -> int:
+        """Batches that have come so far."""
+        return len(self._starts)
+
     def on_train_batch_start(self, *args: Any) -> None:
         """As Lightning calls it."""
         self.tick()

@@ -1,11 +1,11 @@
-"""Tokens per second, model FLOPs utilisation and peak memory of a Llama by mode of recomputation, on one device.
+"""Tokens per second, model FLOPs utilisation and peak memory of a Llama by what is kept where, on one device.
 
     python -m benchmarks.llama_step                                     1.2 B parameters, for an accelerator of 80 GB
     python -m benchmarks.llama_step --compiled true
     python -m benchmarks.llama_step --width 128 --num_layers 2 --vocabulary 512 --batch 4 --length 128     for a CPU
 
-A Llama of `transformers` with random weights in bf16-mixed, AdamW. ``auto`` gets as budget the middle between the peaks
-of ``none`` and ``full``. Every mode trains for some steps of the Trainer; the step is the median of those after the
+A Llama of `transformers` with random weights in bf16-mixed, AdamW, with a plain Trainer and with this strategy. ``auto``
+gets as budget the middle between the peaks of ``none`` and ``full``. Every mode trains for some steps of the Trainer; the step is the median of those after the
 first, from one batch to the next, the device waited for. The FLOPs of a token are 6 for each weight of a matrix
 product, and 6 x layers x length x width for causal attention (Chowdhery et al. 2022, appendix B): what is computed
 again does not count. Those that the device could make are Lightning's figures; on devices that it does not know there
@@ -14,6 +14,7 @@ is no utilisation. The peak is what torch's allocator has handed out at once, at
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import lightning as L
@@ -34,6 +35,11 @@ from lightning_3d.callbacks import MemoryTable
 
 WARM_UP, LARGE = 4, 1e4
 GIB = 2**30
+MODES: dict[str, dict[str, Any]] = {
+    "activations offloaded": {"activations": {"recompute": "none", "offload": True}},
+    "optimizer offloaded": {"zero": {"offload_optimizer": "cpu"}},
+}
+"""Settings of the strategy by what they are called in the table."""
 
 
 class Llama(L.LightningModule):
@@ -57,28 +63,34 @@ class Llama(L.LightningModule):
 
 
 class WaitingClock(Clock):
-    """Waits for the device at each batch."""
+    """Waits for the device at each batch, and has its allocator begin anew at the second."""
 
     def tick(self) -> None:
         """A batch has come."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
+            if self.num_batches == 1:
+                torch.accelerator.reset_peak_memory_stats()
         super().tick()
 
 
-def trained(
-    strategy: ThreeDStrategy, config: dict[str, Any], batches: DataLoader[Any], precision: str
-) -> tuple[float, int, str, Llama]:
-    """Seconds of a step, bytes at most, what is recomputed, and the model."""
-    torch.manual_seed(0)
-    model, clock = Llama(config), WaitingClock(WARM_UP)
-    callbacks, settings = (clock, MemoryTable()), {"accelerator": "auto", "precision": precision}
-    quiet_trainer(strategy, 1, len(batches), *callbacks, **settings).fit(model, batches)
-    (row,) = strategy.plan.memory
-    assert row.measured is not None
+def trained(strategy: ThreeDStrategy | str, model: Llama, batches: DataLoader[Any], precision: str) -> tuple[float, int]:
+    """Seconds of a step, and bytes at most, which a plain Trainer on CPUs does not know."""
+    clock = WaitingClock(WARM_UP)
+    callbacks = (clock, *((MemoryTable(),) if isinstance(strategy, ThreeDStrategy) else ()))
+    settings: dict[str, Any] = {"accelerator": "auto", "precision": precision}
+    quiet_trainer(strategy, 1, len(batches), *callbacks, **settings).fit(deepcopy(model), batches)
+    if torch.accelerator.is_available():
+        return clock.seconds(), torch.accelerator.max_memory_allocated()
+    return clock.seconds(), 0 if isinstance(strategy, str) else strategy.plan.memory[0].measured or 0
+
+
+def recomputed(strategy: ThreeDStrategy | str) -> str:
+    """How many blocks are recomputed, and how."""
+    if isinstance(strategy, str):
+        return ""
     modes = [block.recompute for block in strategy.plan.blocks if block.is_recomputed]
-    counted = ", ".join(f"{modes.count(mode)} {mode}" for mode in dict.fromkeys(modes)) or "nothing"
-    return clock.seconds(), row.measured, counted, model
+    return ", ".join(f"{modes.count(mode)} {mode}" for mode in dict.fromkeys(modes)) or "nothing"
 
 
 def main(
@@ -111,14 +123,18 @@ def main(
         "num_key_value_heads": num_key_value_heads,
         "max_position_embeddings": length,
     }
-    table = Table("recompute", "recomputed blocks", "ms", "of none", "tokens / s", "MFU", "peak GiB")
+    table = Table("strategy", "recomputed blocks", "ms", "of plain", "tokens / s", "MFU", "peak GiB")
+    torch.manual_seed(0)
+    model = Llama(config)
     peaks: dict[str, int] = {}
     first = 0.0
-    for mode in ("none", "selective", "full", "auto"):
+    for mode in ("plain", "none", "selective", "full", "auto", *MODES):
         budget = sum(peaks[m] for m in ("none", "full")) / 2 / GIB if mode == "auto" else LARGE
-        strategy = ThreeDStrategy(activations={"recompute": mode, "budget": budget}, compile={"enabled": compiled})
+        settings = MODES.get(mode, {"activations": {"recompute": mode, "budget": budget}})
+        is_plain = mode == "plain"
+        strategy = "auto" if is_plain else ThreeDStrategy(**settings, compile={"enabled": compiled})
         batches = random_tokens(WARM_UP + steps, batch, length, vocabulary)
-        seconds, peaks[mode], counted, model = trained(strategy, config, batches, precision)
+        seconds, peaks[mode] = trained(strategy, model, batches, precision)
         first = first or seconds
         rate = batch * length / seconds
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
@@ -132,7 +148,7 @@ def main(
             utilisation,
             f"{peaks[mode] / GIB:.2f}",
         )
-        table.add_row(mode, counted, *row)
+        table.add_row(mode, recomputed(strategy), *row)
     num = sum(p.numel() for p in model.parameters())
     table.title = f"{num / 1e6:,.0f} M parameters, {batch} x {length} tokens, {precision}, {_device()}"
     Console(width=120).print(table)

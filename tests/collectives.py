@@ -140,6 +140,6 @@ def _sent(plan: BlockTensorPlan, block: nn.Module, args: tuple[Any, ...], kwargs
     with Collectives() as backward:
         if not inputs or not outputs:  # a block without anything to train
             return forward.sent, backward.sent
-        gradients = [torch.ones(output.shape, dtype=output.dtype) for output in outputs]
+        gradients = [torch.ones(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
         torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
     return forward.sent, backward.sent

@@ -57,7 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 class _Scheduling(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid if "::test_law[" in nodeid else super()._split_scope(nodeid)
+        is_alone = "::test_law[" in nodeid or nodeid.startswith("tests/gpu/")
+        return nodeid if is_alone else super()._split_scope(nodeid)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -51,7 +51,7 @@ def ignoring_one(outputs: Outputs, labels: Tensor) -> Tensor:
 
 
 def class_weighted(outputs: Outputs, labels: Tensor) -> Tensor:
-    return _flat(outputs, labels.clamp(min=0), weight=torch.linspace(0.5, 3, CLASSES))
+    return _flat(outputs, labels.clamp(min=0), weight=torch.linspace(0.5, 3, CLASSES, device=labels.device))
 
 
 def selected(outputs: Outputs, labels: Tensor) -> Tensor:
@@ -75,15 +75,15 @@ def smoothed(outputs: Outputs, labels: Tensor) -> Tensor:
 
 def contrastive(outputs: Outputs, labels: Tensor) -> Tensor:
     z = F.normalize(outputs["pooled"], dim=-1)
-    logits = z @ F.normalize(outputs["logits"].mean(1) @ torch.ones(CLASSES, WIDTH).tril(), dim=-1).T / 0.1
-    targets = torch.arange(len(z))
+    logits = z @ F.normalize(outputs["logits"].mean(1) @ z.new_ones(CLASSES, WIDTH).tril(), dim=-1).T / 0.1
+    targets = torch.arange(len(z), device=z.device)
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
 
 def sigmoid_contrastive(outputs: Outputs, labels: Tensor) -> Tensor:
     z = F.normalize(outputs["pooled"], dim=-1)
     logits = z @ z.roll(1, -1).T
-    return -F.logsigmoid(logits * (2 * torch.eye(len(z)) - 1)).sum() / len(z)
+    return -F.logsigmoid(logits * (2 * torch.eye(len(z), device=z.device) - 1)).sum() / len(z)
 
 
 def ctc(outputs: Outputs, labels: Tensor, reduction: str = "sum") -> Tensor:

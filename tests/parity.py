@@ -10,6 +10,7 @@ What it does not decide: which parts of the model a rank should hold. `LayoutRun
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -248,6 +249,14 @@ def _num_local(tensor: Tensor) -> int:
     return 0 if local.is_meta else local.numel()
 
 
+def devices(layout: Layout | None, accelerator: str = "cpu") -> dict[str, Any]:
+    """Where the Trainer trains: on the CPU without a layout, else on a node or, where a pool's ranks say so, several."""
+    ranks = 1 if layout is None else layout.world_size
+    per_node = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    where = "cpu" if layout is None else accelerator
+    return {"accelerator": where, "devices": per_node, "num_nodes": ranks // per_node}
+
+
 def fitted(
     layout: Layout | None,
     model: Callable[[], L.LightningModule],
@@ -265,11 +274,11 @@ def fitted(
         layout: None for this process with the plain Trainer.
         trainer: More settings of the Trainer.
     """
-    ranks, dp = (1, 1) if layout is None else (layout.world_size, layout.dp)
+    dp = 1 if layout is None else layout.dp
     strategy = "auto" if layout is None else layout.strategy()
-    settings = {"enable_checkpointing": False, **QUIET, **trainer}
+    settings = {"enable_checkpointing": False, **QUIET, **devices(layout), **trainer}
     L.seed_everything(1, verbose=False)
-    runs = L.Trainer(strategy=strategy, devices=ranks, max_epochs=epochs, callbacks=[*callbacks], **settings)
+    runs = L.Trainer(strategy=strategy, max_epochs=epochs, callbacks=[*callbacks], **settings)
     module, samples = model(), data(8 * batches)
     train = training_loader(samples, global_batch_size=8, data_parallel_size=dp)
     val = loader(samples, global_batch_size=8, data_parallel_size=dp)
@@ -294,11 +303,10 @@ def assert_same_state(states: Iterable[dict[str, Tensor]], expected: dict[str, T
             torch.testing.assert_close(state[fqn], value, atol=1e-5, rtol=0, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
 
 
-def _trainer(job: Job, strategy: Strategy | str, num_devices: int, *callbacks: L.Callback) -> L.Trainer:
+def _trainer(job: Job, layout: Layout | None, *callbacks: L.Callback) -> L.Trainer:
     return L.Trainer(
-        **QUIET | {"accelerator": "cpu" if strategy == "auto" else job.accelerator},
-        devices=num_devices,
-        strategy=strategy,
+        **QUIET | devices(layout, job.accelerator),
+        strategy="auto" if layout is None else layout.strategy(),
         precision=job.precision,
         max_epochs=1,
         accumulate_grad_batches=job.accumulate_grad_batches,
@@ -322,7 +330,7 @@ def splits(job: Job) -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor,
 def run_reference(job: Job) -> ReferenceRun:
     """Train the job in this process with the plain Trainer."""
     recorder = NormRecorder() if job.sees_gradients else _Recorder()
-    trainer = _trainer(job, "auto", 1, recorder)
+    trainer = _trainer(job, None, recorder)
     train, val = splits(job)
     L.seed_everything(job.seed, verbose=False)
     model = job.model()
@@ -363,9 +371,9 @@ def _train_rank(
 ) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str], dict[str, tuple[Sent, Sent]]]:
     if not job.sees_gradients:
         layout = replace(layout, zero_settings={"show_gradients": False, **layout.zero_settings})
-    recorder, strategy = NormRecorder() if job.sees_gradients else _Recorder(), layout.strategy()
+    recorder = NormRecorder() if job.sees_gradients else _Recorder()
     inputs = BlockInputs()
-    trainer = _trainer(job, strategy, layout.world_size, recorder, *([inputs] if measures_sent else []))
+    trainer = _trainer(job, layout, recorder, *([inputs] if measures_sent else []))
     train, val = splits(job)
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
     with warnings.catch_warnings(record=True) as caught:
@@ -382,12 +390,12 @@ def _train_rank(
             batches,
             loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
         )
-    path = Path("final.ckpt")
+    path, plan = Path("final.ckpt"), trainer.strategy.plan  # type: ignore[attr-defined]
     trainer.save_checkpoint(path)
     checkpoint = torch.load(path, map_location="cpu", weights_only=True) if trainer.global_rank == 0 else {}
     warned = [str(warning.message) for warning in caught]
-    sent = inputs.sent(strategy.plan)
-    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {}), strategy.plan, warned, sent
+    sent = inputs.sent(plan)
+    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {}), plan, warned, sent
 
 
 def assert_parity(reference: ReferenceRun, result: LayoutRun, tolerance: float = 1e-5) -> None:

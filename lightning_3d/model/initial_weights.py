@@ -127,6 +127,14 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Put buffers on a device before the step is traced, which computes there what only data and buffers go into.
+
+    They are far smaller than the parameters, which stay where they are until each rank knows its own.
+    """
+    _replace(module, lambda _, tensor: tensor if isinstance(tensor, nn.Parameter | DeferredTensor) else _moved(tensor, device))
+
+
 def move_parameters(module: nn.Module, parameters: Collection[Tensor], device: torch.device) -> dict[Tensor, Tensor]:
     """Put parameters of a module on a device, wherever it has them; ties stay ties.
 

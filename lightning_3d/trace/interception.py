@@ -31,6 +31,11 @@ from lightning_3d.trace.attributes import AttributeGuards
 _TENSOR_GETTERS = frozenset(
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "data", "real", "imag", "grad")
 )
+DEVICE_GETTERS = frozenset(
+    {*(getattr(Tensor, name).__get__ for name in ("device", "is_cpu", "is_cuda")), Tensor.get_device}
+)
+"""Where a tensor is."""
+
 _META_FUNCTIONS = frozenset(
     {
         Tensor.size,

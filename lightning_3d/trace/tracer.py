@@ -37,7 +37,7 @@ from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, RandomnessSeen, StandIns
 from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.gradients import DIFFERENTIATING, TracedGradient
-from lightning_3d.trace.interception import Router, StepMode
+from lightning_3d.trace.interception import DEVICE_GETTERS, Router, StepMode
 from lightning_3d.trace.refusals import MISTAKES, check_arguments, check_constant, explained, user_frame
 from lightning_3d.trace.side_outputs import (
     HookCall,
@@ -172,6 +172,12 @@ class _Tracer(StepMode):
         )
 
     # ---- answers
+
+    @override
+    def __torch_function__(self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in DEVICE_GETTERS and args[0] in self._names:
+            return func(self._fakes.of_state(args[0]))  # parameters are moved after the trace
+        return super().__torch_function__(func, types, args, kwargs)
 
     @override
     def on_collective(

@@ -34,7 +34,7 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
 from lightning_3d.model.block_runner import Dense, running
 from lightning_3d.model.dense_compiler import DenseCompiler
-from lightning_3d.model.initial_weights import check_same_model, move_parameters, place_weights
+from lightning_3d.model.initial_weights import check_same_model, move_buffers, move_parameters, place_weights
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.planning.budget.step_memory import step_memory
@@ -145,6 +145,7 @@ def make_parallel(
         ConfigError: the ranks were given different models.
     """
     check_same_model(module)
+    move_buffers(module, device)
     join_replica(mesh, device)
     compiling = CountedWait(wait)
     step = example_step(trainer, module, config, mesh.shape, precision)

@@ -3,38 +3,39 @@
     make test-gpu                 a GPU if there is one
     make test-gpu DEVICE=accel    the second device
 
-A row that the device can't run is skipped and says why; figures go to ``benchmarks/results/DEVICE.md``.
+Ranks share a GPU where there are fewer. A row that the device can't run is skipped and says why.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
+import re
 import time
-from collections.abc import Callable, Iterator
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from lightning_3d.callbacks import MemoryTable
+from tests.gpu import DEVICE
 from tests.law.models import MODELS as ROWS
 from tests.models import TinyGPT
 from tests.parity import Job, Layout, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import device
-from tests.second_device.ranks import RanksOf, ranks_of
-from tests.workers import WorkerPools
+from tests.second_device.ranks import RanksOf
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = os.environ.get("DEVICE") or ("cuda" if torch.cuda.is_available() else device.NAME)
-REPOSITORY = Path(__file__).parents[2]
-RESULTS = REPOSITORY / "benchmarks/results" / f"{DEVICE}.md"
+Figure = Callable[[str, str], None]
 
 MODELS = (
     *("llama", "gpt2", "qwen3", "gemma", "mixtral", "mamba", "bert", "deberta-v2", "t5", "whisper", "wav2vec2", "vit"),
@@ -52,33 +53,12 @@ LEFT = {
 TOLERANCE = {device.NAME: 1e-5}.get(DEVICE, 1e-3)
 """The second device computes by the CPU's kernels; GPUs add in another order."""
 
-
-@pytest.fixture(scope="module")
-def ranks(workers: WorkerPools) -> Iterator[Callable[[int], RanksOf]]:
-    with ranks_of(DEVICE, workers) as ranks:
-
-        def of(world_size: int) -> RanksOf:
-            num_devices = device.NUM_DEVICES if DEVICE == device.NAME else torch.cuda.device_count()
-            if world_size > num_devices:
-                pytest.skip(f"{world_size} ranks need as many devices: NCCL refuses two on one ({num_devices} here)")
-            return ranks(world_size)
-
-        yield of
-
-
-@pytest.fixture(scope="module")
-def figures() -> Iterator[dict[str, str]]:
-    """Name -> figure; written down at the end."""
-    found: dict[str, str] = {}
-    yield found
-    name = torch.cuda.get_device_name() if DEVICE == "cuda" else f"the host's memory, {platform.machine()}"
-    lines = [f"# {DEVICE}: {name}, torch {torch.__version__}", "", "| what | figure |", "|---|---|"]
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join([*lines, *(f"| {what} | {figure} |" for what, figure in found.items()), ""]))
+on_a_gpu = partial(pytest.mark.skipif, DEVICE == device.NAME)
+"""Mark of what the second device can't run."""
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parity_with_the_cpu(ranks: Callable[[int], RanksOf], figures: dict[str, str], name: str) -> None:
+def test_parity_with_the_cpu(ranks: RanksOf, figure: Figure, name: str) -> None:
     if name in LEFT and DEVICE == device.NAME:
         pytest.skip(f"left for a GPU: {LEFT[name]}")
     job = ROWS[name].job
@@ -86,25 +66,37 @@ def test_parity_with_the_cpu(ranks: Callable[[int], RanksOf], figures: dict[str,
     start = time.perf_counter()
     result = run_layout(ranks(1), replace(job, accelerator=DEVICE), Layout(num_microbatches=1))
     assert_parity(reference, result, tolerance=TOLERANCE)
-    figures[f"parity of {name}"] = f"within {TOLERANCE}, {time.perf_counter() - start:.1f} s"
+    figure(f"parity of {name}", f"within {TOLERANCE}, {time.perf_counter() - start:.1f} s")
 
 
-SETTINGS = {
+LAYOUTS = {
+    "one rank": Layout(),
+    "ZeRO 0": Layout(dp=2, zero=0),
     "ZeRO 1": Layout(dp=2),
+    "ZeRO 2": Layout(dp=2, zero=2),
     "ZeRO 3": Layout(dp=2, zero=3),
     "tp 2": Layout(tp=2),
     "pp 2": Layout(pp=2),
+}
+SETTINGS = LAYOUTS | {
+    "tp 2, sequence parallel": Layout(tp=2, sequence_parallel=True),
+    "pp 2 x tp 2": Layout(pp=2, tp=2),
+    "pp 2 x ZeRO 3": Layout(pp=2, dp=2, zero=3),
+    "interleaved": Layout(pp=2, schedule="interleaved"),
     "optimizer offloaded": Layout(zero_settings={"offload_optimizer": "cpu"}),
     "optimizer offloaded, ZeRO 1": Layout(dp=2, zero_settings={"offload_optimizer": "cpu"}),
     "activations offloaded": Layout(activations={"offload": True}),
     "selective": Layout(activations={"recompute": "selective"}),
+    "recomputed, pp 2": Layout(pp=2, activations={"recompute": "full"}),
     "compiled by AOTAutograd": Layout(compile_backend="aot_eager"),
     "compiled by inductor": Layout(compile_backend="inductor"),
+    "compiled by inductor, ZeRO 3": Layout(dp=2, zero=3, compile_backend="inductor"),
+    "compiled by inductor, tp 2": Layout(tp=2, compile_backend="inductor"),
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings(ranks: Callable[[int], RanksOf], figures: dict[str, str], name: str) -> None:
+def test_settings(ranks: RanksOf, figure: Figure, name: str) -> None:
     layout = SETTINGS[name]
     if layout.compile_backend == "inductor" and DEVICE == device.NAME:
         pytest.skip("left for a GPU: inductor generates no code for the second device")
@@ -112,23 +104,25 @@ def test_settings(ranks: Callable[[int], RanksOf], figures: dict[str, str], name
     assert_parity(
         run_reference(job), run_layout(ranks(layout.world_size), replace(job, accelerator=DEVICE), layout), TOLERANCE
     )
-    figures[f"parity, {name}"] = f"within {TOLERANCE}"
+    figure(f"parity, {name}", f"within {TOLERANCE}")
 
 
-def _trained(precision: str) -> tuple[float, str]:
-    trainer, _ = fitted(Layout(), TinyGPT, accelerator=DEVICE, precision=precision)
+def _trained(layout: Layout, precision: str) -> tuple[float, str]:
+    trainer, _ = fitted(layout, TinyGPT, accelerator=DEVICE, precision=precision)
     return float(trainer.callback_metrics["loss_step"]), dist.get_backend()
 
 
+@pytest.mark.parametrize("name", ["one rank", "ZeRO 3", "tp 2", "pp 2"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-def test_precisions(ranks: Callable[[int], RanksOf], figures: dict[str, str], precision: str) -> None:
+def test_precisions(ranks: RanksOf, figure: Figure, precision: str, name: str) -> None:
     if precision == "16-mixed" and DEVICE == device.NAME:
         pytest.skip("left for a GPU: Lightning scales the losses of fp16 on CUDA alone")
     expected = float(fitted(None, TinyGPT)[0].callback_metrics["loss_step"])
-    ((loss, backend),) = ranks(1).run(_trained, precision)
+    layout = LAYOUTS[name]
+    ((loss, backend), *_) = ranks(layout.world_size).run(_trained, layout, precision)
     assert {"cuda": "nccl"}.get(DEVICE, DEVICE) in backend
     assert loss == pytest.approx(expected, abs=TOLERANCE if precision == "32-true" else 0.1)
-    figures[f"loss in {precision}, by {backend}"] = f"{loss:.4f}, {expected:.4f} on the CPU in fp32"
+    figure(f"loss in {precision}, {name}, by {backend}", f"{loss:.4f}, {expected:.4f} on the CPU in fp32")
 
 
 def _memory() -> tuple[int, int]:
@@ -143,19 +137,58 @@ def _memory() -> tuple[int, int]:
     return row.peak, row.measured
 
 
-def test_memory_against_prediction(ranks: Callable[[int], RanksOf], figures: dict[str, str]) -> None:
-    if DEVICE == device.NAME:
-        pytest.skip("left for a GPU: the second device has no statistics of an allocator")
+@on_a_gpu(reason="left for a GPU: the second device has no statistics of an allocator")
+def test_memory_against_prediction(ranks: RanksOf, figure: Figure) -> None:
     ((predicted, measured),) = ranks(1).run(_memory)
-    figures["peak of a step"] = f"{measured / 2**20:.1f} MiB, {predicted / measured - 1:+.1%} predicted"
+    figure("peak of a step", f"{measured / 2**20:.1f} MiB, {predicted / measured - 1:+.1%} predicted")
     assert abs(predicted / measured - 1) < 0.15
 
 
-def test_llama_step(figures: dict[str, str]) -> None:
-    if DEVICE == device.NAME:
-        pytest.skip("left for a GPU: benchmarks.llama_step takes the time and the memory of one")
-    command = [sys.executable, "-m", "benchmarks.llama_step"]
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    figures["benchmarks.llama_step"] = (
-        "<pre>" + run.stdout.strip().replace("\n", "<br>").replace("|", "&#124;") + "</pre>"
-    )
+class _LogsLoss(TinyGPT):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        self.log("loss", loss)
+        return loss
+
+
+class _Waits(L.Callback):
+    """Counts what makes the host wait for the device in two steps after the first ones, by the line of Python."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._caught = warnings.catch_warnings()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self._caught.__enter__()
+            warnings.simplefilter("always")
+            warnings.showwarning = self._note  # type: ignore[assignment]
+            torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *rest: Any) -> None:
+        if rest[-1] == 5:
+            torch.cuda.set_sync_debug_mode("default")
+            self._caught.__exit__(None, None, None)
+
+    def _note(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            stack = [f"{frame.filename}:{frame.name}" for frame in traceback.extract_stack()[:-1]]
+            ours = [place for place in stack if "/lightning_3d/" in place] or stack
+            self.counts[re.sub(r".*/(site-packages|lightning_3d)/", "", ours[-1])] += 1
+
+
+def _waits(layout: Layout, precision: Any) -> Counter[str]:
+    waits = _Waits()
+    fitted(layout, _LogsLoss, callbacks=[waits], batches=8, epochs=1, accelerator=DEVICE, precision=precision)
+    return waits.counts
+
+
+@on_a_gpu(reason="left for a GPU: test_second_device counts them on the second device")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_steps_do_not_wait_for_the_device(ranks: RanksOf, figure: Figure, name: str, precision: str) -> None:
+    layout = LAYOUTS[name]
+    counted = ranks(layout.world_size).run(_waits, layout, precision)
+    shown = "; ".join(", ".join(f"{place} {number / 2:g}" for place, number in counts.items()) for counts in counted)
+    figure(f"waits of a step, {name}, {precision}", shown)

@@ -47,6 +47,8 @@ class Case:
     layout: str
     setting: str = "plain"
     habit: str = "none"
+    accelerator: str = "cpu"
+    """What the ranks of the layout train on, as the Trainer takes it; the reference runs on the CPU."""
 
     def __str__(self) -> str:
         return ".".join((self.model, self.layout, self.setting, self.habit))
@@ -62,7 +64,7 @@ class Case:
     @property
     def job(self) -> Job:
         """What is trained, the same in one process and in a layout."""
-        return replace(self.model_row.job, **self.setting_row.job)
+        return replace(self.model_row.job, accelerator=self.accelerator, **self.setting_row.job)
 
     @property
     def layout_row(self) -> Layout:

@@ -26,7 +26,7 @@ from tests.law.cover import Case
 from tests.law.habits import HABITS, Habit
 from tests.law.settings import Setting
 from tests.models import loader, reference_loader, training_loader
-from tests.parity import QUIET, Held, Job, Layout, held, splits
+from tests.parity import QUIET, Held, Job, Layout, devices, held, splits
 from tests.unchanged import (
     Code,
     Present,
@@ -199,8 +199,7 @@ def _train(case: Case, run: Run, layout: Layout | None, *, epochs: int, begun: s
     is_measured = layout is not None and case.measures_sent and layout.tp == layout.world_size  # not where it began
     inputs = BlockInputs() if is_measured else None
     trainer = L.Trainer(
-        **{"enable_checkpointing": False, **QUIET, **habit.trainer()},
-        devices=1 if layout is None else layout.world_size,
+        **{"enable_checkpointing": False, **QUIET, **habit.trainer(), **devices(layout, job.accelerator)},
         strategy="auto" if layout is None else _strategy(layout, setting),
         **_precision(job, None if layout is None else setting.half),
         max_epochs=epochs,

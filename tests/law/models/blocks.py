@@ -170,7 +170,7 @@ class WithMask(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Any]:
         y = self.linear(x)
-        mask = torch.linspace(0, 1, WIDTH).repeat(len(y)).view_as(y)
+        mask = torch.linspace(0, 1, WIDTH, device=y.device).repeat(len(y)).view_as(y)
         bias = y.new_zeros(WIDTH).masked_fill(mask[0] > 2, float("-inf"))
         return {"y": y, "rest": (self.norm(y), mask, None), "bias": bias}
 

@@ -50,7 +50,7 @@ class ByRow(TinyGPT):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
         losses = self.criterion(self(inputs).transpose(1, 2), targets)
-        loss = (losses * torch.linspace(0.5, 1.5, losses.shape[1])).mean()
+        loss = (losses * torch.linspace(0.5, 1.5, losses.shape[1], device=losses.device)).mean()
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 

@@ -33,7 +33,7 @@ class TwoViews(LossNet):
         views = self(torch.cat([batch[0], batch[0].flip(-1)]))["pooled"]
         first, second = self.head(torch.cat([views, views[:, None].roll(1, -1)[:, 0]])).chunk(2)
         latent = F.normalize(first, dim=-1)
-        same = torch.arange(len(first)).roll(len(first) // 2)
+        same = torch.arange(len(first), device=first.device).roll(len(first) // 2)
         similar = (latent @ F.normalize(second, dim=-1).T / 0.2).fill_diagonal_(-1e4)
         loss, half = F.cross_entropy(similar, same), latent[: len(latent) // 2].sum()
         self.log_dict({"loss": loss, "first": half}, on_step=True, on_epoch=True, sync_dist=True)

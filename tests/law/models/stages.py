@@ -40,7 +40,7 @@ class WithMask(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y = self.linear(x)
-        return y, self.norm(y), torch.linspace(0, 1, WIDTH).repeat(len(y)).view_as(y)
+        return y, self.norm(y), torch.linspace(0, 1, WIDTH, device=y.device).repeat(len(y)).view_as(y)
 
 
 class Chain(Regression):
