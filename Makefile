@@ -67,7 +67,7 @@ test-signals: env
 
 # One device against the CPU: a GPU, or the second device where there is none; figures go to benchmarks/results.
 test-gpu: env
-	DEVICE=$(DEVICE) $(BIN)/python -m pytest -m gpu -rs tests/gpu
+	DEVICE=$(DEVICE) $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m gpu -rs tests/gpu
 
 # Lightning's own tests, from the folder `tests` of a checkout: make lightning-suite LIGHTNING_TESTS=/path/to/tests,
 # and some of them on two ranks: LIGHTNING_TESTS="/path/to/tests --devices 2"

@@ -44,7 +44,20 @@ def ranks(workers: WorkerPools) -> Iterator[RanksOf]:
         yield ranks
 
 
-JOB = Job(accelerator=device.NAME)
+class ComputesOnData(TinyGPT):
+    """Changes its inputs by a buffer and by a tensor where its parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(1, dtype=torch.int64))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        nothing = torch.zeros(1, dtype=inputs.dtype, device=next(self.parameters()).device)
+        return super().training_step((inputs + self.shift + nothing, targets), batch_idx)
+
+
+JOB = Job(model=ComputesOnData, accelerator=device.NAME)
 LAYOUTS = {
     "dp2": Layout(dp=2),
     "dp2-zero0": Layout(dp=2, zero=0),

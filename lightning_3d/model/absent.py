@@ -55,7 +55,7 @@ class AbsentTensor(Tensor):
         if func == _GET_DEVICE and vars(args[0])[_PLACE] == _ON_STAGE:
             return _device_of(vars(args[0])[_MODEL]())
         if name == "to" and isinstance(args[0], AbsentTensor):
-            args, kwargs = _kept_on_meta(args[0], args[1:], kwargs)
+            args, kwargs = tree_map_only((str, torch.device), lambda _: torch.device("meta"), (args, kwargs))
         if name not in _ACCESSORS:
             writes = _writes(name, kwargs)
             for leaves in _used_together(name, args, kwargs):
@@ -139,16 +139,6 @@ def _device_of(model: nn.Module | None) -> torch.device:
     """Where the stages keep the model."""
     present = (tensor.device for _, tensor, _ in named_state(model) if not tensor.is_meta) if model is not None else ()
     return next(iter(present), torch.device("cpu"))
-
-
-def _kept_on_meta(tensor: AbsentTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The arguments of ``to`` without a move to where the tensor says to be."""
-    told = tensor.device
-
-    def kept(value: Any) -> Any:
-        return torch.device("meta") if isinstance(value, (str, torch.device)) and torch.device(value) == told else value
-
-    return (tensor, *map(kept, args)), {name: kept(value) for name, value in kwargs.items()}
 
 
 def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

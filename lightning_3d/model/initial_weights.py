@@ -139,7 +139,7 @@ def move_parameters(module: nn.Module, parameters: Collection[Tensor], device: t
     """Put parameters of a module on a device, wherever it has them; ties stay ties.
 
     Returns:
-        Each one that was elsewhere -> the new one in its place.
+        Each one that could not be given other data -> the new one in its place.
     """
     if all(parameter.device == device or parameter.is_meta for parameter in parameters):
         return {}
@@ -154,7 +154,18 @@ def put_back(module: nn.Module, moved: Mapping[Tensor, Tensor]) -> None:
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     plain = tensor.plain() if isinstance(tensor, DeferredTensor) else tensor
-    return plain if plain.device == device or plain.is_meta else plain.detach().to(device)
+    if plain.device == device or plain.is_meta:
+        return plain
+    there = plain.detach().to(device)
+    if not isinstance(plain, nn.Parameter):
+        return there
+    gradient, plain.grad = plain.grad, None
+    try:
+        plain.data = there  # as torch's Module.to does: hooks, and whoever else has the parameter, keep it
+    except RuntimeError:  # of another kind: tensors that wrap others, and devices that torch does not have itself
+        return there
+    plain.grad = None if gradient is None else gradient.to(device)
+    return plain
 
 
 def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> dict[Tensor, Tensor]:

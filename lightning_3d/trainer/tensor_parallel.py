@@ -124,11 +124,14 @@ def _warn(what: str, failed: Mapping[str, str]) -> None:
 @contextmanager
 def _on_device(module: nn.Module, block: nn.Module, device: torch.device) -> Iterator[None]:
     """Have a block's parameters on a device inside."""
-    moved = move_parameters(module, set(block.parameters()), device)
+    before = {parameter: parameter.data for parameter in block.parameters()}
+    moved = move_parameters(module, before.keys(), device)
     try:
         yield
     finally:
         put_back(module, moved)
+        for parameter, data in before.items():
+            parameter.data = data
 
 
 def apply_blocks(

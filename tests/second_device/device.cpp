@@ -224,14 +224,16 @@ class Call {
 
   void run() {
     const auto num_arguments = op_.schema().arguments().size();
-    for (size_t i = stack_.size() - num_arguments; i < stack_.size(); i++) stack_[i] = argument(stack_[i]);
+    const auto first = stack_.size() - num_arguments;
+    for (size_t i = 0; i < num_arguments; i++) stack_[first + i] = argument(stack_[first + i], op_.schema().arguments()[i].is_out());
     TORCH_CHECK(
         may_mix() || !is_mixed_, "Expected all tensors to be on the same device, but found at least two devices in ",
         op_.schema().name());
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack_);
-    for (auto& [tensor, host] : seen_) {  // outputs that were empty
-      if (host.sizes() == tensor.sizes()) continue;
-      tensor.resize_(host.sizes());
+    for (auto& [tensor, host] : seen_) {
+      const bool is_resized = host.sizes() != tensor.sizes();
+      if (!is_resized && (host.numel() == 0 || host.data_ptr() == tensor.data_ptr())) continue;
+      if (is_resized) tensor.resize_(host.sizes());
       at::AutoDispatchBelowADInplaceOrView below;
       second_device::alias(tensor).copy_(host);
     }
@@ -240,8 +242,8 @@ class Call {
   }
 
  private:
-  c10::IValue argument(const c10::IValue& value) {
-    if (value.isTensor()) return hosted(value.toTensor());
+  c10::IValue argument(const c10::IValue& value, bool is_out) {
+    if (value.isTensor()) return hosted(value.toTensor(), is_out);
     if (value.isTensorList()) {
       c10::List<at::Tensor> tensors;
       for (const at::Tensor& tensor : value.toTensorList()) tensors.push_back(hosted(tensor));
@@ -262,7 +264,8 @@ class Call {
     return value;
   }
 
-  at::Tensor hosted(const at::Tensor& tensor) {
+  // An output, and what is empty, gets memory of its own, which the operator may resize.
+  at::Tensor hosted(const at::Tensor& tensor, bool is_out = false) {
     if (!tensor.defined()) return tensor;
     if (!is_ours(tensor)) {  // numbers may come from CPUs
       if (tensor.is_cpu() && tensor.dim() > 0) (device_ ? is_mixed_ : has_host_) = true;
@@ -270,7 +273,7 @@ class Call {
     }
     is_mixed_ |= has_host_ || (device_ && *device_ != tensor.device() && tensor.dim() > 0);
     if (!device_) device_ = tensor.device();
-    auto host = tensor.numel() ? second_device::alias(tensor) : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
+    auto host = tensor.numel() && !is_out ? second_device::alias(tensor) : at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
     seen_.emplace_back(tensor, host);
     return host;
   }

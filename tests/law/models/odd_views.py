@@ -52,7 +52,7 @@ def read_without_gradient_first(block: Odd, x: Tensor) -> Tensor:
 
 def read_under_autocast_first(block: Odd, x: Tensor) -> Tensor:
     """Likewise in bf16."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         block.up(x)
     return block.up(x)  # type: ignore[no-any-return]
 
@@ -69,7 +69,7 @@ def biased_by_row(block: Odd, x: Tensor) -> Tensor:
 
 
 def biased_by_number(block: Odd, x: Tensor) -> Tensor:
-    return torch.addmm(torch.tensor(2.0), x.flatten(0, 1), block.up.weight.t()).unflatten(0, x.shape[:2])
+    return torch.addmm(torch.tensor(2.0, device=x.device), x.flatten(0, 1), block.up.weight.t()).unflatten(0, x.shape[:2])
 
 
 BETWEEN: tuple[Between, ...] = (

@@ -377,7 +377,8 @@ class Rotary(nn.Module):
 
     def _rotate(self, x: Tensor) -> Tensor:
         x = self.head_norm(x) * self.scale + self.shift
-        angles = torch.arange(x.shape[-2])[:, None] / 10 ** torch.arange(x.shape[-1])
+        rows, columns = (torch.arange(size, device=x.device) for size in x.shape[-2:])
+        angles = rows[:, None] / 10**columns
         first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
         return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
 
@@ -386,7 +387,7 @@ class Rotary(nn.Module):
         h = self.norm1(x)
         q, k, v = (p(h).view(batch, length, self.num_heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
         scores = self._rotate(q) @ self._rotate(k).transpose(-2, -1) * self.temperature
-        mask = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         y = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
         x = x + self.out(y.transpose(1, 2).contiguous().view(batch, length, -1))
         h = self.norm2(x)

@@ -65,11 +65,11 @@ class Images(SideBySide):
 
 WAYS: dict[str, Way] = {
     "kept": lambda block, x: (block(x), block.hidden, block.listed[0]["hidden"]),
-    "grouped_masked": lambda block, x: block(x, MASK < 0.5),
-    "one_kv_head": lambda block, x: block(x, mask=MASK),
-    "decoder_layer": lambda block, x: block(x, x.flip(1), tgt_mask=MASK.triu(1) * 9, memory_mask=None),
+    "grouped_masked": lambda block, x: block(x, MASK.to(x) < 0.5),
+    "one_kv_head": lambda block, x: block(x, mask=MASK.to(x)),
+    "decoder_layer": lambda block, x: block(x, x.flip(1), tgt_mask=MASK.to(x).triu(1) * 9, memory_mask=None),
     "cross_attention": lambda block, x: block(x, x[:, 3:].tanh(), need_weights=False),
-    "attention_weights": lambda block, x: block(x, x, mask=MASK, average_attn_weights=False),
+    "attention_weights": lambda block, x: block(x, x, mask=MASK.to(x), average_attn_weights=False),
     "average_weights": lambda block, x: block(x, x.tanh()),
     "conv1d": lambda block, x: block(x.mT),
     "attention_1d": lambda block, x: block(x.mT),
