@@ -372,7 +372,8 @@ def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], 
 
 def _mixed(batch: Any, seed: int) -> Any:
     """The same batch with other data, that change which labels are valid, and how much they weigh: integers of the
-    batch's own smallest or greatest values, or such as are ignored, in the places of some.
+    batch's own smallest or greatest values, or such as are ignored if it has any, in the places of some. Others may be
+    out of range where the step indexes by them, after which a GPU's process can't go on.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -384,7 +385,8 @@ def _mixed(batch: Any, seed: int) -> Any:
             return tensor * chosen
         if tensor.dtype == torch.bool or (tensor.min() >= 0 and tensor.max() <= 1):
             return chosen.to(tensor.dtype)
-        others = (tensor.min(), tensor.max(), torch.full_like(tensor.max(), _IGNORED))
+        ignored = tensor.new_full((), _IGNORED) if (tensor == _IGNORED).any() else tensor.min()
+        others = (tensor.min(), tensor.max(), ignored)
         return torch.where(chosen, tensor, others[seed % _NUM_DRAWS])
 
     return map_tensors(batch, mixed)
