@@ -14,6 +14,7 @@ is no utilisation. The peak is what torch's allocator has handed out at once, at
 
 from __future__ import annotations
 
+import gc
 from copy import deepcopy
 from typing import Any
 
@@ -76,13 +77,16 @@ class WaitingClock(Clock):
 
 def trained(strategy: ThreeDStrategy | str, model: Llama, batches: DataLoader[Any], precision: str) -> tuple[float, int]:
     """Seconds of a step, and bytes at most, which a plain Trainer on CPUs does not know."""
+    gc.collect()  # what the one before has left
     clock = WaitingClock(WARM_UP)
-    callbacks = (clock, *((MemoryTable(),) if isinstance(strategy, ThreeDStrategy) else ()))
+    has_budget = isinstance(strategy, ThreeDStrategy) and strategy.config.activations.plans_memory
+    callbacks = (clock, *((MemoryTable(),) if has_budget else ()))
     settings: dict[str, Any] = {"accelerator": "auto", "precision": precision}
     quiet_trainer(strategy, 1, len(batches), *callbacks, **settings).fit(deepcopy(model), batches)
     if torch.accelerator.is_available():
         return clock.seconds(), torch.accelerator.max_memory_allocated()
-    return clock.seconds(), 0 if isinstance(strategy, str) else strategy.plan.memory[0].measured or 0
+    measured = strategy.plan.memory[0].measured if has_budget else None  # type: ignore[union-attr]
+    return clock.seconds(), measured or 0
 
 
 def recomputed(strategy: ThreeDStrategy | str) -> str:
