@@ -4,12 +4,13 @@
     python -m benchmarks.llama_step --compiled true
     python -m benchmarks.llama_step --width 128 --num_layers 2 --vocabulary 512 --batch 4 --length 128     for a CPU
 
-A Llama of `transformers` with random weights in bf16-mixed, AdamW, with a plain Trainer and with this strategy. ``auto``
-gets as budget the middle between the peaks of ``none`` and ``full``. Every mode trains for some steps of the Trainer; the step is the median of those after the
-first, from one batch to the next, the device waited for. The FLOPs of a token are 6 for each weight of a matrix
-product, and 6 x layers x length x width for causal attention (Chowdhery et al. 2022, appendix B): what is computed
-again does not count. Those that the device could make are Lightning's figures; on devices that it does not know there
-is no utilisation. The peak is what torch's allocator has handed out at once, at most, in the second step.
+A Llama of `transformers` with random weights in bf16-mixed, AdamW, with a plain Trainer and with this strategy.
+``auto`` gets as budget the middle between the peaks of ``none`` and ``full``. Every mode trains for some steps of the
+Trainer; the step is the median of those after the first, from one batch to the next, the device waited for. The FLOPs
+of a token are 6 for each weight of a matrix product, and 6 x layers x length x width for causal attention (Chowdhery
+et al. 2022, appendix B): what is computed again does not count. Those that the device could make are Lightning's
+figures; on devices that it does not know there is no utilisation. The peak is what torch's allocator has handed out at
+once, at most, in the second step.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class WaitingClock(Clock):
         super().tick()
 
 
-def trained(strategy: ThreeDStrategy | str, model: Llama, batches: DataLoader[Any], precision: str) -> tuple[float, int]:
+def trained(
+    strategy: ThreeDStrategy | str, model: Llama, batches: DataLoader[Any], precision: str
+) -> tuple[float, int]:
     """Seconds of a step, and bytes at most, which a plain Trainer on CPUs does not know."""
     gc.collect()  # what the one before has left
     clock = WaitingClock(WARM_UP)

@@ -21,7 +21,6 @@ from typing import Any, Literal
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, Subset
@@ -250,7 +249,7 @@ def _num_local(tensor: Tensor) -> int:
 
 
 def devices(layout: Layout | None, accelerator: str = "cpu") -> dict[str, Any]:
-    """Where the Trainer trains: on the CPU without a layout, else on a node or, where a pool's ranks say so, several."""
+    """Where the Trainer trains: on the CPU without a layout, else on a node or, where the pool says so, several."""
     ranks = 1 if layout is None else layout.world_size
     per_node = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     where = "cpu" if layout is None else accelerator

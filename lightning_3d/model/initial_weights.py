@@ -132,7 +132,10 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
     They are far smaller than the parameters, which stay where they are until each rank knows its own.
     """
-    _replace(module, lambda _, tensor: tensor if isinstance(tensor, nn.Parameter | DeferredTensor) else _moved(tensor, device))
+    _replace(
+        module,
+        lambda _, tensor: tensor if isinstance(tensor, nn.Parameter | DeferredTensor) else _moved(tensor, device),
+    )
 
 
 def move_parameters(module: nn.Module, parameters: Collection[Tensor], device: torch.device) -> dict[Tensor, Tensor]:

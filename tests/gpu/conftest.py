@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.gpu import DEVICE
-from tests.second_device import device
 from tests.second_device.ranks import RanksOf, ranks_of
 from tests.workers import WorkerPools
 
@@ -42,4 +41,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else f"the host's memory, {platform.machine()}"
     rows = [f"| {what} | {figure} |" for what, figure in dict(found).items()]
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join([f"# {DEVICE}: {name}, torch {torch.__version__}", "", "| what | figure |", "|---|---|", *rows, ""]))
+    RESULTS.write_text(
+        "\n".join([f"# {DEVICE}: {name}, torch {torch.__version__}", "", "| what | figure |", "|---|---|", *rows, ""])
+    )

@@ -144,6 +144,10 @@ def test_memory_against_prediction(ranks: RanksOf, figure: Figure) -> None:
     assert abs(predicted / measured - 1) < 0.15
 
 
+OVERFLOW, SHARES = "precision/loss_scaling.py:unscale", "pipeline/denominators.py:read"
+"""Where a step waits: whether fp16 overflowed, and the shares of a pipeline's microbatches in the valid labels."""
+
+
 class _LogsLoss(TinyGPT):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
@@ -159,7 +163,9 @@ class _Waits(L.Callback):
         self.counts: Counter[str] = Counter()
         self._caught = warnings.catch_warnings()
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == 4:
             self._caught.__enter__()
             warnings.simplefilter("always")
@@ -190,5 +196,8 @@ def _waits(layout: Layout, precision: Any) -> Counter[str]:
 def test_steps_do_not_wait_for_the_device(ranks: RanksOf, figure: Figure, name: str, precision: str) -> None:
     layout = LAYOUTS[name]
     counted = ranks(layout.world_size).run(_waits, layout, precision)
+    places = {place for counts in counted for place in counts}
+    assert places <= {SHARES, *([OVERFLOW] if precision == "16-mixed" else [])}
+    assert all(number <= 2 for counts in counted for number in counts.values()), "once in each of two steps"
     shown = "; ".join(", ".join(f"{place} {number / 2:g}" for place, number in counts.items()) for counts in counted)
     figure(f"waits of a step, {name}, {precision}", shown)

@@ -28,9 +28,8 @@ OF_THE_DEVICE = (
     *("hook for exceptions", "processes per node puts tensor-parallel groups across nodes"),
     *("An output with one or more elements was resized", "there was no current CUDA context"),
 )
-"""What a run leaves as it makes a process group of the device's backend and a node of each rank, and warnings of torch's
-on devices.
-"""
+"""What a run leaves as it makes a process group of the device's backend and a node of each rank, and what torch warns
+of on devices."""
 
 _LEFT = [case for case in cover() if case.model not in DRAW and not any(fnmatchcase(str(case), name) for name in KNOWN)]
 

@@ -336,7 +336,9 @@ class ByHand(L.Callback):
         for parameter in pl_module.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
-                parameter.grad = parameter.grad + torch.full(parameter.shape, 1e-3, dtype=parameter.dtype, device=parameter.device)
+                parameter.grad = parameter.grad + torch.full(
+                    parameter.shape, 1e-3, dtype=parameter.dtype, device=parameter.device
+                )
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -344,7 +346,9 @@ class ByHand(L.Callback):
         for average, (name, parameter) in zip(self.copied.parameters(), pl_module.named_parameters(), strict=True):
             mask = torch.arange(parameter.numel(), device=parameter.device).view(parameter.shape) % 7 > 0
             parameter.mul_(0.5 + 0.5 * mask)
-            parameter.data.add_(torch.linspace(-1, 1, parameter.numel(), device=parameter.device).view(parameter.shape), alpha=1e-3)
+            parameter.data.add_(
+                torch.linspace(-1, 1, parameter.numel(), device=parameter.device).view(parameter.shape), alpha=1e-3
+            )
             parameter.data = parameter.data.clamp(-2, 2)
             if parameter.dim() > 1:
                 parameter[0].mul_(0.9)

@@ -69,7 +69,9 @@ def biased_by_row(block: Odd, x: Tensor) -> Tensor:
 
 
 def biased_by_number(block: Odd, x: Tensor) -> Tensor:
-    return torch.addmm(torch.tensor(2.0, device=x.device), x.flatten(0, 1), block.up.weight.t()).unflatten(0, x.shape[:2])
+    return torch.addmm(torch.tensor(2.0, device=x.device), x.flatten(0, 1), block.up.weight.t()).unflatten(
+        0, x.shape[:2]
+    )
 
 
 BETWEEN: tuple[Between, ...] = (

@@ -174,7 +174,12 @@ class Changing(a.Trained):
         self.log("rate", rate)
         loss = self.compute_loss(batch)
         if self.number % 3 == 2:
-            loss = loss - Independent(Normal(self.layers[0](batch[0]), 1.0), 1).log_prob(torch.ones(16, device=self.device)).mean()
+            loss = (
+                loss
+                - Independent(Normal(self.layers[0](batch[0]), 1.0), 1)
+                .log_prob(torch.ones(16, device=self.device))
+                .mean()
+            )
         self.losses.append(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss * self.factor * (1 + rate + self.trainer.num_val_batches[0])  # type: ignore[no-any-return]
@@ -277,7 +282,9 @@ class Bookkeeping(L.LightningModule):
         for name, value in (("logits", outputs["logits"].sum()), ("classes", classes.sum()), ("double", double)):
             self.notes.append((name, float(value)))
         for made in outputs["times"]:  # of which the second dimension has the samples, as many as there are times
-            self.notes.append(("times", float((made * torch.arange(made.numel(), device=made.device).view(made.shape)).sum())))
+            self.notes.append(
+                ("times", float((made * torch.arange(made.numel(), device=made.device).view(made.shape)).sum()))
+            )
         self.notes += [("correct", float(outputs["correct"])), ("rows", float(len(outputs["logits"])))]
 
     def on_train_epoch_end(self) -> None:
