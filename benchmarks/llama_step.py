@@ -1,6 +1,6 @@
 """Tokens per second, model FLOPs utilisation and peak memory of a Llama by what is kept where, on one device.
 
-    python -m benchmarks.llama_step                                     1.2 B parameters, for an accelerator of 80 GB
+    python -m benchmarks.llama_step                                     1.1 B parameters, for an accelerator of 80 GB
     python -m benchmarks.llama_step --compiled true
     python -m benchmarks.llama_step --width 128 --num_layers 2 --vocabulary 512 --batch 4 --length 128     for a CPU
 
@@ -10,7 +10,7 @@ Trainer; the step is the median of those after the first, from one batch to the 
 of a token are 6 for each weight of a matrix product, and 6 x layers x length x width for causal attention (Chowdhery
 et al. 2022, appendix B): what is computed again does not count. Those that the device could make are Lightning's
 figures; on devices that it does not know there is no utilisation. The peak is what torch's allocator has handed out at
-once, at most, in the second step.
+once, at most, from the second step on.
 """
 
 from __future__ import annotations
@@ -138,8 +138,7 @@ def main(
     for mode in ("plain", "none", "selective", "full", "auto", *MODES):
         budget = sum(peaks[m] for m in ("none", "full")) / 2 / GIB if mode == "auto" else LARGE
         settings = MODES.get(mode, {"activations": {"recompute": mode, "budget": budget}})
-        is_plain = mode == "plain"
-        strategy = "auto" if is_plain else ThreeDStrategy(**settings, compile={"enabled": compiled})
+        strategy = "auto" if mode == "plain" else ThreeDStrategy(**settings, compile={"enabled": compiled})
         batches = random_tokens(WARM_UP + steps, batch, length, vocabulary)
         seconds, peaks[mode] = trained(strategy, model, batches, precision)
         first = first or seconds

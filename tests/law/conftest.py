@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
 
 from tests.conftest import SEED
-from tests.law.cover import Case, cover, named, sample
+from tests.law.cover import Case, cover, named, said_of, sample
 
 SAMPLED = 100
 """Cases of the sample."""
@@ -40,10 +39,8 @@ KNOWN = {
 
 
 def _row(case: Case, *marks: pytest.MarkDecorator) -> Any:
-    reasons = [reason for pattern, reason in KNOWN.items() if fnmatchcase(str(case), pattern)]
-    return pytest.param(
-        case, id=str(case), marks=[*marks, *(pytest.mark.xfail(reason=why, strict=True) for why in reasons)]
-    )
+    known = [pytest.mark.xfail(reason=why, strict=True) for why in said_of(case, KNOWN)]
+    return pytest.param(case, id=str(case), marks=[*marks, *known])
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -188,6 +188,11 @@ def pairs(case: Case) -> list[Pair]:
         ("setting", "layout", case.setting, place),
         ("habit", "layout", case.habit, place),
     ]
+
+
+def said_of(case: Case, table: Mapping[str, str]) -> list[str]:
+    """What a table says of a case, by patterns of names such as ``llama*.pp2.*``."""
+    return [text for pattern, text in table.items() if fnmatchcase(str(case), pattern)]
 
 
 def cover() -> list[Case]:

@@ -29,8 +29,8 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = self._kind(func.overloadpacket.__name__, args, kwargs or {})
-        if kind is not None and (place := _place()) is not None:
-            self.counts[kind, place] += 1
+        if kind is not None and (where := place()) is not None:
+            self.counts[kind, where] += 1
         return func(*args, **(kwargs or {}))
 
     @staticmethod
@@ -59,7 +59,7 @@ def _crossing(source: torch.device, target: torch.device, is_late: bool) -> str 
     return "to the host" if source.type == NAME else "to the device"
 
 
-def _place() -> str | None:
+def place() -> str | None:
     """The innermost file of the package that is running; None in code of Lightning and of tests alone."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
@@ -87,4 +87,4 @@ class StepReads(L.Callback):
     def by_step(self) -> dict[str, float]:
         """Reads in a step, by kind and place."""
         steps = self._last - self._first + 1
-        return {f"{kind}: {place}": number / steps for (kind, place), number in self.reads.counts.items()}
+        return {f"{kind}: {where}": number / steps for (kind, where), number in self.reads.counts.items()}
