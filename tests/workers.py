@@ -20,6 +20,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -61,6 +62,9 @@ half a second."""
 
 TAIL = 3000
 """Characters of a failed rank's output that the error shows."""
+
+_EXTENSIONS = re.compile(r"^Extension modules: .*$", re.MULTILINE)
+"""What faulthandler lists after the stacks, among it each kernel that was compiled, which would fill the tail."""
 
 CRASHES = {signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV}
 """Signals at which a rank writes its stacks."""
@@ -281,7 +285,8 @@ class _Crew:
                 return
 
     def output(self, rank: int) -> str:
-        return self.log(rank).read_text(errors="replace") if self.log(rank).exists() else ""
+        written = self.log(rank).read_text(errors="replace") if self.log(rank).exists() else ""
+        return _EXTENSIONS.sub("", written)
 
     def kill(self) -> None:
         """End the processes and whatever they started, and remove their files."""

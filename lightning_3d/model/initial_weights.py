@@ -156,7 +156,7 @@ def put_back(module: nn.Module, moved: Mapping[Tensor, Tensor]) -> None:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """What is to be in place of a tensor: a parameter that gets its data there, or a new tensor."""
+    """The tensor to put in its place: the parameter itself, which gets its data there, or a new one."""
     plain = tensor.plain() if isinstance(tensor, DeferredTensor) else tensor
     if plain.device == device or plain.is_meta:
         return plain
