@@ -151,6 +151,22 @@ def test_randomness_after_the_blocks_is_told() -> None:
     assert "draws random numbers after the blocks" in str(found.failure)
 
 
+@pytest.mark.parametrize("least", [1, -100])
+def test_labels_of_studies_are_in_the_range_of_the_batch(least: int) -> None:
+    seen: list[Tensor] = []
+
+    def indexed(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        seen.append(labels)
+        return LOSSES["mean"](outputs, labels.clamp(min=1))
+
+    features, labels = _batch(8)
+    labels = labels.clamp(min=1)
+    labels[0, 0] = least
+    assert _found(Using(indexed), [features, labels]).kind == LossKind.MEAN
+    assert len(seen) > 3
+    assert min(int(labels.min()) for labels in seen) == least
+
+
 def test_inputs_that_couple_samples_are_found() -> None:
     model = Using(LOSSES["mean"], lambda features: features - features.mean(0))  # type: ignore[arg-type]
     assert _found(model, _batch(8)).coupled_inputs == ("first",)
