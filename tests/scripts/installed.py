@@ -19,13 +19,15 @@ import lightning_3d as package
 from lightning_3d import ConfigError
 from lightning_3d.callbacks import ScheduleTimeline
 
-MOST_SECONDS = 0.3
+MOST_OF_LIGHTNING = 0.05
 RUNS = 3
 TIME_IMPORT = """
-import time, torch, lightning.pytorch
-before = time.process_time()
+import time
+began = time.process_time()
+import torch, lightning.pytorch
+theirs = time.process_time()
 import lightning_3d
-print(time.process_time() - before)
+print((time.process_time() - theirs) / (theirs - began))
 assert not torch.cuda.is_initialized(), "import lightning_3d has started CUDA"
 """
 MODEL = """
@@ -45,10 +47,10 @@ trainer:
 
 
 def run(*command: str) -> str:
-    """The output of a program that ends well."""
-    ended = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    """The output of a program that ends well. Python keeps what it compiles, as it does where people install."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env["OMP_NUM_THREADS"] = "1"
+    ended = subprocess.run(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert ended.returncode == 0, f"{' '.join(command)} exited with {ended.returncode}:\n{ended.stdout}"
     return ended.stdout
 
@@ -97,10 +99,11 @@ def pictures_say_what_to_install() -> None:
 
 
 def import_is_quick_and_starts_no_cuda() -> None:
-    # Seconds of the processor, and the least of some runs, as other programs may keep the machine busy.
-    seconds = min(float(run(sys.executable, "-c", TIME_IMPORT)) for _ in range(RUNS))
-    print(f"  import lightning_3d: {seconds:.2f} s beside lightning.pytorch")
-    assert seconds <= MOST_SECONDS, f"import lightning_3d takes {seconds:.2f} s more than lightning.pytorch"
+    # A share of what torch and Lightning take in the same process, and the least of some runs: machines are busy.
+    share = min(float(run(sys.executable, "-c", TIME_IMPORT)) for _ in range(RUNS))
+    told = f"import lightning_3d takes {share:.1%} of the time of torch and lightning.pytorch"
+    print(f"  {told}")
+    assert share <= MOST_OF_LIGHTNING, told
 
 
 def commands_run() -> None:
