@@ -135,6 +135,31 @@ def test_microbatches_share_the_copies_of_weights_that_autocast_makes(ranks: Ran
         assert abs(of_eight - of_two) < copies, "the samples are the same"
 
 
+_dtypes: list[torch.dtype] = []
+
+
+class _NotesDtypes(TinyGPT):
+    """Notes in what its head computes, also where it is looked at before training."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        _dtypes.append(self(batch[0]).dtype)
+        return super().training_step(batch, batch_idx)
+
+
+def _dtypes_seen(layout: Layout) -> list[torch.dtype]:
+    _dtypes.clear()
+    settings: dict[str, Any] = {"batches": 1, "epochs": 1, "precision": "bf16-mixed", "accelerator": device.NAME}
+    fitted(layout, _NotesDtypes, **settings)
+    return _dtypes
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(pp=2)], ids=["tp2", "pp2"])
+def test_what_is_planned_computes_as_steps_do(ranks: RanksOf, layout: Layout) -> None:
+    for seen in ranks(2).run(_dtypes_seen, layout):
+        assert len(seen) > 1, "of the plan and of the step"
+        assert set(seen) == {torch.bfloat16}
+
+
 class _OnDevice(ByHand):
     """Has no kernel for CPUs."""
 

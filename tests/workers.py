@@ -43,6 +43,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
+from lightning_3d.torch_internals.dtensor import clear_caches
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
 
 Result = TypeVar("Result")
@@ -176,7 +177,7 @@ def _answer(request: bytes) -> _Success | _Failure:
     faulthandler.enable(file=2, all_threads=True)  # stacks of a rank that crashes
     faulthandler.unregister(signal.SIGUSR1)  # a Trainer of an earlier run has put the default handler back
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    environment, directory = dict(os.environ), os.getcwd()
+    environment, directory, num_modules = dict(os.environ), os.getcwd(), len(sys.modules)
     rank = rank_zero_only.rank  # type: ignore[attr-defined]
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # what the process of the tests seeded is no seed of this run
         os.environ.pop(name, None)
@@ -198,7 +199,17 @@ def _answer(request: bytes) -> _Success | _Failure:
         os.environ.clear()
         os.environ.update(environment)
         rank_zero_only.rank = rank  # type: ignore[attr-defined]
-        gc.collect()
+        _collect(num_modules)
+
+
+def _collect(num_modules: int) -> None:
+    """Collect what a run has left. What it imported is set aside for good: searching it would take each later
+    collection a third of a second, and there are several in a run.
+    """
+    clear_caches()  # of DTensor, which have meshes
+    gc.collect()
+    if len(sys.modules) > num_modules:
+        gc.freeze()
 
 
 # ---------------------------------------------------------------------------------------------------- parent's side

@@ -41,6 +41,16 @@ def available_memory(device: torch.device, num_local_ranks: int, held: int) -> i
     return int(SHARE * min(free + held, total))
 
 
+def workspaces(device: torch.device) -> int:
+    """Bytes that torch takes for products of matrices on CUDA: once for the thread of forwards, once for that of
+    backwards; without the environment variable ``CUBLAS_WORKSPACE_CONFIG``.
+    """
+    if device.type != "cuda":
+        return 0
+    is_large = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return 2 * (32 * 2**20 if is_large else 8320 * 2**10)
+
+
 def _limit() -> int | None:
     """That of this process's control group, if it has one."""
     text = _CGROUP.read_text().strip() if _CGROUP.exists() else "max"

@@ -114,15 +114,14 @@ class ThreeDPrecision(Precision):
     def attach(
         self,
         *,
-        device: torch.device,
         norm: Callable[[Iterable[nn.Parameter]], Tensor],
         zero: Zero,
         scales_itself: bool,
     ) -> None:
-        """Tell the device, how to take the norm of gradients over all ranks, who holds them, and whether the backward
-        is Lightning's, not a pipeline's.
+        """Tell how to take the norm of gradients over all ranks, who holds them, and whether the backward is
+        Lightning's, not a pipeline's.
         """
-        self._device, self._norm, self._zero = device, norm, zero
+        self._norm, self._zero = norm, zero
         self._scales_itself = scales_itself
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,11 +189,15 @@ class ThreeDPrecision(Precision):
     # ---- weights, inputs, computation
 
     def convert(self, module: nn.Module, config: PrecisionConfig, device: torch.device) -> None:
-        """Give weights and buffers their dtype.
+        """Give weights and buffers their dtype, before the model is looked at.
+
+        Args:
+            device: Where steps compute.
 
         Raises:
             ConfigError: a pattern of modules to keep in fp32 matches none.
         """
+        self._device = device
         self._lightnings.convert_module(module)
         autocast = device.type if self.precision in _AUTOCAST else None
         keep_fp32(module, config.keep_fp32, returned=_HALVES.get(self.precision), autocast=autocast)

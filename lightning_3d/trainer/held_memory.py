@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.device_memory import workspaces
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.memory.timeline import HeldMemory
 from lightning_3d.torch_internals.modules import named_state
@@ -53,6 +54,7 @@ def held_memory(
         optimizer_states=0 if config.zero.offload_optimizer != "none" else _states(zero, optimizers, config),
         batch=config.num_microbatches * bytes_of(batch),
         communication=_buffers(module, zero, config, dp),
+        workspaces=workspaces(device),
         step=_step(trained, zero, device),
     )
 

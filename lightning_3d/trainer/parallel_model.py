@@ -264,7 +264,7 @@ def make_parallel(
                 num_sharing=zero.num_sharing,
             )
         budget = Budget(step=memory, batch=step.microbatch)
-    precision.attach(device=device, norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
+    precision.attach(norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
     guard = BatchGuard(config.batch, mesh, device)
     buffers = SharedBuffers(module, mesh, device)
     return ParallelModel(

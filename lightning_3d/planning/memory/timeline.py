@@ -21,6 +21,8 @@ class HeldMemory:
     batch: int = 0
     communication: int = 0
     """Buffers of collectives over the replicas."""
+    workspaces: int = 0
+    """Of the device's library for products of matrices."""
     step: int = 0
     """Above all of these, in the optimizer's step."""
 
@@ -32,7 +34,7 @@ class HeldMemory:
     @property
     def always(self) -> int:
         """In every moment of a step."""
-        return self.weights + self.optimizer_states + self.batch + self.communication
+        return self.weights + self.optimizer_states + self.batch + self.communication + self.workspaces
 
 
 def peak_of_activations(
