@@ -39,7 +39,8 @@ demo: env
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test: test-install lint
+test: env
+	$(MAKE) --jobs=2 --output-sync=target test-install lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # The wheel that is built of the sdist, in a fresh environment with what it needs at run time alone, and away from here.

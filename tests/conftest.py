@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -41,8 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Keep what inductor compiles in a folder of this run, which its processes share.
 
-    A process that is killed while it compiles leaves half a library, which every later run would fail to load.
+    A process that is killed while it compiles leaves half a library, which every later run would fail to load. What
+    Python compiles is kept, too, as scripts that tests start would each take two seconds for it.
     """
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not hasattr(config, "workerinput"):  # processes that share out the files have it from the one that starts them
         for name, prefix in ((COMPILED, "compiled-"), (REFERENCES, "references-")):
             os.environ[name] = tempfile.mkdtemp(prefix=prefix)

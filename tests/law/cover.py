@@ -152,7 +152,6 @@ PINNED = (
     Case("hooked-blocks", "pp2"),  # what hooks change inside of a block
     Case("loss-mean", "pp2", "groups"),  # what the loss does not read decays
     Case("drops", "tp2", "sequence"),  # what is drawn lies in slices
-    Case("drops", "tp2", "compiled"),
     Case("noise", "tp2", "compiled"),  # numbers of many kinds are drawn ahead
     Case("drops", "tp2", "selective"),
     Case("experts", "tp2", "sequence"),

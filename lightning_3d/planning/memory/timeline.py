@@ -22,7 +22,7 @@ class HeldMemory:
     communication: int = 0
     """Buffers of collectives over the replicas."""
     workspaces: int = 0
-    """What the device's library for products of matrices takes."""
+    """Memory of the device's library for products of matrices."""
     step: int = 0
     """Above all of these, in the optimizer's step."""
 
