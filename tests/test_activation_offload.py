@@ -173,27 +173,6 @@ def _assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
 # ---- order
 
 
-def test_blocks_leave_one_behind_and_come_back_one_ahead() -> None:
-    chain, x, copies, offload = _made()
-    chain.run(x, offload, copies).square().sum().backward()  # type: ignore[no-untyped-call]
-    log = copies.log
-
-    def first(entry: str) -> int:
-        return log.index(entry)
-
-    def last(entry: str) -> int:
-        return len(log) - 1 - log[::-1].index(entry)
-
-    assert last("out 0") < first("out 1") < last("out 1") < first("left 0")
-    assert last("left 0") < first("out 2") < last("out 2") < first("left 1")
-    assert not {"left 2", "back 2"} & {*log}, "the last block's is there"
-    assert first("backward 2") < first("back 1") <= last("back 1") < first("backward 1") < first("here 1")
-    assert first("backward 1") < first("back 0") <= last("back 0") < first("backward 0") < first("here 0")
-    for name in "01":
-        assert log.count(f"out {name}") == log.count(f"left {name}") == log.count(f"back {name}")
-    _assert_equal(_gradients(chain, x), _expected())
-
-
 def test_memory_of_the_device_goes_with_the_next_block_and_that_of_the_host_with_the_backward() -> None:
     chain, x, copies, offload = _made()
     loss = chain.run(x, offload, copies).square().sum()
@@ -206,80 +185,7 @@ def test_memory_of_the_device_goes_with_the_next_block_and_that_of_the_host_with
     _assert_equal(_gradients(chain, x), _expected())
 
 
-def test_each_microbatch_of_a_stage_has_the_next_one_fetched() -> None:
-    chain, x, copies, offload = _made(2)
-    losses = []
-    for microbatch in "abc":
-        offload.begin_forward(0)
-        losses.append(chain.run(x * 1.0, offload, copies).square().sum())
-        copies.log.append(f"ran {microbatch}")
-    other, y, *_ = _made(1)
-    offload.begin_forward(1)  # of another stage, in between
-    copies.label = "other"
-    with offload.call("other", other.blocks[0]):
-        between = other.blocks[0](y)
-    copies.log.clear()
-    for loss in losses:
-        loss.backward()  # type: ignore[no-untyped-call]
-        copies.log.append("end")
-    ends = [i for i, entry in enumerate(copies.log) if entry == "end"]
-    first, second, third = copies.log[: ends[0]], copies.log[ends[0] : ends[1]], copies.log[ends[1] : ends[2]]
-    assert first.index("backward 1") < first.index("back 1"), "nothing came before it"
-    assert "back 1" in first[first.index("backward 0") :], "what the next backward needs first"
-    assert "back 1" not in second[: second.index("backward 0")]
-    assert "back 1" in second
-    assert "back 1" not in third
-    assert "back other" not in copies.log
-    del between
-
-
 # ---- lifetimes
-
-
-def test_nothing_stays_of_graphs_without_a_backward() -> None:
-    chain, x, copies, offload = _made()
-    output = chain.run(x, offload, copies)
-    assert copies.num_on_host > 0
-    del output
-    assert copies.num_on_host == 0
-    assert all(block.hidden.expired() for block in chain.blocks)  # type: ignore[union-attr,operator]
-    copies.log.clear()
-    with torch.no_grad():
-        chain.run(x, offload, copies)
-    assert copies.log == []
-    del x
-    output = chain.run(torch.randn(4, WIDTH), Offload(CPU, copies), copies)
-    assert copies.log == [], "all are small"
-    del output
-    assert all(block.hidden.expired() for block in chain.blocks)  # type: ignore[union-attr,operator]
-
-
-class Broken(Exception):
-    """Raised on purpose."""
-
-
-def _raise() -> None:
-    raise Broken
-
-
-def _train(chain: Chain, x: Tensor, copies: LateCopies, offload: Offload) -> None:
-    chain.run(x, offload, copies).square().sum().backward()  # type: ignore[no-untyped-call]
-    _assert_equal(_gradients(chain, x), _expected())
-
-
-def test_nothing_stays_after_an_exception() -> None:
-    chain, x, copies, offload = _made()
-    handle = chain.blocks[1].register_forward_hook(lambda module, args, output: _raise())
-    with pytest.raises(Broken):
-        chain.run(x, offload, copies)
-    assert copies.num_on_host == 0
-    handle.remove()
-    output = chain.run(Mark.apply(chain.blocks[0](x), _raise), offload, copies)  # type: ignore[no-untyped-call]
-    with pytest.raises(Broken):
-        output.sum().backward()  # type: ignore[no-untyped-call]
-    del output
-    assert copies.num_on_host == 0
-    _train(*_made())
 
 
 # ---- what goes
@@ -296,16 +202,6 @@ def test_weights_and_buffers_stay_and_what_is_saved_often_is_copied_once() -> No
     chain.run(x, offload_of_large, large)
     assert large.log == ["out 0"], "the largest tensor only: q, k and v"
     del output
-
-
-@pytest.mark.parametrize("is_weight", [True, False])
-def test_autocasts_copies_of_weights_stay(is_weight: bool) -> None:
-    block, copies = nn.Linear(64, 64, bias=False), LateCopies()
-    x, other = torch.randn(2, 64, requires_grad=True), torch.randn(60, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16), Offload(CPU, copies, least_bytes=1024).call("block", block):
-        output = x @ (block.weight if is_weight else other).t()
-    assert len(copies.log) == (0 if is_weight else 1)
-    assert output.requires_grad
 
 
 class InPlace(nn.Module):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import time
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -17,9 +15,6 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_3d import StepError, ThreeDPrecision
-from lightning_3d.pipeline.anomaly import Finding, Phase, StepWatch, Value, worst_value
-from lightning_3d.trace.interception import routed
-from lightning_3d.trainer.anomaly import RankFinding, describe
 from tests.models import TinyGPT
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
@@ -227,88 +222,3 @@ def test_errors_of_the_model_are_explained(workers: WorkerPools) -> None:
     for rank, notes in enumerate(workers(2).run(_notes)):
         assert len(notes) == 1
         assert notes[0].startswith(f"Before that, {NAN}: {WHOLE}, data-parallel rank {rank} of 2, counted from 0.")
-
-
-def _finding(rank: tuple[int, int], phase: Phase, gave: Value, **further: Any) -> RankFinding:
-    """A finding of (dp, tp) rank ``rank``."""
-    settings: dict[str, Any] = {"stage": 0, "microbatch": 0, "order": 0, "block": "b", "after": None, **further}
-    finding = Finding(num_microbatches=4, phase=phase, gave=gave, **{"took": Value.FINITE, **settings})
-    return RankFinding(dp_rank=rank[0], tp_rank=rank[1], finding=finding)
-
-
-def test_the_first_is_told() -> None:
-    forward, backward, nan, infinite = Phase.FORWARD, Phase.BACKWARD, Value.NAN, Value.INFINITE
-    found = [
-        _finding((0, 0), forward, infinite, block="a mask"),
-        _finding((1, 1), forward, nan, microbatch=1, order=4, block="late"),
-        _finding((1, 0), forward, infinite, microbatch=1, order=3, block="early"),
-        _finding((0, 0), forward, nan, microbatch=2, block="later microbatch"),
-    ]
-    in_backward = [
-        _finding((1, 0), backward, nan, stage=0, order=-9, block="first stage"),
-        _finding((1, 0), backward, nan, stage=1, order=-5, block="last stage, earlier"),
-        _finding((1, 1), backward, nan, stage=1, order=-7, block=None, after="last stage", detail="Function 'X'"),
-    ]
-    place = (
-        "pipeline stage {} of 2, microbatch {} of 4, data-parallel rank 1 of 2, tensor-parallel rank {} of 2, counted"
-    )
-    told = describe([*found, *in_backward], 2, 2, 2)
-    made = "the backward of code outside of blocks, after block last stage, made nan: Function 'X': "
-    assert told.startswith(made + place.format(1, 0, 1))
-    told = describe(found, 2, 2, 2)
-    assert told.startswith(f"block early made inf out of finite values: {place.format(0, 1, 0)}")
-    assert "Then block late gave nan." in told
-    for other, text in (
-        (
-            _finding((0, 0), forward, nan, order=1, block=None, detail="Function 'X'"),
-            "Then the backward of code outside of blocks made nan: Function 'X'.",
-        ),
-        (_finding((0, 0), Phase.LOSS, infinite, after="head"), "Then the loss was inf."),
-        (
-            _finding((0, 0), backward, nan, detail="Function 'X'"),
-            "In its forward before, block a mask made inf out of finite values.",
-        ),
-    ):
-        assert text in describe([found[0], other], 1, 1, 1)
-
-
-class _Holds(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, held: object) -> Tensor:
-        ctx.held = held
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def test_a_watched_graph_ends_with_its_outputs() -> None:
-    held = Fault()
-    is_held = weakref.ref(held)
-    with routed({}) as router, StepWatch(router).microbatch(0, 0, 1) as watch:
-        output = _Holds.apply(torch.ones(2, requires_grad=True), held)  # type: ignore[no-untyped-call]  # torch 2.13
-    watch.see_backward([output])
-    del held
-    assert is_held() is not None
-    gc.disable()  # it would hide a cycle, which would keep the memory of a step
-    try:
-        del output
-        assert is_held() is None
-    finally:
-        gc.enable()
-
-
-def test_kinds_of_values() -> None:
-    assert worst_value([torch.ones(2), "text", None, torch.tensor([1]), torch.empty(0)]) == Value.FINITE
-    assert worst_value([torch.tensor([1, -torch.inf]).bfloat16()]) == Value.INFINITE
-    assert worst_value([torch.tensor([torch.inf]), torch.tensor([1, torch.nan])]) == Value.NAN
-    assert worst_value([torch.tensor([complex(0, torch.nan)])]) == Value.NAN
-    assert worst_value([torch.tensor([torch.nan, 0]).to_sparse()]) == Value.NAN
-    assert worst_value([torch.tensor([torch.nan]).to(torch.float8_e5m2)]) == Value.NAN
-    assert worst_value([torch.empty(2, device="meta")]) == Value.FINITE
-    nested = torch.nested.nested_tensor([torch.ones(1), torch.tensor([torch.inf, 0])], layout=torch.jagged)
-    assert worst_value([nested]) == Value.INFINITE
-    seen: list[Value] = []
-    torch.vmap(lambda x: seen.append(worst_value([x])) or x)(torch.tensor([0, torch.nan]))  # type: ignore[func-returns-value]
-    assert seen == [Value.NAN]

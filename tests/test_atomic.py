@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -14,7 +13,6 @@ import pytest
 
 from lightning_3d.checkpoint import atomic
 from lightning_3d.checkpoint.last_link import link
-from lightning_3d.errors import CheckpointError
 
 _EVENTS = ("open", "os.", "shutil.", "ctypes.call_function")
 NUM_MOST = 60
@@ -118,20 +116,6 @@ def test_a_killed_removal_leaves_all_or_nothing(tmp_path: Path) -> None:
     assert number > 3
 
 
-@pytest.mark.parametrize("name", ["hpc_ckpt_3.ckpt", "x" * 250 + ".ckpt"])
-def test_names_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, name: str) -> None:
-    path = tmp_path / name
-    _save(path, "old", as_file=False)
-    (path / "notes.txt").write_text("mine")
-    seen: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda gone: seen.append(gone.name))
-        _save(path, "new", as_file=False)
-    assert (_content(path), (path / "notes.txt").read_text()) == ("new", "mine")
-    assert seen
-    assert not [gone for gone in seen if "hpc_ckpt_" in gone or not gone.startswith(".")]
-
-
 @pytest.mark.usefixtures("exchanges")
 @pytest.mark.parametrize("before", ["link", "file"])
 def test_a_killed_change_of_a_link_leaves_one_to_a_whole_checkpoint(tmp_path: Path, before: str) -> None:
@@ -154,34 +138,6 @@ def test_a_killed_change_of_a_link_leaves_one_to_a_whole_checkpoint(tmp_path: Pa
         assert {file.name for file in path.parent.iterdir()} == {"last.ckpt", "new", "old"}
     assert set(outcomes) == {"old", "new"}
     assert outcomes == sorted(outcomes, reverse=True)
-
-
-def test_a_folder_that_was_no_link_gives_way_to_one(tmp_path: Path) -> None:
-    last, new = tmp_path / "last.ckpt", tmp_path / "new.ckpt"
-    _save(new, "new", as_file=False)
-    last.mkdir()
-    (last / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"notes\.txt"):
-        link(new, last)
-    (last / "notes.txt").rename(last / "meta.pt")
-    link(new, last)
-    assert (os.readlink(last), _content(last)) == ("new.ckpt", "new")
-
-
-@pytest.mark.parametrize("as_file", [True, False], ids=["file", "folder"])
-def test_a_copy_where_there_are_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_file: bool) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError("no links here")
-
-    monkeypatch.setattr(Path, "symlink_to", refuse)
-    last, new = tmp_path / "last.ckpt", tmp_path / "new.ckpt"
-    saved = new if as_file else new / "meta.pt"
-    saved.parent.mkdir(exist_ok=True)
-    for content in ("1", "2"):
-        saved.write_text(content)
-        link(new, last)
-        assert not last.is_symlink()
-        assert (last / saved.relative_to(new)).read_text() == content
 
 
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:

@@ -171,13 +171,6 @@ def _alone(layout: Layout | None, does: str = "samples") -> Seen:
     return _run(layout, None, Alone(does))
 
 
-def test_rank_zero_samples_alone_where_it_has_the_model(workers: WorkerPools) -> None:
-    (expected,) = workers(1).run(_alone, None)
-    first, second = workers(2).run(_alone, DP)
-    assert_same_state([first], expected)
-    assert "sampled" not in second
-
-
 @pytest.mark.parametrize(
     ("layout", "does", "message"),
     [

@@ -14,7 +14,6 @@ import lightning as L
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PyTorchProfiler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -25,7 +24,6 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError, PlanError, StepError
 from lightning_3d.planning.memory.table import RankMemory
 from lightning_3d.planning.plan import Plan
-from tests.losses import LossNet, labelled
 from tests.models import TinyGPT
 from tests.parity import QUIET, Layout, fitted
 from tests.workers import WorkerPools
@@ -74,25 +72,6 @@ def test_the_predicted_peak_is_the_measured_one(workers: WorkerPools, name: str)
         for row in memory:
             assert row.measured is not None
             assert row.peak == pytest.approx(row.measured, rel=0.1)
-
-
-def test_slices_of_inputs_are_counted(workers: WorkerPools) -> None:
-    whole, sliced = (Layout(tp=2, activations={**LARGE, "recompute": "full", "partition": on}) for on in (False, True))
-    model = partial(GPT, num_layers=16)
-    ((without,), _), ((row,), _) = (workers(2).run(_memory, layout, {"model": model}) for layout in (whole, sliced))
-    assert row.measured is not None
-    assert row.peak == pytest.approx(row.measured, rel=0.1)
-    assert row.peak < without.peak
-
-
-def _scheduled_peaks(*schedulings: dict[int, int]) -> list[int]:
-    callbacks = [GradientAccumulationScheduler(scheduling) for scheduling in schedulings]
-    return [_plan(Layout(activations=LARGE), callbacks=[each]).memory[0].peak for each in callbacks]
-
-
-def test_gradients_that_accumulate_in_later_epochs_are_counted(workers: WorkerPools) -> None:
-    ((never, later, always),) = workers(1).run(_scheduled_peaks, {0: 1}, {0: 1, 3: 2}, {0: 2})
-    assert never < later == always
 
 
 def _warnings_of_batches(layout: Layout, sizes: list[int]) -> list[str]:
@@ -153,30 +132,6 @@ def test_a_budget_asks_for_nothing_up_to_everything_and_then_for_an_error(worker
         assert words in error
 
 
-def test_a_first_stage_that_holds_more_microbatches_recomputes_more(workers: WorkerPools) -> None:
-    layout = Layout(pp=2, num_microbatches=4)
-    for nothing, middle, error in workers(2).run(_answers, layout, (1.0, 0.5, -0.9)):
-        assert nothing == [{}, {}]
-        first, last = middle
-        assert sum(first.values()) > sum(last.values())
-        assert "needs at least" in error
-
-
-def _told_of_the_loss(loss: str) -> list[str]:
-    layout = Layout(pp=2, loss=loss, activations=LARGE)  # type: ignore[arg-type]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitted(layout, partial(LossNet, "contrastive"), data=labelled, batches=2, epochs=1)
-    return [str(warning.message) for warning in caught if "pipeline.loss='whole'" in str(warning.message)]
-
-
-def test_a_loss_of_the_whole_batch_that_is_found_late_is_told_of(workers: WorkerPools) -> None:
-    found = workers(2).run(_told_of_the_loss, "auto")
-    assert [len(told) for told in found] == [1, 0]
-    assert "training_step holds the activations of all microbatches at once" in found[0][0]
-    assert workers(2).run(_told_of_the_loss, "whole") == [[], []]
-
-
 def _refused(activations: dict[str, Any], profiler: bool = False) -> str:
     trainer = {"profiler": PyTorchProfiler(filename=None)} if profiler else {}
     with pytest.raises((StepError, ConfigError, PlanError)) as raised:
@@ -200,15 +155,6 @@ def test_what_can_not_be_planned_or_measured_is_refused(workers: WorkerPools) ->
 def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
     with pytest.raises(ConfigError, match=r"activations\.budget=.* is not allowed: use 'auto', a number of GiB"):
         ActivationsConfig(budget=budget)
-
-
-@pytest.mark.parametrize(
-    ("budget", "expected"), [("auto", 30), ("50%", 50), (2, 2 * GIB), (0.5, GIB // 2), ("1.5", 3 * GIB // 2)]
-)
-def test_a_budget_in_bytes(budget: Any, expected: int) -> None:
-    assert ActivationsConfig(budget=budget).budget_bytes(total=100, available=30) == expected
-    assert ActivationsConfig(recompute="auto").budget == "auto"
-    assert ActivationsConfig().budget is None
 
 
 @pytest.mark.parametrize("settings", [{"recompute": "auto"}, {"budget": 2}])

@@ -118,24 +118,6 @@ def test_all_is_loaded_to_the_bit(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(save_and_load, tmp_path)
 
 
-def save_and_load_untrained(folder: Path) -> None:
-    model, pp = staged()
-    states = [optimizer_state(model, optimizer) for optimizer in build_optimizers(model)]
-    save_sharded(folder, {"state_dict": model_state(model), "optimizer_states": states}, pp)
-    before = {fqn: value.clone() for fqn, value in tensors(model).items()}
-    other, others, _ = trained()
-    restore_folder(folder, other, others)
-    torch.testing.assert_close(tensors(other), before, rtol=0, atol=0)
-    assert not others[0].state
-    own = [state for parameter, state in others[3].state.items() if not parameter.is_meta]
-    assert own
-    assert all(state["step"] == 0 for state in own)  # Adagrad's state exists before the first step
-
-
-def test_checkpoint_before_the_first_step(workers: WorkerPools, tmp_path: Path) -> None:
-    workers(2).run(save_and_load_untrained, tmp_path / "untrained")
-
-
 def overwrite(folder: Path) -> None:
     save(folder)
     before = sorted(file.name for file in (folder / "sharded").iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import warnings
 from collections.abc import Callable
@@ -120,24 +119,6 @@ def test_lengths_that_change_become_one_form() -> None:
     assert num_forms == 2
 
 
-def test_copies_run_eagerly() -> None:
-    block = Dropping()
-    EAGER.clear()
-    compiler = DenseCompiler(CompileConfig(enabled=True, backend="aot_eager"), is_costly)
-    with Router({"block": block}, compiled=compiler.of).installed(), modules_watched():
-        block(torch.randn(2, 4, 32))
-        assert not EAGER
-        copied = copy.deepcopy(block)
-        with torch.no_grad():
-            copied.norm1.weight.zero_()
-        x = torch.randn(2, 4, 32)
-        torch.manual_seed(1)
-        found = copied(x)
-        torch.manual_seed(1)
-        assert torch.equal(found, type(copied).forward(copied, x))
-    assert not any("_orig_mod" in name for name in block.state_dict())
-
-
 # ----------------------------------------------------------------------------------------------------- recomputation
 
 
@@ -191,13 +172,3 @@ def test_blocks_that_run_eagerly_are_recomputed_eagerly(workers: WorkerPools) ->
     assert recomputed[0][1] > 1.5 * plain[0][1] > 0
     assert found[0][1] >= recomputed[0][1], "each forward runs again in its backward"
     assert len(found[0][2]) == 1, "one warning"
-
-
-def _trained_in_64(layouts: list[Layout]) -> list[dict[str, Tensor]]:
-    return [_trained(layout, DroppingGPT, {"precision": "64-true"})[0] for layout in layouts]
-
-
-def test_a_recomputation_has_the_default_dtype_of_its_forward(workers: WorkerPools) -> None:
-    again = [Layout(activations={"recompute": "full"}), Layout(compile_backend="aot_eager", activations=SELECTIVE)]
-    ((plain, *found),) = workers(1).run(_trained_in_64, [Layout(), *again])
-    assert_same_state(found, plain)

@@ -72,12 +72,6 @@ class CompilesParts(TinyMLP):
         return loss
 
 
-class CompilesBlocks(TinyMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(_compile(layer) for layer in self.layers))
-
-
 class DoesNotLog(TinyMLP):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return F.mse_loss(self(batch[0]), batch[1])
@@ -152,9 +146,3 @@ def test_a_module_compiled_as_a_whole_runs_eagerly(workers: WorkerPools) -> None
     assert_same_state([state for state, _ in trained], expected)
     (warned,) = [message for message in trained[0][1] if "as a whole" in message]
     assert warned.startswith("DoesNotLog was compiled as a whole by torch.compile, but its steps run eagerly.")
-
-
-def test_compiled_modules_are_named(workers: WorkerPools) -> None:
-    trained = workers(2).run(_trained, Layout(pp=2), CompilesBlocks)
-    (warned,) = trained[0][1]
-    assert warned.startswith("layers.0, layers.1, layers.2 and 3 more: compiled by torch.compile, but run eagerly")

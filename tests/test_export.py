@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -15,9 +14,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import transformers
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -105,30 +102,6 @@ def test_transformers_reads_what_a_layout_saved(
         assert torch.equal(value, state[fqn]), fqn
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert ("lm_head.weight" in written) != ("tied" in name)
-
-
-def test_shards_are_as_large_as_asked(tmp_path: Path) -> None:
-    model = _language_model("llama, tied")
-    torch.save({"state_dict": model.state_dict()}, tmp_path / "plain.ckpt")
-    export_checkpoint(tmp_path / "plain.ckpt", tmp_path / "out", prefix="model.", max_shard_size="4KB")
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-    assert set(index["weight_map"].values()) == set(files)
-    sizes = {}
-    for file in files:
-        with safe_open(tmp_path / "out" / file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-            tensors = {fqn: opened.get_tensor(fqn) for fqn in opened.keys()}  # noqa: SIM118
-        assert {index["weight_map"][fqn] for fqn in tensors} == {file}
-        sizes[file] = sum(tensor.nbytes for tensor in tensors.values())
-        assert sizes[file] <= 4000 or len(tensors) == 1
-    assert len(files) > 2
-    assert index["metadata"]["total_size"] == sum(sizes.values())
-    model.model.config.save_pretrained(tmp_path / "out")
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
-    for fqn, value in loaded.state_dict().items():
-        assert torch.equal(value, model.model.state_dict()[fqn]), fqn
 
 
 @pytest.mark.parametrize("is_folder", [True, False], ids=["folder", "file"])
@@ -301,18 +274,6 @@ def test_errors_are_one_line_and_leave_nothing(
 
 def _contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_overwriting_keeps_the_files_of_others(tmp_path: Path) -> None:
-    state = Small().state_dict()
-    _write(tmp_path / "saved", state, is_folder=True)
-    export_checkpoint(tmp_path / "saved", tmp_path / "out", max_shard_size=100)
-    (tmp_path / "out" / "config.json").write_text("mine")
-    export_checkpoint(f"file://{tmp_path}/saved", f"file://{tmp_path}/out", overwrite=True)
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
-    export_checkpoint(tmp_path / "saved", tmp_path / "out.ckpt", format="file")
-    export_checkpoint(tmp_path / "saved", tmp_path / "out.ckpt", format="file", overwrite=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"saved", "out", "out.ckpt"}
 
 
 def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path) -> None:

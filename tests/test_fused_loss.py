@@ -6,23 +6,19 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import StepError
-from lightning_3d.tensor.vocabulary import chunked_loss, head_record
-from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
+from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
-from lightning_3d.tensor.vocabulary.loss import CrossEntropy
 from tests.law.models.heads import ByTable, Shifted
 from tests.models import TinyGPT
 from tests.parity import Layout, assert_same_state, fitted, whole_state
@@ -228,31 +224,6 @@ def test_other_uses_see_the_logits(number: int) -> None:
     assert len(compared.reads) == 1  # the head ran once
 
 
-def test_the_graph_can_be_run_twice_and_in_pieces() -> None:
-    compared = Compared(8)
-    loss = F.cross_entropy(compared.lazy(), FLAT)
-    leaves = compared.leaves[1]
-    first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    second = torch.autograd.grad(2 * loss, leaves, retain_graph=True)
-    of_rows = torch.autograd.grad(loss, leaves[:1], retain_graph=True)
-    of_weights = torch.autograd.grad(loss, leaves[1:])
-    for one, two, three in zip(first, second, (*of_rows, *of_weights), strict=True):
-        torch.testing.assert_close(two, 2 * one)
-        torch.testing.assert_close(three, one)
-
-
-@pytest.mark.parametrize("frozen", [0, 1, 2])
-def test_frozen_leaves_get_no_gradient(frozen: int) -> None:
-    compared = Compared(8)
-    for leaves in compared.leaves:
-        leaves[frozen].requires_grad_(False)
-    for leaves, logits in zip(compared.leaves, (compared.dense(), compared.lazy()), strict=True):
-        F.cross_entropy(logits, FLAT).backward()
-        assert leaves[frozen].grad is None
-    for theirs, ours in zip(*compared.leaves, strict=True):
-        assert ours is compared.leaves[1][frozen] or torch.allclose(ours.grad, theirs.grad, atol=1e-7)
-
-
 @pytest.mark.parametrize("reader", [lambda x: x.register_hook(print), lambda x: x.retain_grad()])
 def test_gradients_of_logits_after_their_loss_are_refused(reader: Use) -> None:
     compared = Compared(8)
@@ -295,26 +266,6 @@ def test_logits_never_exist() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
         F.cross_entropy(compared.lazy(), torch.zeros(64, dtype=torch.int64))
     assert max(sizes) <= 64 * WIDTH
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradients_have_gradients(reduction: Any) -> None:
-    torch.manual_seed(0)
-    target, classes = torch.tensor([2, -100, 0, 4]), torch.rand(5, dtype=torch.float64)
-    options: dict[str, Any] = {"weight": classes, "reduction": reduction, "label_smoothing": 0.1}
-    rows, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((4, 3), (5, 3), (5,)))
-    found = []
-    for is_fused in (False, True):
-        leaves = [leaf.clone().requires_grad_() for leaf in (rows, weight, bias)]
-        if is_fused:
-            head = Head(weight=leaves[1], bias=leaves[2], dtype=torch.float64)
-            loss = cross_entropy_of(leaves[0], head, CrossEntropy(input=leaves[0], target=target, **options))
-        else:
-            loss = F.cross_entropy(F.linear(*leaves), target, **options)
-        first = torch.autograd.grad(loss.square().sum(), leaves, create_graph=True)
-        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), leaves)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 # ------------------------------------------------------------------------------------------------------- training
@@ -402,16 +353,6 @@ def test_logits_that_the_step_reads_are_those_of_the_head(workers: WorkerPools, 
             assert line.startswith(text), way
 
 
-def _batched() -> str:
-    with pytest.raises(StepError) as error:
-        fitted(GATHERED, partial(Reading, "batched"))
-    return str(error.value)
-
-
-def test_gradients_that_need_a_weight_that_is_gone_are_refused(workers: WorkerPools) -> None:
-    assert all("fused_loss='never'" in message for message in workers(2).run(_batched))
-
-
 ELSEWHERE = (
     "its pipeline stage fuses it with its cross entropy, unless the step reads logits or waits for their gradient"
 )
@@ -436,25 +377,3 @@ def _lines(model: Any, layout: Layout) -> tuple[str, ...]:
 @pytest.mark.parametrize(("model", "layout", "line"), LINES)
 def test_plans_tell_what_becomes_of_heads(workers: WorkerPools, model: Any, layout: Layout, line: str) -> None:
     assert workers(2).run(_lines, model, layout)[0] == (line,)
-
-
-def _alive_between_microbatches() -> list[int]:
-    """For each call of the head, how many inputs of its earlier calls are still there."""
-    rows: list[StorageWeakRef] = []
-    alive: list[int] = []
-
-    def noted(call: HeadCall) -> Tensor:
-        alive.append(sum(not one.expired() for one in rows))
-        rows.append(StorageWeakRef(call.rows.untyped_storage()))
-        return lazy_logits(call)
-
-    with patch.object(head_record, "lazy_logits", noted):
-        fitted(Layout(pp=2, num_microbatches=4), TinyGPT, batches=1, epochs=1, limit_val_batches=0)
-    return alive
-
-
-def test_microbatches_leave_nothing_behind(workers: WorkerPools) -> None:
-    first, last = workers(2).run(_alive_between_microbatches)
-    assert not first
-    assert len(last) >= 4
-    assert not any(last)

@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +19,6 @@ from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import plain
-from tests.collectives import Collectives
 from tests.models import TinyGPT
 from tests.parity import Layout, fitted
 from tests.test_fused_loss import (
@@ -96,25 +94,6 @@ def test_every_option_and_every_use_is_as_in_one_process(workers: WorkerPools) -
     workers(2).run(_as_dense)
 
 
-@SMALL
-def _collectives() -> None:
-    compared = Sharded(8)
-    target = torch.arange(8) % CLASSES
-    with Collectives() as counted:
-        loss = F.cross_entropy(compared.lazy(), target)
-    assert sum(counted.counts.values()) == 2 * 4, counted.counts  # of each chunk a maximum and the sums
-    with Collectives() as counted:
-        loss.backward()
-    assert sum(counted.counts.values()) == 1, counted.counts  # the gradient of the rows
-    with Collectives() as counted, torch.no_grad():
-        torch.testing.assert_close(F.cross_entropy(compared.lazy(), target), loss)
-    assert sum(counted.counts.values()) == 2 * 4, counted.counts
-
-
-def test_collectives_of_a_chunk(workers: WorkerPools) -> None:
-    workers(2).run(_collectives)
-
-
 # ------------------------------------------------------------------------------------------------------- training
 
 
@@ -137,8 +116,3 @@ def _changed(layout: Layout) -> str:
     except StepError as error:
         return str(error)
     return ""
-
-
-@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(dp=2, zero=3)], ids=str)
-def test_heads_that_change_before_their_loss_are_refused(workers: WorkerPools, layout: Layout) -> None:
-    assert all("changed in place after the head was called" in told for told in workers(2).run(_changed, layout))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 
 import pytest
@@ -105,29 +103,6 @@ READ: list[tuple[Logits, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(READ)))
-def test_other_uses_of_tables_are_as_ever(number: int) -> None:
-    seen = Seen()
-    logits, reader = READ[number]
-    seen.check(logits, _loss)
-    assert (seen.head.text is None) if reader is None else (reader in str(seen.head.text))
-
-
-def test_tables_are_parameters_while_steps_run() -> None:
-    seen = Seen()
-    with seen.head.on():
-        table = seen.table
-        assert isinstance(table, nn.Parameter)
-        assert type(copy.deepcopy(table)) is nn.Parameter
-        assert type(pickle.loads(pickle.dumps(table))) is nn.Parameter
-        assert type(table + 1) is Tensor
-        assert repr(table) == repr(seen.equal)
-        view = table.T
-    assert type(table) is nn.Parameter
-    assert type(view) is Tensor
-    assert vars(table) == vars(view) == {}
-
-
 @pytest.mark.parametrize("changes", ["rows", "table"])
 def test_what_changes_before_the_loss_is_refused(changes: str) -> None:
     seen = Seen()
@@ -137,31 +112,6 @@ def test_what_changes_before_the_loss_is_refused(changes: str) -> None:
             (seen.rows[0] if changes == "rows" else seen.table.data).mul_(2)
         with pytest.raises(StepError, match="changed in place after the head was called"):
             _loss(logits)
-
-
-CHANGES: list[Callable[[nn.Parameter], object]] = [
-    lambda table: table.requires_grad_(False).mul_(2).requires_grad_(),
-    lambda table: setattr(table, "requires_grad", not table.requires_grad),
-    lambda table: setattr(table, "data", 2 * table.detach()),
-]
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize("number", range(len(CHANGES)))
-def test_logits_are_made_before_what_the_table_sees_changes_it(number: int, is_frozen: bool) -> None:
-    def logits(rows: Tensor, table: nn.Parameter) -> Tensor:
-        table.requires_grad_(not is_frozen)
-        made = F.linear(rows.detach() if number == 0 else rows, table)
-        CHANGES[number](table)
-        return made if is_frozen or number != 2 else made.detach()
-
-    def loss(made: Tensor) -> Tensor:
-        return _loss(made) + 0 * rows.sum()
-
-    seen = Seen()
-    rows = torch.zeros(1, requires_grad=True)
-    seen.check(logits, loss)
-    torch.testing.assert_close(seen.table, seen.equal)
 
 
 def test_losses_in_regions_of_autocast_round_no_gradients_of_heads_outside() -> None:

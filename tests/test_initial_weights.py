@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.model.deferred import DeferredTensor, defer_init, fingerprint, recording
-from lightning_3d.model.deferred.replay import Contents
+from lightning_3d.model.deferred import DeferredTensor, defer_init, recording
 from tests.models import TinyGPT, tokens
 from tests.parity import QUIET
 from tests.workers import WorkerPools
@@ -208,28 +207,6 @@ def test_deferred_weights_are_those_of_plain_construction(
     assert torch.equal(torch.get_rng_state(), state), "computing weights drew random numbers"
 
 
-def test_a_deferred_module_can_be_used_like_any_other() -> None:
-    expected, actual = _build(applied), _build_deferred(applied)
-    inputs = torch.randn(2, N)
-    assert torch.equal(copy.deepcopy(actual)(inputs), expected(inputs))
-    actual(inputs).sum().backward()
-    expected(inputs).sum().backward()
-    for mine, theirs in zip(actual.parameters(), expected.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert torch.equal(mine.grad, theirs.grad)
-    buffer = io.BytesIO()
-    torch.save(_build_deferred(applied).state_dict(), buffer)
-    buffer.seek(0)
-    _assert_same(expected, _loaded(torch.load(buffer)))
-
-
-def _loaded(state: dict[str, Tensor]) -> nn.Module:
-    module = _build_deferred(applied, seed=5)
-    module.load_state_dict(state)
-    return module
-
-
 def test_a_failing_initialisation_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_WORKING_SET", 0)
 
@@ -242,39 +219,10 @@ def test_a_failing_initialisation_leaves_the_weights_as_they_were(monkeypatch: p
     _assert_same(_build(build), _build_deferred(build))
 
 
-def test_an_expensive_chain_is_kept_instead_of_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_WORKING_SET", 0)
-
-    def build() -> nn.Module:
-        tables = [torch.zeros(N, N) for _ in range(4)]
-        for i in range(N):  # more tables in turn than stay in memory
-            for table in tables:
-                table[i] = torch.randn(N)
-        return _module(**{f"table{i}": table for i, table in enumerate(tables)})
-
-    actual = _build_deferred(build)
-    _assert_same(_build(build), actual)
-    assert sum(isinstance(table, DeferredTensor) for table in actual.parameters()) <= 2  # those two need no repetition
-
-
 def test_what_can_not_be_deferred_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_TOLD", 2**14)
     with pytest.warns(UserWarning, match="values come from files, numpy or another thread"):
         _build_deferred(lambda: _module(weight=torch.from_numpy(np.zeros((N, N), dtype=np.float32)) + 1))
-
-
-def test_fingerprints_tell_seeds_and_arguments_apart() -> None:
-    def mark(seed: int, std: float) -> int:
-        module = _build_deferred(lambda: _module(weight=nn.init.normal_(torch.empty(N, N), std=std)), seed)
-        contents: list[Contents] = []
-        for tensor in module.parameters():
-            assert isinstance(tensor, DeferredTensor)
-            assert tensor.contents is not None
-            contents.append(tensor.contents)
-        return fingerprint(contents)
-
-    assert mark(0, 1.0) == mark(0, 1.0)
-    assert len({mark(0, 1.0), mark(1, 1.0), mark(0, 2.0)}) == 3
 
 
 # ---- in a pipeline

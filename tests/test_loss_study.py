@@ -56,27 +56,6 @@ def test_kinds_of_losses(loss: str) -> None:
         assert (found.denominator is not None) == has_denominator
 
 
-def test_few_samples_do_not_show_the_weights() -> None:
-    features, labels = _batch(8)
-    found = _found(LossNet("ignoring"), [features, labels.clamp(min=1)])  # all are valid so far
-    assert (found.kind, found.denominator) == (LossKind.WEIGHTED, 0)
-    found = _found(LossNet("summed"), [features[:2], labels[:2].clamp(min=1)], size=1)
-    assert found.kind == LossKind.SUM
-
-
-@pytest.mark.parametrize("name", ["training_step", "validation_step"])
-def test_how_values_are_joined(name: str) -> None:
-    found = _found(LossNet("ignoring"), _batch(8), name)
-    if name == "training_step":
-        joined = {value: how for value, how in found.averages.items() if "self.log" in value}
-        assert (
-            joined["self.log('loss', reduce_fx='mean')"] == joined["self.log('accuracy', reduce_fx='mean')"] == "loss"
-        )
-        assert "self.log('squashed', reduce_fx='mean')" in found.unjoined
-    else:  # whose loss has no gradients that tell its weights
-        assert {f"self.log('val_{n}', reduce_fx='mean')" for n in ("loss", "squashed")} <= {*found.unjoined}
-
-
 class Using(LossNet):
     """Has a loss of all that its blocks gave and of its labels; its features may come from them and noise of a step."""
 
@@ -122,22 +101,6 @@ def test_kinds_of_losses_of_steps_that_draw_and_pick(name: str) -> None:
     model, kind = OTHERS[name]
     found = _found(model, _batch(8))
     assert (found.kind, found.failure, found.coupled_inputs) == (kind, None, ())
-
-
-class Thresholded(LossNet):
-    """Logs what it makes of logits that are greater than a threshold, and trains on these alone."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        logits, wanted = self(batch[0])["logits"], batch[1][..., None] > 2
-        found = logits.sigmoid() > 0.5
-        self.log("iou", (found & wanted).sum() / (found | wanted).sum())
-        return torch.where(logits > 0, logits, 0).sum() / (logits > 0).sum()
-
-
-def test_outputs_on_both_sides_of_a_threshold() -> None:
-    found = _found(Thresholded("mean"), _batch(8))
-    assert found.kind == LossKind.WHOLE
-    assert found.unjoined == ("self.log('iou', reduce_fx='mean')",)
 
 
 def _of_sampled(probabilities: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Under data parallel it is the mean of those of the replicas' batches, as with DD
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader
 
-from tests.losses import CLASSES, IGNORED, LENGTH, LossNet, labelled
+from tests.losses import CLASSES, LENGTH, LossNet, labelled
 from tests.parity import QUIET, Job, Layout, assert_parity, run_layout, run_reference
 from tests.workers import WorkerError, WorkerPools
 
@@ -97,43 +96,3 @@ def test_draws_that_do_not_make_up_the_batch_are_refused_where_samples_are_coupl
     with pytest.raises(WorkerError, match=message) as failed:
         run_layout(workers, job, replace(PIPELINE, loss="whole"))
     assert failed.value.failures.keys() == {0, 1}
-
-
-class Chanced(LossNet):
-    """Draws numbers of Python and NumPy for the whole batch, before and after the blocks, unless they are given."""
-
-    def __init__(self, loss: str, given: tuple[float, float] | None = None) -> None:
-        super().__init__(loss)
-        self.given = given
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        before = np.random.rand() if self.given is None else self.given[0]
-        outputs = self(batch[0] * before)
-        after = random.random() if self.given is None else self.given[1]
-        loss = self.loss(outputs, batch[1]) * after + outputs["logits"].square().mean() * before
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        self.log_dict({"before": before, "after": after})
-        return loss
-
-
-def test_one_draw_of_python_for_the_batch_is_that_of_its_microbatches(workers: WorkerPools) -> None:
-    job = Job(model=partial(Chanced, "triplet"), data=labelled, num_val_batches=0, steps=1)
-    result = run_layout(workers, job, PIPELINE)
-    drawn = tuple(result.numbers[0].metrics[name] for name in ("before", "after"))
-    assert_parity(run_reference(replace(job, model=partial(Chanced, "triplet", drawn))), result)
-
-
-def _padded_later(num_samples: int) -> Dataset[tuple[Tensor, ...]]:
-    """All labels of the first batches are valid, and none of the next two microbatches."""
-    samples = labelled(num_samples)
-    order = list(DistributedSampler(range(num_samples - 16), 1, 0, seed=1))
-    features, labels = (torch.stack(column) for column in zip(*(samples[i] for i in range(num_samples)), strict=True))
-    labels[order[:8]] = labels[order[:8]].clamp(min=1)
-    labels[order[8:12]] = IGNORED
-    labels[-16:-8] = labels[-16:-8].clamp(min=1)
-    return TensorDataset(features, labels)
-
-
-def test_the_first_samples_do_not_show_the_rest(workers: WorkerPools) -> None:
-    job = Job(model=partial(LossNet, "ignoring"), data=_padded_later)
-    assert_parity(run_reference(job), run_layout(workers, job, PIPELINE))

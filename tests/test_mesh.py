@@ -7,18 +7,16 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore  # groups of any size in one process, torch 2.13
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -75,14 +73,6 @@ def test_ranks_have_coordinates_with_tp_innermost_and_pp_outermost(shape: MeshSh
         assert shape.replica_ranks(dp) == [rank for rank, at in enumerate(coordinates) if at.dp == dp]
 
 
-@settings(deadline=None)
-@given(SHAPES, st.booleans())
-def test_sizes_fill_the_world(shape: MeshShape, is_told: bool) -> None:
-    sizes = {"pipeline_parallel_size": shape.pp, "tensor_parallel_size": shape.tp}
-    config = ThreeDConfig.from_mapping({**sizes, **({"data_parallel_size": shape.dp} if is_told else {})})
-    assert resolve_mesh_shape(config, shape.pp * shape.dp * shape.tp) == replace(shape, cp=1)
-
-
 MakeMesh = Callable[[MeshShape, int, int], Mesh]
 
 
@@ -118,22 +108,6 @@ def _differ(shape: MeshShape, rank: int, other: int) -> set[str]:
     """The axes along which two ranks have different coordinates."""
     first, second = asdict(shape.coordinate(rank)), asdict(shape.coordinate(other))
     return {name for name in first if first[name] != second[name]}
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        (MeshShape(pp=1, dp=64, cp=1, tp=1), 1),  # alone; dp has the default group
-        (MeshShape(pp=1, dp=8, cp=1, tp=8), 1 + 2 * 8),  # one of each rank alone, dp and tp
-        (MeshShape(pp=4, dp=4, cp=1, tp=4), 1 + 3 * 16 + 4),
-    ],
-)
-def test_a_group_of_one_rank_is_made_once(make_mesh: MakeMesh, shape: MeshShape, expected: int) -> None:
-    made = mock.Mock(wraps=dist.new_group)
-    with mock.patch.object(distributed_c10d, "new_group", made), mock.patch.object(dist, "new_group", made):
-        mesh = make_mesh(shape, 5, 1)
-    assert made.call_count == expected
-    assert dist.get_process_group_ranks(mesh.group("cp")) == [5]
 
 
 def test_tensor_parallel_groups_across_nodes_warn() -> None:

@@ -101,7 +101,7 @@ def expected(workers: WorkerPools) -> dict[str, Kept]:
 
 
 LAYOUTS = {"dp2": Layout(dp=2), "zero3": Layout(dp=2, zero=3), "pp2": Layout(pp=2), "tp2": Layout(tp=2)}
-IN_FOLDERS = ("least", "link", "last alone", "steps", "weights", "exception")
+IN_FOLDERS = ("least", "link", "exception")
 """Modes that `make test` has in folders, too."""
 
 

@@ -23,7 +23,7 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import OffloadError
 from lightning_3d.zero.offload import steps
 from lightning_3d.zero.offload.files import Files
-from lightning_3d.zero.offload.windows import Part, deal
+from lightning_3d.zero.offload.windows import Part
 from tests.models import TinyGPT, TinyMLP, features
 from tests.optimizers import ByHand, ClippingAdam
 from tests.parity import QUIET, Layout, fitted
@@ -212,16 +212,6 @@ def test_a_full_disk_of_one_rank_ends_all(workers: WorkerPools, after: int | Non
     assert all("OffloadError: can't offload to states" in report for report in caught.value.failures.values())
 
 
-def test_directories_that_are_none(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OffloadError, match=r"can't offload to .*/file: File exists"):
-        Files(tmp_path / "file")
-    with pytest.raises(OffloadError, match=r"can't offload to .*/file/below: Not a directory.*bytes are free"):
-        Files(tmp_path / "file" / "below")
-    with pytest.raises(OffloadError, match=r"can't offload to /proc/nowhere"):
-        Files(Path("/proc/nowhere"))
-
-
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path)
     store = Files(tmp_path)
@@ -232,23 +222,6 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     store.let_go([kept])
     assert kept.sum() == 4096
     assert os.listdir(tmp_path) == []
-
-
-def test_windows_are_bounded() -> None:
-    sizes = [(10, 10), (1000, 10), (3,), (), (1, 5000), (0, 4), (20, 10)]
-    parts = [
-        Part(parameter=p, values=p, gradient=p.detach(), group=0) for p in (nn.Parameter(torch.ones(s)) for s in sizes)
-    ]
-    windows = deal(parts, 4096, by_rows=True)
-    pieces = [piece for window in windows for piece in window]
-    for part in parts:
-        own = [piece.values for piece in pieces if piece.part is part]
-        assert torch.equal(torch.cat(own) if part.values.dim() else own[0], part.values)
-        assert sum(piece.is_last for piece in pieces if piece.part is part) == 1
-    loads = [sum(piece.values.nbytes for piece in window) for window in windows]
-    assert sorted(loads)[-2] <= 4096 < max(loads) == 20_000, "a row is not cut"
-    assert [len(window) for window in deal(parts, 0, by_rows=False)] == [1] * 7
-    assert deal([], 10, by_rows=True) == [[]]
 
 
 class _Odd(torch.optim.Optimizer):

@@ -41,7 +41,6 @@ from tests.optimizers import (
     Lars,
     Lion,
     Odd,
-    PickyLamb,
     Prodigy,
     Sam,
     ScheduleFree,
@@ -86,17 +85,6 @@ def test_torch_s_elementwise_optimizers_are_found_so_too(monkeypatch: pytest.Mon
     monkeypatch.setattr("lightning_3d.zero.optimizer_kind._ELEMENTWISE", ())
     for name, make in ROWS.items():
         assert optimizer_kind(make([nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))])) == "rows", name
-
-
-@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-3])
-def test_kinds_are_found_at_any_learning_rate_and_in_every_group(lr: float) -> None:
-    matrix, vector = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4))
-    assert optimizer_kind(Lamb([matrix, vector], lr=lr)) == "parameters"
-    assert optimizer_kind(Muon([matrix], lr=lr)) == "parameters"
-    assert optimizer_kind(Adafactor([matrix], lr=lr)) == "parameters"
-    assert optimizer_kind(Derived([matrix, vector], lr=lr)) == "rows"
-    groups = [{"params": [vector], "weight_decay": 0.0}, {"params": [matrix], "weight_decay": 0.1}]
-    assert optimizer_kind(PickyLamb(groups)) == "parameters"
 
 
 class Trained(TinyMLP):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
-import random
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,14 +22,9 @@ from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.planning.assignment import boundary_bytes
-from lightning_3d.planning.loads import measure_activations
-from lightning_3d.planning.plan import Plan, folded, make_plan
+from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.planner import ExampleStep, Observer, decide
 from lightning_3d.planning.split_blocks import split_blocks
-from lightning_3d.planning.stage_flow import cut
-from lightning_3d.torch_internals.modules import attributes_replaced
-from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.trace import Trace
 from tests.models import TinyGPT
 
@@ -115,30 +108,6 @@ def test_deciding_leaves_the_model_and_says_the_same_again() -> None:
 # ------------------------------------------------------------------------------------------------------- methods
 
 
-class GroupedExperts(nn.Module):
-    """Calls an operator that fails on fake tensors in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(2, 16, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        offsets = torch.tensor([4, len(x)], dtype=torch.int32)
-        return torch._grouped_mm(x, self.weight, offs=offsets)
-
-
-def test_operators_that_fail_on_fakes_are_planned_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    module = Chain(GroupedExperts(), GroupedExperts())
-    for pp, tp in ((2, 1), (1, 2)):
-        step = ExampleStep(name="training_step", microbatch=torch.ones(8, 16), modes=nullcontext, has_data=pp == 1)
-        config = ThreeDConfig.from_mapping({"pipeline_parallel_size": pp, "tensor_parallel_size": tp})
-        shape = MeshShape(pp=pp, dp=1, cp=1, tp=tp)
-        with attributes_replaced(logging.getLogger("torch"), {"propagate": True}):  # to where pytest looks
-            plan = decide(Observer(module, step, CPU, StepEffects).observe(config, shape), config, shape, CPU)
-        assert [block.kind for block in plan.blocks] == ["GroupedExperts"] * 2
-    assert caplog.records == []
-
-
 def test_each_method_balances_what_it_says() -> None:
     layers = [nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False), nn.Linear(24, 8)]
     by_parameters = _plan(Chain(*layers))
@@ -156,31 +125,6 @@ def test_among_equally_slow_cuts_the_fewest_bytes_cross() -> None:
     plan = _plan(chain, "uniform", pp=3)  # one stage has two calls, and it can be any
     assert _stages(plan) == [["layers.0", "layers.1"], ["layers.2"], ["layers.3"]]
     assert [(stage.num_sent, stage.bytes_sent) for stage in plan.stages] == [(1, 4 * 2 * 4), (1, 4 * 6 * 4), (0, 0)]
-
-
-def _meta(*shape: int, requires_grad: bool = True) -> TensorMeta:
-    return TensorMeta(shape=shape, dtype=torch.float32, device=CPU, requires_grad=requires_grad)
-
-
-def test_activations_are_what_autograd_saves_without_weights() -> None:
-    block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-    expected = 4 * (4 * 8 + 4 * 16 + 4 * 16)  # inputs of the first Linear, of GELU and of the second Linear
-    assert measure_activations(block, ((_meta(4, 8),), {}), CPU) == expected
-    with torch.no_grad():
-        assert measure_activations(block, ((_meta(4, 8),), {}), CPU) == 0
-
-
-def test_memory_counts_state_once_and_activations_in_flight() -> None:
-    chain = Chain(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
-    state, activations = 64 * (4 + 4 + 8), 4 * 8 * 4  # of one layer; microbatches are of 4 rows
-    plan = _plan(chain, "memory", num_microbatches=4, schedule="gpipe")
-    assert [stage.load for stage in plan.stages] == [3 * state + 4 * 3 * activations] * 2
-    in_1f1b = _plan(chain, "memory", num_microbatches=4)
-    assert in_1f1b.stages[1].load == 3 * state + 1 * 3 * activations, "the last stage holds one microbatch"
-    repeating = Chain(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), calls_of_first=2)
-    assert _plan(repeating, ("layers.1",)).stages[0].load == 128, "parameters count at each call"
-    held_once = _plan(repeating, "memory", schedule="gpipe")
-    assert held_once.stages[0].load + held_once.stages[1].load == 2 * state + 2 * 3 * activations
 
 
 def test_a_block_that_fails_on_random_inputs_is_named() -> None:
@@ -225,41 +169,6 @@ def test_wrong_cut_points_are_refused(cut_points: tuple[str, ...], message: str)
 
 
 # ------------------------------------------------------------------------------------------------ what crosses
-
-
-class Skips(L.LightningModule):
-    """A long skip connection, a residual and an in-place addition, all in glue."""
-
-    width = 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((8, 4), (4, 4), (4, 2), (2, 4), (4, 4)))
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        down, residual, narrow, up, last = self.layers
-        early = down(batch)
-        x = early + residual(early)
-        x = up(narrow(x))
-        x += early
-        return last(x).mean() + early.sum()
-
-
-@pytest.mark.parametrize("module", [Skips(), TinyGPT()])
-def test_boundary_bytes_are_what_any_cut_sends(module: L.LightningModule) -> None:
-    blocks = find_blocks(module)
-    trace = _traced(module, blocks)
-    calls = [call.name for call in trace.block_calls]
-    per_boundary = boundary_bytes(trace)
-    rng = random.Random(0)
-    for _ in range(30):
-        starts = sorted(rng.sample(range(1, len(calls)), rng.randint(1, len(calls) - 1)))
-        stages = {fqn: (sum(start <= i for start in starts),) for i, fqn in enumerate(calls)}
-        flow = cut(trace, stages, len(starts) + 1)
-        sent = [sum(meta.num_bytes for meta in flow.metas(flow.sent(stage))) for stage in range(len(starts))]
-        assert sent == [per_boundary[start - 1] for start in starts]
-    if isinstance(module, Skips):  # 4 rows of fp32, and the sum
-        assert per_boundary == [16 * 4 + 4, 16 * (4 + 4) + 4, 16 * (2 + 4) + 4, 16 * 4 + 4]
 
 
 # --------------------------------------------------------------------------------------------------- split blocks
@@ -336,19 +245,6 @@ def _printed(plan: Plan, width: int = 100) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("partition", ["memory", "type:Attention|Linear|Norm|Embedding"])
-def test_table_of_48_blocks_fits(partition: str) -> None:
-    plan = _plan(TinyGPT(num_layers=48), partition, pp=4)
-    lines = _printed(plan)
-    assert len(lines) < 28
-    text = "\n".join(lines)
-    assert f"the slowest stage has {plan.imbalance:.2f} x the mean load" in text
-    assert "4.0 KiB (1)" in text  # 2 x 16 x 32 fp32
-    assert "…" not in text
-    assert re.search(r"blocks\.\d+(\.norm1)? \.\. \d+", text)
-    assert ("MiB" in text) == (partition == "memory")
-
-
 @pytest.mark.parametrize(
     ("setting", "says", "costs"),
     [
@@ -364,10 +260,3 @@ def test_plan_of_a_pipeline_says_what_the_loss_is(setting: str, says: str, costs
     assert says in text
     assert f"(pipeline.loss={setting})" in text
     assert (f"holds the activations of all {plan.num_microbatches} microbatches" in text) == costs
-
-
-def test_repeated_patterns_are_folded() -> None:
-    blocks = [("embed", "E"), *((f"l.{i}.{n}", n.upper()) for i in range(3) for n in "ab"), ("head", "A")]
-    assert folded(blocks) == ["embed (E)", "l.0.a .. 2.b (3 x A, B)", "head (A)"]
-    assert folded([("a", "X"), ("b", "Y")]) == ["a (X)", "b (Y)"]
-    assert folded([]) == []

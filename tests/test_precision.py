@@ -262,44 +262,6 @@ def test_master_weights_of_a_checkpoint_are_left_where_none_are_kept(workers: Wo
     assert workers(1).run(_without_masters, offload) == [{"step", "exp_avg", "exp_avg_sq"}]
 
 
-class PartlyFrozen(TinyGPT):
-    """Frozen weights are among the optimizer's parameters."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.blocks[:2].requires_grad_(False)
-
-
-def _num_masters() -> tuple[int, int]:
-    """Numbers of this rank's master weights, and of all trained weights."""
-    trainer, _ = _fit(Layout(dp=2), "bf16-true", {}, model=PartlyFrozen, steps=1)
-    masters = [state[MASTER].numel() for state in trainer.optimizers[0].state.values() if MASTER in state]
-    return sum(masters), sum(p.numel() for p in trainer.lightning_module.parameters() if p.requires_grad)
-
-
-def test_frozen_parameters_have_no_master_weights(workers: WorkerPools) -> None:
-    (first, trained), (second, _) = workers(2).run(_num_masters)
-    assert first + second == trained > 0
-
-
-def _averaged(precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This replica's weights, and what its optimizer keeps of them in fp32."""
-    layout = Layout(dp=2, zero=0, zero_settings={"averaging_period": 2})
-    trainer, _ = _fit(layout, precision, {}, steps=4)
-    weights, state = dict(trainer.lightning_module.named_parameters()), trainer.optimizers[0].state
-    masters = {name: state[parameter].get(MASTER, parameter) for name, parameter in weights.items()}
-    first, second = ({name: value.detach() for name, value in found.items()} for found in (weights, masters))
-    return first, second
-
-
-def test_master_weights_are_averaged(workers: WorkerPools) -> None:
-    (exact, _), _ = workers(2).run(_averaged, "32-true")
-    (weights, masters), (_, others) = workers(2).run(_averaged, "bf16-true")
-    assert _difference(masters, others) == 0.0
-    assert all(torch.equal(masters[name].bfloat16(), weight) for name, weight in weights.items())
-    assert _difference(masters, exact) < _difference(weights, exact)
-
-
 def _written(zero: dict[str, Any]) -> list[float]:
     """A callback writes to a parameter after the second step."""
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_3d import ThreeDStrategy
@@ -166,38 +165,6 @@ def test_a_block_does_to_the_world_what_it_does_without_recomputation(workers: W
             )
 
 
-# ---- what is kept
-
-
-class Watched(TinyGPT):
-    """Notes which inputs of blocks are still there when all blocks have run."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x, inputs = self.tokens(tokens), []
-        for block in self.blocks:
-            inputs.append(StorageWeakRef(x.untyped_storage()))
-            x = block(x)
-        if self.training:
-            THERE.append([not reference.expired() for reference in inputs])
-        logits: Tensor = self.head(self.norm(x))
-        return logits
-
-
-THERE: list[list[bool]] = []
-
-
-def _inputs_there(partition: bool) -> list[list[bool]]:
-    THERE.clear()
-    fitted(Layout(tp=2, activations={"recompute": "full", "partition": partition}), Watched, batches=3, epochs=1)
-    return THERE[-1:]
-
-
-@pytest.mark.parametrize("partition", [True, False])
-def test_slices_are_all_that_is_kept_of_inputs(workers: WorkerPools, partition: bool) -> None:
-    for there in workers(2).run(_inputs_there, partition):
-        assert there == [[not partition] * 4]
-
-
 # ---- settings
 
 
@@ -286,19 +253,6 @@ def test_what_can_not_be_put_back_is_refused(workers: WorkerPools, mode: str) ->
 def test_settings_that_say_nothing_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ThreeDStrategy(activations=settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"every": 2}, ["blocks.0", "blocks.2"]),
-        ({"blocks": ["blocks.1", "head"]}, ["blocks.1", "head"]),
-        ({"blocks": "type:^Block$", "every": 3}, ["blocks.0", "blocks.3"]),
-    ],
-)
-def test_blocks_are_chosen(settings: dict[str, Any], expected: list[str]) -> None:
-    config = ActivationsConfig(recompute="full", **settings)
-    assert chosen_blocks(find_blocks(TinyGPT()), config) == {*expected}
 
 
 def test_patterns_that_match_nothing_are_refused() -> None:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_3d.errors import StepError
 from tests.models import Regression, features
-from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.parity import Layout, fitted
 from tests.workers import WorkerPools
 
 WIDTH = 8
@@ -120,18 +120,6 @@ class Functional(Changing):
         loss = F.mse_loss(functional_call(self, weights, (batch[0],)), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
-
-
-def _assert_as_in_one_process(mode: str) -> None:
-    for model in (Changing, Functional):
-        _, plain = fitted(None, model, data=features, epochs=1)
-        trainer, _ = fitted(Layout(activations={"recompute": mode}), model, data=features, epochs=1)
-        assert_same_state([whole_state(trainer)], plain.state_dict())
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_the_backward_finds_the_block_of_the_forward(workers: WorkerPools, mode: str) -> None:
-    workers(1).run(_assert_as_in_one_process, mode)
 
 
 class Vectorized(Regression):

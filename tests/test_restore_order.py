@@ -148,25 +148,6 @@ def test_hooks_come_in_the_order_of_one_process_and_change_what_is_restored(
         assert_same_state([found_state], state)
 
 
-class WithLBFGS(TinyMLP):
-    """Its optimizer's states are lists of tensors, of one parameter for all."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2, history_size=3)
-
-
-def _resumed_lbfgs(layout: Layout | None) -> dict[str, Tensor]:
-    first, _ = trained(layout, WithLBFGS, epochs=1)
-    first.save_checkpoint("first.ckpt")
-    trainer, _ = trained(layout, WithLBFGS, epochs=2, ckpt_path="first.ckpt")
-    return whole_state(trainer)
-
-
-def test_states_in_lists_are_restored(workers: WorkerPools) -> None:
-    (expected,) = workers(1).run(_resumed_lbfgs, None)
-    assert_same_state(workers(2).run(_resumed_lbfgs, Layout(dp=2, save_distributed_checkpoint=True)), expected)
-
-
 class Keeps(torch.optim.SGD):
     """Its state of a parameter is a list of tensors, as SOAP's, or a tuple."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import threading
 import time
@@ -29,7 +28,6 @@ from lightning_3d import strategy as strategy_module
 from lightning_3d.checkpoint import write_folder
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.file_or_folder import is_too_large
-from lightning_3d.checkpoint.saves import _Removals
 from lightning_3d.checkpoint.whole_folder import read_folder
 from lightning_3d.errors import CheckpointError
 from lightning_3d.planning.memory.table import GIB
@@ -240,29 +238,6 @@ def test_saves_of_the_last_hooks_are_complete(workers: WorkerPools, hook: str) -
     workers(2).run(_at_the_end, IN_BACKGROUND, hook)
 
 
-class _GoElsewhere(Callback):
-    """Saves to a relative path, then changes the working directory."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == 2:
-            trainer.save_checkpoint("saved.ckpt")
-            Path("elsewhere").mkdir(exist_ok=True)
-            os.chdir("elsewhere")
-
-
-def _elsewhere(layout: Layout) -> None:
-    with patch.object(strategy_module, "write_folder", _Slow()):
-        _fit(layout, _GoElsewhere(), enable_checkpointing=False)
-    dist.barrier()
-    assert list(Path().iterdir()) == []
-    assert damage(Path("..", "saved.ckpt")) == []
-    assert Path("..", "saved.ckpt").is_dir()
-
-
-def test_relative_paths_mean_where_the_save_began(workers: WorkerPools) -> None:
-    workers(2).run(_elsewhere, IN_BACKGROUND)
-
-
 # ------------------------------------------------------------------------------------------- failures
 
 
@@ -396,26 +371,3 @@ def test_files_alone_go_to_remote_file_systems(workers: WorkerPools) -> None:
     assert "ModelCheckpoint saves to memory://saved, which is on a remote file system" in first
     assert "save_distributed_checkpoint=False" in first
     assert workers(2).run(_to_memory, Layout(pp=2), "memory://saved") == ["saved", "saved"]
-
-
-def test_a_save_elsewhere_removes_nothing() -> None:
-    gone: list[str] = []
-    removals = _Removals()
-
-    def saved(path: str, replaces: str | None, *, succeeds: bool = True) -> None:
-        number = removals.next_save()
-        removals.forget(path)
-        if succeeds:
-            removals.succeed(number, path)
-        if replaces is not None:
-            removals.add(replaces, lambda: gone.append(replaces))
-
-    saved("best/1.ckpt", None)
-    saved("best/2.ckpt", "best/1.ckpt", succeeds=False)
-    saved("other/3.ckpt", None)
-    assert gone == []
-    saved("best/4.ckpt", "best/2.ckpt")
-    assert gone == ["best/1.ckpt", "best/2.ckpt"]
-    saved("best/5.ckpt", "best/4.ckpt", succeeds=False)
-    saved("best/4.ckpt", "best/5.ckpt")
-    assert gone == ["best/1.ckpt", "best/2.ckpt", "best/5.ckpt"], "what was written again stays"

@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor, nn
 
-from lightning_3d.tensor import BlockTensorPlan, plan_block, replicated_plan
+from lightning_3d.tensor import BlockTensorPlan, plan_block
 from lightning_3d.tensor.placement import Parts
-from lightning_3d.tensor.table import tensor_table
 from tests.law.models import tensor as law
-from tests.law.models.spellings import FusedActivation, GroupedQuery
+from tests.law.models.spellings import GroupedQuery
 from tests.models import Block
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -114,10 +110,6 @@ PLANNED: dict[str, tuple[int, int, int, float]] = {
 the least share of parameters that is sharded."""
 
 
-def _forward_bytes(plan: BlockTensorPlan) -> int:
-    return sum(collective.num_bytes for collective in plan.collectives if not collective.is_backward)
-
-
 def _counts(plan: BlockTensorPlan) -> tuple[int, int, int]:
     return plan.num_all_reduces_forward, plan.num_all_reduces_backward, plan.num_other_collectives_forward
 
@@ -177,13 +169,6 @@ PARTS: dict[str, dict[str, Parts | None]] = {
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_fused_weights(plans: dict[str, BlockTensorPlan], name: str) -> None:
     assert {fqn: plans[name].weight(fqn).parts for fqn in PARTS[name]} == PARTS[name]
-
-
-@pytest.mark.parametrize("function", [F.relu, F.silu, torch.sigmoid, torch.tanh, Tensor.square, F.mish])
-def test_elementwise_functions_of_unequal_parts_stay_on_shards(function: Callable[[Tensor], Tensor]) -> None:
-    plan = plan_block(FusedActivation(function), (tokens(),), {}, size=2)
-    assert plan.weight("gate_up.weight").parts is not None
-    assert (plan.weight("down.weight").role, plan.num_other_collectives_forward) == ("row", 0)
 
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any], dict[str, str]]] = {
@@ -247,46 +232,10 @@ def test_weights_that_stay_whole_say_why(name: str) -> None:
         assert reason in str(plan.weight(fqn).reason)
 
 
-def test_columns_and_rows_of_a_block_on_any_number_of_ranks() -> None:
-    with torch.device("meta"):
-        block, x = Block(8192, 64), torch.empty(1, 4096, 8192, requires_grad=True)
-    plan = plan_block(block, (x,), {}, size=64)
-    columns = {f"{name}.{kind}" for name in "qkv" for kind in ("weight", "bias")}
-    roles = _roles(plan)
-    assert {fqn.removeprefix("attention.") for fqn, role in roles.items() if role[0] == "column"} == {
-        *(columns | {"mlp.0.weight", "mlp.0.bias"})
-    }
-    assert {fqn for fqn, role in roles.items() if role == ("row", 1)} == {"attention.out.weight", "mlp.2.weight"}
-    assert _counts(plan) == (2, 2, 0)
-    assert _forward_bytes(plan) == 2 * 2 * x.numel() * 4 * 63 // 64
-    assert not dist.is_initialized()
-
-
-def test_values_and_devices_of_the_example_do_not_count_and_nothing_is_left() -> None:
-    block, (x,), _ = gpt()
-    parameters, attributes, state = dict(block.named_parameters()), set(vars(block)), torch.random.get_rng_state()
-    expected = plan_block(block, (x,), {}, size=2)
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert plan_block(Block(32, 4).to("meta"), (x.to("meta"),), {}, size=2) == expected
-    assert all(parameter is parameters[fqn] for fqn, parameter in block.named_parameters())
-    assert set(vars(block)) == attributes
-
-
 def test_key_value_heads_fewer_than_ranks_are_replicated() -> None:
     plan = plan_block(GroupedQuery(num_kv_heads=1), (tokens(),), {}, size=2)
     assert [plan.weight(f"{name}.weight").role for name in "kvqo"[:3]] == ["replicate", "replicate", "column"]
     assert (plan.num_all_reduces_forward, plan.num_other_collectives_forward) == (1, 0)
-
-
-def test_sums_of_narrow_experts_are_reduced_late(plans: dict[str, BlockTensorPlan]) -> None:
-    assert plans["added"].defers_sums
-    assert _forward_bytes(plans["added"]) == tokens().numel() * 4  # not twice as much
-    assert plans["changed_in_place"].is_sharded
-    assert not plans["changed_in_place"].defers_sums
-
-
-def test_small_statistics_may_be_reduced(plans: dict[str, BlockTensorPlan]) -> None:
-    assert _forward_bytes(plans["FlatNorm"]) == tokens().numel() * 4 + 2 * 16 * 4
 
 
 def test_excluded_and_tied_parameters() -> None:
@@ -335,21 +284,7 @@ def test_residuals_stay_on_shards_where_that_sends_less() -> None:
     assert plan.communicated_bytes < whole.communicated_bytes
 
 
-def _lines(*blocks: object) -> list[str]:
-    console = Console(width=120)
-    with console.capture() as captured:
-        console.print(tensor_table(blocks))  # type: ignore[arg-type]
-    return [" ".join(line.strip("│┃ ").split()) for line in captured.get().splitlines()]
-
-
-def test_blocks_with_the_same_plan_share_rows_of_the_table() -> None:
-    block, args, kwargs = gpt()
-    plan = plan_block(block, args, kwargs, size=2)
-    lines = _lines(*((f"blocks.{i}", "Block", plan) for i in range(3)))
-    share, size = f"{plan.sharded_share:.0%}", f"{plan.communicated_bytes / 1024:,.0f} KiB"
-    assert f"Block: blocks.0 and 2 more │ 2 + 2 all-reduces, {size} │ {share}" in lines
-    assert "attention.q.weight [32, 32] │ column" in lines
-    assert "mlp.2.bias [32] │ replicate: added after the all-reduce of a row weight" in lines
-    whole = replicated_plan(block, size=2, reason="its proof failed")
-    assert "Block: blocks.0 │ replicated: its proof failed │ 0%" in _lines(("blocks.0", "Block", whole))
-    assert "  norm1.weight          replicate  [32]  used by layer_norm" in str(plan).splitlines()
+def test_input_that_can_not_be_cut_is_left_whole() -> None:
+    plan = plan_block(Block(32, 4), (torch.randn(2, 7, 32),), {}, size=2, sequence_parallel=True)
+    assert not plan.is_sequence_parallel
+    assert plan.num_all_reduces_forward == plan.num_all_reduces_backward == 2

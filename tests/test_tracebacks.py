@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 
 import pytest
@@ -51,23 +50,6 @@ def test_the_users_frames_are_printed(error: Exception | None, capsys: pytest.Ca
     assert f"{type(raised).__name__}: {raised}\n({SETTING}=full" in text
 
 
-def test_frames_of_causes_are_folded_too(capsys: pytest.CaptureFixture[str]) -> None:
-    raised = _raised(PlanError("a reason"))
-    raised.__cause__ = _raised()
-    print_frames_of_user(raised)
-    text = _printed(raised, capsys)
-    assert "direct cause" in text
-    assert "site-packages/torch" not in text
-
-
-def test_a_line_or_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    line, nothing = _raised(PlanError("a reason")), _raised(PlanError("a reason"))
-    print_line(line)
-    print_nothing(nothing)
-    assert _printed(line, capsys) == "lightning_3d.errors.PlanError: a reason\n"
-    assert _printed(nothing, capsys) == ""
-
-
 def test_others_are_printed_as_before(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     print_nothing(_raised())
     assert _printed(ValueError("of the user's, later"), capsys) == "before\n"
@@ -75,20 +57,6 @@ def test_others_are_printed_as_before(capsys: pytest.CaptureFixture[str], monkey
     in_full = _raised()
     print_nothing(in_full)
     assert _printed(in_full, capsys) == "before\n"
-
-
-def test_the_hook_leaves_with_the_exceptions_that_it_is_for() -> None:
-    before = sys.excepthook
-    first, second = _raised(PlanError("one")), _raised(PlanError("another"))
-    print_nothing(first)
-    print_line(second)
-    assert sys.excepthook is not before
-    del first
-    gc.collect()
-    assert sys.excepthook is not before
-    del second
-    gc.collect()
-    assert sys.excepthook is before
 
 
 def test_a_fault_of_this_package_is_printed_in_full(capsys: pytest.CaptureFixture[str]) -> None:

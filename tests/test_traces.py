@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -14,10 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.pipeline.traces import Traces
-from lightning_3d.trace.traced_lists import Looks
 from lightning_3d.trace.traced_numbers import Decisions
 from tests.models import TinyMLP, features
-from tests.parity import QUIET, assert_same_state, whole_state
+from tests.parity import QUIET, whole_state
 from tests.workers import WorkerError, WorkerPools
 
 Ids = tuple[Tensor, Tensor, Any]
@@ -37,45 +35,6 @@ def test_decisions_are_made_again() -> None:
         assert L.LightningModule().global_step == 7
     assert decisions.outcomes({"step": 7, "global_step": 7}) == (True, False, True, False, True)
     assert decisions.outcomes({"step": 108, "global_step": 0}) == (False, False, True, True, False)
-
-
-def test_what_decides_is_noted_and_nothing_else() -> None:
-    decisions = Decisions()
-    with decisions.noted({"step": 7}) as numbers:
-        step = numbers["step"]
-        torch.testing.assert_close(torch.ones(2) * step + step, torch.full((2,), 14.0))
-        assert f"{step + 1}" == "8"
-        assert isinstance(step, int)
-    assert decisions.outcomes({}) == ()
-    with decisions.noted({"step": 2}) as numbers:
-        assert {2: "two"}[numbers["step"]] == "two"
-        assert 10 % numbers["step"] == 0
-    assert decisions.outcomes({"step": 2}) == decisions.outcomes({"step": 2}) != decisions.outcomes({"step": 3})
-    assert decisions.outcomes({"step": 0})[-1] is False, "a decision that fails later comes out otherwise"
-
-
-@pytest.mark.parametrize("values", [[3, 1], (3, 1), [1.5, 2]])
-def test_looks_at_lists_are_noted(values: Any) -> None:
-    looks: dict[str, Callable[[Any], object]] = {
-        "entry": lambda v: v[0],
-        "loop": lambda v: [entry for entry in v],
-        "max": max,
-        "contains": lambda v: 3 in v,
-        "equal": lambda v: v == values,
-        "unpacking": lambda v: (lambda *entries: entries)(*v),
-        "sorted": sorted,
-        "zip": lambda v: list(zip(v, v, strict=True)),
-    }
-    for name, look in looks.items():
-        with Looks() as noted:
-            look(noted.traced("[2]", values))
-        assert noted.paths == {"[2]"}, name
-    with Looks() as noted:
-        passed = noted.traced("[2]", values)
-        assert isinstance(passed, type(values))
-        assert len(passed) == 2
-        assert torch.equal(torch.tensor(passed), torch.tensor(values))
-    assert not noted.paths
 
 
 # ---- steps
@@ -121,14 +80,6 @@ def _train(model: type[TinyMLP], pipeline: bool) -> tuple[dict[str, Tensor], lis
         batches = DataLoader(features(32), batch_size=8, collate_fn=collate)
         trainer.fit(model(), batches, DataLoader(features(8), batch_size=8))
     return whole_state(trainer), numbers
-
-
-def test_numbers_that_the_trace_does_not_need_are_not_traced_anew(workers: WorkerPools) -> None:
-    expected, _ = _train(WithIds, False)
-    trained = workers(2).run(_train, WithIds, True)
-    assert_same_state([state for state, _ in trained], expected)
-    for _, num_traces in trained:
-        assert num_traces[2] == num_traces[3], f"traced anew in the last epoch: {num_traces}"
 
 
 class ByNumber(TinyMLP):

@@ -14,15 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_3d.tensor import plan_block, replicated_plan
+from lightning_3d.tensor import plan_block
 from lightning_3d.tensor.vocabulary.loss import shard_bounds
-from lightning_3d.tensor.vocabulary.sharded_output import ShardedOutput, as_logits, plain
+from lightning_3d.tensor.vocabulary.sharded_output import as_logits, plain
 from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
 from lightning_3d.trace.output_uses import ShardedLogits
 from tests.collectives import Collectives
 from tests.models import TinyGPT
 from tests.parity import Job, Layout, assert_parity, run_layout, run_reference
-from tests.test_fused_loss import FUSED, READ
 from tests.workers import WorkerPools
 
 
@@ -92,35 +91,6 @@ def test_cross_entropy_with_every_option(workers: WorkerPools) -> None:
         workers(size).run(_cross_entropies, num_classes)
 
 
-def _other_uses() -> None:
-    mesh = _mesh()
-    logits = torch.randn(2, 4, 10)
-    for use in (*FUSED, *READ):
-        if getattr(use, "__name__", "") not in ("_changed", "_read_without_gradients"):
-            _compare(logits, use, mesh)
-    sharded = as_logits(logits[..., slice(*shard_bounds(10, mesh))].contiguous(), mesh, 10)
-    assert isinstance(sharded, ShardedOutput)
-    assert (sharded.shape, sharded.dtype, sharded.stride()) == (logits.shape, logits.dtype, logits.stride())
-    assert sharded.tolist() == logits.tolist()
-    assert (sharded.numpy() == logits.numpy()).all()
-    assert repr(sharded) == repr(logits)
-    assert torch.equal(sharded.cpu(), logits)
-    with Collectives() as counted:
-        assert torch.equal(plain(sharded), logits)
-    assert not counted.counts  # gathered once
-    for change in (lambda x: x.mul_(2), lambda x: x.__setitem__((0, 0), 1.0), lambda x: x.masked_fill_(x > 0, 0.0)):
-        try:
-            change(sharded)
-        except Exception as error:
-            assert "in place" in str(error)  # noqa: PT017
-        else:
-            raise AssertionError("a change in place passed")
-
-
-def test_other_uses_see_full_logits(workers: WorkerPools) -> None:
-    workers(2).run(_other_uses)
-
-
 # ------------------------------------------------------------------------------------------------------- training
 
 
@@ -145,7 +115,6 @@ def test_a_table_is_cut_and_logits_are_read_on_one_rank(workers: WorkerPools) ->
 
 
 IDS = torch.empty(2, 8, dtype=torch.int64, device="meta")
-HIDDEN = torch.empty(2, 8, 16, device="meta")
 
 
 def _role(block: nn.Module, example: Tensor, *, size: int = 2, logits: ShardedLogits | None = None) -> str:
@@ -161,18 +130,3 @@ def test_tables_that_can_be_cut() -> None:
     assert _role(nn.Embedding(5, 2), IDS, size=4) == "replicate"  # nothing would be left for the last rank
     for option in ({"max_norm": 1.0}, {"sparse": True}, {"scale_grad_by_freq": True}):
         assert _role(nn.Embedding(64, 16, **option), IDS) == "replicate"
-
-
-def test_head_with_bias_counts_its_collectives() -> None:
-    block = nn.Linear(16, 64)
-    for is_read in (False, True):
-        logits = ShardedLogits(num_classes=64, is_read=is_read)
-        hidden = HIDDEN.clone().requires_grad_()
-        use = find_vocabulary(block, (hidden,), {}, size=2, logits=logits)
-        plan = with_vocabulary(replicated_plan(block, size=2, reason="the rest"), use)
-        assert [weight.role for weight in plan.weights] == ["vocabulary", "vocabulary"]
-        assert (plan.num_all_reduces_forward, plan.num_all_reduces_backward) == (0, 1)
-        assert plan.num_other_collectives_forward == is_read
-        forward, backward = (2 * 8 * 64 * 4 // 2 if is_read else 0), HIDDEN.numel() * 4
-        assert plan.communicated_bytes == forward + backward
-        assert "vocabulary" in str(plan)

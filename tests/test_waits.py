@@ -12,7 +12,7 @@ import lightning as L
 import pytest
 import rich
 import torch
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 
 from lightning_3d import ThreeDStrategy, waits
@@ -63,14 +63,6 @@ def test_lines_are_plain_or_go_away_on_a_terminal() -> None:
     assert "inner (0 s)" in shown
     assert "outer" not in shown
     assert shown.endswith("\x1b[2K")  # the line is erased
-
-
-def test_nothing_of_short_waits_or_where_the_progress_bar_is_off() -> None:
-    with _impatient(patience=30.0):
-        assert [_shown(Bar(), terminal=terminal, seconds=0.05) for terminal in (True, False)] == ["", ""]
-    with _impatient():
-        for bar in (None, Bar(refresh_rate=0), TQDMProgressBar(refresh_rate=0)):
-            assert _shown(bar, terminal=False) == ""
 
 
 def _told(sizes: dict[str, int]) -> set[str]:

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_3d.distributed.mesh import MeshShape, build_mesh
-from lightning_3d.zero.plain_parameters import PlainParameters
 from tests.models import TinyMLP, features
 from tests.optimizers import FlatStep, Lamb
 from tests.parity import Layout, fitted
@@ -105,62 +102,3 @@ def _save_and_resume(first: Layout, second: Layout) -> None:
 
 def test_states_of_one_element_are_saved(workers: WorkerPools) -> None:
     workers(2).run(_save_and_resume, Layout(dp=2, zero=0), Layout(dp=2, zero=2))
-
-
-def _launched_before_the_end(layout: Layout) -> list[bool]:
-    launched: list[bool] = []
-    end_step = PlainParameters.end_step
-
-    def look(zero: PlainParameters) -> None:
-        launched.extend(reducer.is_launched for reducer in zero._reducers.values())
-        end_step(zero)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PlainParameters, "end_step", look)
-        fitted(layout, TinyMLP, data=features, batches=2, epochs=1)
-    return launched
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_a_pipeline_reduces_in_the_last_backward_of_a_stage(workers: WorkerPools, schedule: Any) -> None:
-    layout = Layout(pp=2, dp=2, zero=1, schedule=schedule, num_microbatches=2)
-    for launched in workers(4).run(_launched_before_the_end, layout):
-        assert len(launched) >= 2
-        assert all(launched)
-
-
-def _groups() -> tuple[list[int], list[int]]:
-    mesh = build_mesh(MeshShape(pp=1, dp=4, cp=1, tp=1), zero_stage=3, device_type="cpu", shard_size=2)
-    ranks = dist.get_process_group_ranks
-    return ranks(mesh.device_mesh["dp_shard"].get_group()), ranks(mesh.group("dp"))
-
-
-def test_ranks_that_share_a_state_are_consecutive(workers: WorkerPools) -> None:
-    everyone = [0, 1, 2, 3]
-    groups = [([0, 1], everyone), ([0, 1], everyone), ([2, 3], everyone), ([2, 3], everyone)]
-    assert workers(4).run(_groups) == groups
-
-
-class OneRankReplaces(TinyMLP):
-    """The first replica's buffer gets another shape than the others expect, which keep theirs."""
-
-    table: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.full((2,), 7.0))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
-        if self.global_rank == 0:
-            self.table = torch.zeros(5)
-        return super().training_step(batch, batch_idx)
-
-
-def _replaced() -> list[float]:
-    _, module = fitted(Layout(dp=2), OneRankReplaces, data=features, batches=2, epochs=1)
-    found: list[float] = dict(module.named_buffers())["table"].tolist()
-    return found
-
-
-def test_a_buffer_of_another_shape_is_left_alone(workers: WorkerPools) -> None:
-    assert workers(2).run(_replaced) == [[0.0] * 5, [7.0, 7.0]]
