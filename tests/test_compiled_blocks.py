@@ -148,27 +148,3 @@ def test_compiled_code_keeps_what_selective_recomputation_does() -> None:
     torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-5)
     assert x.nbytes < kept <= x.nbytes * (1 + 3 + 1 + 1 / 8 + 1 + 4)  # a logsumexp per head of 8 channels
     assert _kept(compile_it(), list(block.parameters()), x)[0] > 1.2 * kept
-
-
-class Looking(Block):
-    """Its control flow depends on data."""
-
-    def __init__(self) -> None:
-        super().__init__(32, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        _note_eager(x)
-        return super().forward(x if x.sum() > 0 else -x)
-
-
-SELECTIVE = {"recompute": "selective"}
-
-
-def test_blocks_that_run_eagerly_are_recomputed_eagerly(workers: WorkerPools) -> None:
-    run, model = partial(workers(2).run, _trained), partial(DroppingGPT, Looking)
-    plain, recomputed = run(Layout(tp=2), model), run(Layout(tp=2, activations=SELECTIVE), model)
-    found = run(Layout(tp=2, compile_backend="aot_eager", activations=SELECTIVE), model)
-    assert_same_state([state for state, _, _ in found], plain[0][0])
-    assert recomputed[0][1] > 1.5 * plain[0][1] > 0
-    assert found[0][1] >= recomputed[0][1], "each forward runs again in its backward"
-    assert len(found[0][2]) == 1, "one warning"

@@ -31,20 +31,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 _compile = partial(torch.compile, backend="eager")  # dynamo's part, without a compiler
 
 
-class CompilesItself(TinyMLP):
-    def __init__(self) -> None:
-        super().__init__()
-        self.compile(backend="eager")
-
-
-class CompilesNet(TinyMLP):
-    """Its first layer makes more features than it gets, as heads make logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers.compile(backend="aot_eager")
-
-
 @_compile
 def _loss(predicted: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(predicted, targets) + 0.1 * predicted.square().mean()
@@ -98,8 +84,6 @@ class CompilesLossOfManyFeatures(TinyMLP):
 
 PAIRS = [
     *((CompilesParts, layout) for layout in (Layout(dp=2, zero=3), Layout(pp=2), Layout(tp=2))),
-    (CompilesItself, Layout(pp=2)),
-    (CompilesNet, Layout(dp=2, zero=3)),
     (CompilesLossOfManyFeatures, Layout()),  # it reads what a head makes lazily
 ]
 

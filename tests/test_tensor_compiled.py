@@ -1,28 +1,23 @@
-"""Compiled blocks: the numbers of dense ones, compiled as often as needed, and eager with a reason where they must."""
+"""Compiled blocks: compiled as often as needed, and eager with a reason where they must."""
 
 from __future__ import annotations
 
 import copy
 import random
-import shutil
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from lightning_3d.config.compile import CompileConfig
-from lightning_3d.tensor import BlockCompiler, apply_block, plan_block, verify_block
+from lightning_3d.tensor import BlockCompiler, apply_block, plan_block
 from lightning_3d.tensor.compiled import call as compiled_call
-from tests.collectives import Collectives
 from tests.models import Block
 from tests.workers import WorkerPools
 
@@ -42,54 +37,6 @@ def _compiled(
     assert plan.is_sharded
     apply_block(block, plan, mesh, compiler=compiler)
     return block
-
-
-# -------------------------------------------------------------------------------------------------------- values
-
-
-def _run(block: nn.Module, inputs: Tensor) -> tuple[list[Tensor], Counter[str]]:
-    """Loss and gradients, and the collectives of both."""
-    leaf = inputs.clone().requires_grad_()
-    with Collectives() as made:
-        loss = block(leaf).sin().sum()
-        loss.backward()
-    grads = [parameter.grad for parameter in block.parameters()]
-    found = [loss.detach(), leaf.grad, *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads)]
-    return found, made.counts  # type: ignore[return-value]
-
-
-def _compare(backend: str) -> tuple[int, Counter[str]]:
-    """Two steps in training, between which the weights change; kinds of calls compiled, collectives."""
-    torch.manual_seed(0)
-    dense, inputs = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), torch.randn(SHAPE)
-    compiler = BlockCompiler(_mesh(), CompileConfig(backend=backend))
-    block = _compiled(dense, (inputs,), {}, compiler, _mesh())
-    for _ in range(2):
-        dense.zero_grad()
-        block.zero_grad()
-        expected, _ = _run(dense, inputs)
-        found, made = _run(block, inputs)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        with torch.no_grad():
-            for parameter in [*dense.parameters(), *block.parameters()]:
-                parameter.sub_(1e-2 * parameter.grad)
-    return compiler.num_compiled, made
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_values_and_gradients_are_those_of_the_dense_block(workers: WorkerPools) -> None:
-    assert workers(2).run(_compare, "inductor") == [(1, {"all-reduce": 2})] * 2
-
-
-def _proved() -> tuple[bool, int]:
-    torch.manual_seed(0)
-    block, inputs, compiler = Block(32, 4), torch.randn(SHAPE), BlockCompiler(_mesh(), AOT_EAGER)
-    plan = plan_block(block, (inputs,), {}, size=2)
-    return verify_block(block, plan, (inputs,), {}, _mesh(), compiler=compiler).passed, compiler.num_compiled
-
-
-def test_the_proof_is_of_what_is_compiled(workers: WorkerPools) -> None:
-    assert workers(2).run(_proved) == [(True, 1)] * 2
 
 
 # ------------------------------------------------------------------------------------------------------ fallbacks

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
-from lightning_3d.tensor.placement import Parts
 from tests.law.models import tensor as law
 from tests.law.models.spellings import GroupedQuery
 from tests.models import Block
@@ -114,10 +113,6 @@ def _counts(plan: BlockTensorPlan) -> tuple[int, int, int]:
     return plan.num_all_reduces_forward, plan.num_all_reduces_backward, plan.num_other_collectives_forward
 
 
-def _roles(plan: BlockTensorPlan) -> dict[str, tuple[str, int | None]]:
-    return {weight.fqn: (weight.role, weight.shard_dim) for weight in plan.weights}
-
-
 @pytest.fixture(scope="module")
 def plans() -> dict[str, BlockTensorPlan]:
     torch.manual_seed(0)
@@ -129,46 +124,6 @@ def test_what_blocks_send_and_share(plans: dict[str, BlockTensorPlan], name: str
     *counts, share = PLANNED[name]
     assert _counts(plans[name]) == tuple(counts), plans[name]
     assert share <= plans[name].sharded_share, plans[name]
-
-
-ROLES: dict[str, dict[str, tuple[str, int | None]]] = {
-    "Matrices": {"up": ("column", 0), "down": ("row", 0), "down_bias": ("replicate", None)},
-    "LowRank": {"lora_a.weight": ("replicate", None), "lora_b.weight": ("column", 0)},
-    "FlatNorm": {"up.weight": ("column", 0), "down.weight": ("row", 1)},
-    "conv_efficientnet": {  # channels of a chain, from column to row
-        **dict.fromkeys(("layers.0.weight", "layers.1.weight", "layers.1.bias", "layers.3.weight"), ("column", 0)),
-        **{"layers.6.reduce.weight": ("row", 1), "layers.6.reduce.bias": ("replicate", None)},
-        **{"layers.6.expand.weight": ("column", 0), "layers.7.weight": ("row", 1)},
-    },
-    "conv_resampling": {  # transposed convolutions have their channels the other way round
-        **{"up.weight": ("column", 1), "grouped.weight": ("column", 0), "down.weight": ("row", 0)},
-    },
-}
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_roles_of_weights(plans: dict[str, BlockTensorPlan], name: str) -> None:
-    found = _roles(plans[name])
-    assert {fqn: found[fqn] for fqn in ROLES[name]} == ROLES[name]
-
-
-PARTS: dict[str, dict[str, Parts | None]] = {
-    "FusedGrouped": {
-        "qkv.weight": Parts(dim=0, sizes=(32, 16, 16), num_ranks=2),
-        "gate_up.bias": Parts(dim=0, sizes=(128, 128), num_ranks=2),
-        "out.weight": None,
-    },
-    "FusedLowRank": dict.fromkeys(("qkv.weight", "lora_b.weight"), Parts(dim=0, sizes=(32, 32, 32), num_ranks=2)),
-    "by_head": {"qkv.weight": None},
-    "gated": dict.fromkeys(("gate_up", "gate_up_bias"), Parts(dim=1, sizes=(64, 64), num_ranks=2)),
-    "interleaved": {"gate_up": None},
-    "activation": {"gate_up.weight": Parts(dim=0, sizes=(64, 96), num_ranks=2)},
-}
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_parts_of_fused_weights(plans: dict[str, BlockTensorPlan], name: str) -> None:
-    assert {fqn: plans[name].weight(fqn).parts for fqn in PARTS[name]} == PARTS[name]
 
 
 REASONS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any], dict[str, str]]] = {
@@ -264,24 +219,6 @@ def test_blocks_that_are_left_alone_say_why(make: Callable[[], nn.Module], size:
     plan = plan_block(make(), (tokens(),), {}, size=size)
     assert (plan.is_sharded, plan.sharded_share) == (False, 0.0)
     assert reason in str(plan.reason)
-
-
-def test_residuals_stay_on_shards_where_that_sends_less() -> None:
-    """In ResNet-50's stages: whole ones would have the gradients of all their channels summed in every bottleneck."""
-    transformers = pytest.importorskip("transformers")
-    with torch.device("meta"):
-        stages = transformers.ResNetModel(transformers.ResNetConfig()).encoder.stages
-    x = torch.empty(4, 64, 56, 56, device="meta", requires_grad=True)
-    plan = plan_block(stages[0], (x,), {}, size=2)
-    assert (plan.num_all_reduces_forward, plan.num_other_collectives_forward) == (3, 2)
-    roles: dict[str, Any] = {"layers.0.shortcut.convolution.weight": "replicate"}
-    for layer in range(3):
-        assert plan.weight(f"layers.{layer}.layer.0.convolution.weight").role == ("row" if layer else "column")
-        for index, role in enumerate(("column", "row", "replicate")):
-            roles[f"layers.{layer}.layer.{index}.convolution.weight"] = role
-    whole = plan_block(stages[0], (x,), {}, size=2, by_hand=roles)
-    assert whole.sharded_share > 0.5
-    assert plan.communicated_bytes < whole.communicated_bytes
 
 
 def test_input_that_can_not_be_cut_is_left_whole() -> None:

@@ -278,42 +278,6 @@ def test_tensor_kept_from_an_earlier_step_is_refused() -> None:
         Traced(other, _input())
 
 
-# ---- runs on random data
-
-
-class Chooses(nn.Module):
-    """Fails on fake tensors; changes its first argument in place and uses data of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.variance: Tensor
-        self.register_buffer("variance", torch.ones(WIDTH))
-        self.chosen: Tensor | None = None
-
-    def forward(self, x: Tensor, rows: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        assert rows.tolist() == [0, 2]
-        assert not (self.linear(x) / self.variance.sqrt()).isnan().any()
-        x.relu_()
-        self.chosen = x[rows].sum(-1)
-        positive = (x > 0).nonzero()
-        return self.linear(x) + len(positive) * 0, x.argmax(-1)
-
-
-def test_block_that_fails_on_fake_tensors_runs_on_random_ones() -> None:
-    def glue(module: Any, x: Tensor) -> Any:
-        rows, mask = torch.tensor([0, 2]), x > 0
-        auxiliary = torch.zeros(())
-        for layer in module.layers:
-            x = x * 1
-            y, chosen = layer(x, rows, mask)
-            auxiliary = auxiliary + layer.chosen.sum() + chosen.sum()
-            x = x + y
-        return x + auxiliary
-
-    assert_followed(Layers(glue, Chooses))
-
-
 # ----------------------------------------------------------------------------------- gradients taken inside of the step
 
 
@@ -371,19 +335,3 @@ def test_gradients_through_other_stages_are_refused(glue: Callable[[Any, Tensor]
     message = r"differentiates tensors .* On pipeline stage 3 its way also leads through .* stages \[[01], .*_size=1\."
     with pytest.raises(TraceError, match=message):
         Traced(module, _input()).cut()
-
-
-def test_gradients_after_the_trace_stopped_keep_to_their_stage() -> None:
-    def glue(module: Any, x: Tensor) -> Tensor:
-        y: Tensor = _chain(module, x)
-        if y.sum().item() == float("inf"):
-            return y
-        z = x.detach().clone().requires_grad_()
-        own = _slope(z.exp(), z).sum()
-        return y * own.detach() if module.scale.requires_grad else _slope(y, x)
-
-    module = Layers(glue)
-    assert_followed(module)
-    module.scale.requires_grad_(False)
-    with pytest.raises(TraceError, match=r"grad \(called at .* On pipeline stage 3 its way may lead through others"):
-        Traced(module, _input().requires_grad_()).run()
