@@ -144,21 +144,6 @@ class Shampoo(ByHand):
         parameter.sub_((left @ matrix @ right).view(parameter.shape), alpha=group["lr"])
 
 
-class PickyLamb(Lamb):
-    """Scales by norms in groups with weight decay alone, as timm's LARS does."""
-
-    def __init__(self, params: Any, lr: float = 1e-2, weight_decay: float = 0.0) -> None:
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            group.setdefault("weight_decay", weight_decay)
-
-    def update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        if group["weight_decay"]:
-            super().update(parameter, gradient, group)
-        else:
-            parameter.sub_(gradient, alpha=group["lr"])
-
-
 # ---- all parameters
 
 

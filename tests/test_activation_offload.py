@@ -185,9 +185,6 @@ def test_memory_of_the_device_goes_with_the_next_block_and_that_of_the_host_with
     _assert_equal(_gradients(chain, x), _expected())
 
 
-# ---- lifetimes
-
-
 # ---- what goes
 
 
