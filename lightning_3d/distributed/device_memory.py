@@ -42,8 +42,9 @@ def available_memory(device: torch.device, num_local_ranks: int, held: int) -> i
 
 
 def workspaces(device: torch.device) -> int:
-    """Bytes that torch takes for products of matrices on CUDA: once for the thread of forwards, once for that of
-    backwards; without the environment variable ``CUBLAS_WORKSPACE_CONFIG``.
+    """Bytes that torch takes for products of matrices on CUDA, for the thread of forwards and for that of backwards.
+
+    They are cuBLAS's own sizes, which hold as long as ``CUBLAS_WORKSPACE_CONFIG`` sets no others.
     """
     if device.type != "cuda":
         return 0
