@@ -19,7 +19,7 @@ import lightning_3d as package
 from lightning_3d import ConfigError
 from lightning_3d.callbacks import ScheduleTimeline
 
-MOST_OF_LIGHTNING = 0.05
+MOST_OF_LIGHTNING = 0.03
 RUNS = 3
 TIME_IMPORT = """
 import time
