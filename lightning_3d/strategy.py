@@ -607,8 +607,7 @@ class ThreeDStrategy(ParallelStrategy):
         self._parallel = self._parts.with_optimizers(kinds, self._module, self.config.zero)
         self._optimizer_hooks.callback(zero.release)
         self._precision.divide(kinds, self._module, self.config.precision)
-        masters = self._precision.master_weights(self.config.precision)
-        zero.average_with(masters)
+        masters = self._precision.master_weights()
         offload = offloaded_steps(self.config.zero, zero, kinds, self.root_device, masters)
         check = self._precision.refuse_unchecked
         alike = KeptAlike(self.mesh.group("tp")) if self.mesh.shape.tp > 1 else None
@@ -787,7 +786,6 @@ class ThreeDStrategy(ParallelStrategy):
         parts = self._own_parts("summon_full_params was called")
         root: nn.Module = self._module
         module = root if module is None else module
-        parts.zero.average()
         parts.zero.settle()
         if all(module is not inner for inner in root.modules()):
             if (copied := copy_in(module, root)) is None:
@@ -827,17 +825,12 @@ class ThreeDStrategy(ParallelStrategy):
         self._resuming.load_state(of_this_rank(resumes, self.mesh))
 
     @override
-    def on_validation_start(self) -> None:
-        self._parts.zero.average()
-
-    @override
     def on_validation_end(self) -> None:
         self._parts.zero.settle()
 
     @override
     def on_train_end(self) -> None:
         self._met.pass_point()
-        self._parts.zero.average()
         if self._control is not None:
             self._control.heed_signals_together()
         self._is_in_training = False  # checkpoints of hooks that follow are not written in the background
@@ -958,7 +951,6 @@ class ThreeDStrategy(ParallelStrategy):
         parts = self._own_parts("a checkpoint was to be saved")
         self._met.meet(range(self.mesh.shape.world_size), "a checkpoint, as by trainer.save_checkpoint")
         self._met.pass_point()
-        parts.zero.average()
         parts.zero.settle()
         self._is_late = self._gathers_late
         if self._saves_folders or self._is_late:

@@ -73,7 +73,6 @@ NOTHING = "would do nothing"
         ({"loss_scale": 64}, "32-true", f"precision.loss_scale=64 {NOTHING}"),
         ({"keep_fp32": ["head"]}, "32-true", "precision='32-true' has no 16-bit numbers"),
         ({"updates": "direct"}, "16-mixed", f"precision.updates='direct' {NOTHING}: precision='16-mixed' has no"),
-        ({"updates": "stochastic"}, "16-true", "only bf16 is rounded stochastically"),
         ({"updates": "direct"}, "16-true", "small updates of fp16 weights would be lost"),
         ({"loss_scale": 64, "hysteresis": 4}, None, f"precision.hysteresis=4 {NOTHING}: precision.loss_scale=64"),
         ({"loss_scale": 0}, None, "precision.loss_scale=0 is not allowed"),

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d import PrecisionConfig, ThreeDPrecision, ThreeDStrategy
-from lightning_3d.precision.stochastic_rounding import round_stochastically
 from lightning_3d.zero.master_weights import MASTER
 from tests.models import TinyGPT, reference_loader, tokens, training_loader
 from tests.parity import QUIET, Layout, whole_state
@@ -279,25 +278,6 @@ def _written(zero: dict[str, Any]) -> list[float]:
 def test_what_is_written_to_a_parameter_counts(workers: WorkerPools, zero: dict[str, Any]) -> None:
     for weights in workers(2).run(_written, zero):
         assert all(2.9 < weight < 3.1 for weight in weights)
-
-
-@pytest.mark.parametrize(("layout"), [Layout(dp=2, zero=0), Layout(tp=2)], ids=str)
-def test_stochastic_rounding_keeps_ranks_alike(workers: WorkerPools, layout: Layout) -> None:
-    first, second = workers(2).run(_trained, layout, "bf16-true", {"updates": "stochastic"})
-    assert _difference(first["weights"], second["weights"]) == 0.0
-    assert first["masters"] == 0
-    assert first["state_dtypes"] == {torch.float32}
-    assert all(weight.dtype != torch.float32 for name, weight in first["weights"].items() if "accuracy" not in name)
-
-
-def test_stochastic_rounding_has_the_mean_of_the_values() -> None:
-    generator = torch.Generator().manual_seed(0)
-    value = 1.0 + 2**-9  # a quarter of the way from 1 to the next number of bf16
-    rounded = round_stochastically(torch.full((100_000,), value), generator).float()
-    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
-    assert rounded.mean().item() == pytest.approx(value, abs=2e-4)  # 5 standard errors
-    special = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -2.0])
-    assert torch.equal(round_stochastically(special, generator).float().nan_to_num(7), special.nan_to_num(7))
 
 
 # ------------------------------------------------------------------------------------------------------ kept in fp32

@@ -19,11 +19,10 @@ class PrecisionConfig:
 
     section: ClassVar[str] = "precision"
 
-    updates: Literal["auto", "master", "stochastic", "direct"] = "auto"
+    updates: Literal["auto", "master", "direct"] = "auto"
     """How optimizers step 16-bit parameters (``"16-true"``, ``"bf16-true"``). ``"master"``: in fp32 copies of them,
-    which the ranks share as optimizer states. ``"stochastic"``: in fp32, rounded up or down by chance, without
-    copies. ``"direct"``: as they are, with 16-bit states, as Lightning does in one process; both for bf16 only.
-    ``"auto"`` is ``"master"``. What code writes to a parameter counts in all of them."""
+    which the ranks share as optimizer states. ``"direct"``: as they are, with 16-bit states, as Lightning does in one
+    process; for bf16 only. ``"auto"`` is ``"master"``. What code writes to a parameter counts in all of them."""
 
     keep_fp32: tuple[str, ...] = ()
     """Modules that compute in fp32, by patterns of their FQN (``"blocks.*.norm1"``; ``*`` and ``?`` as in a shell), and
@@ -88,14 +87,10 @@ class PrecisionConfig:
             self._refuse(("updates",), f"precision={precision!r} has no 16-bit parameters")
         if precision in ("32-true", "64-true"):
             self._refuse(("keep_fp32",), f"precision={precision!r} has no 16-bit numbers")
-        if precision == "16-true" and self.updates in ("stochastic", "direct"):
-            reason = {
-                "stochastic": "only bf16 is rounded stochastically",
-                "direct": "small updates of fp16 weights would be lost, and their unscaled gradients, too",
-            }
+        if precision == "16-true" and self.updates == "direct":
             raise ConfigError(
-                f"precision.updates={self.updates!r} with precision='16-true': {reason[self.updates]}. Use"
-                " precision='bf16-true', or precision.updates='master'"
+                "precision.updates='direct' with precision='16-true': small updates of fp16 weights would be lost, and"
+                " their unscaled gradients, too. Use precision='bf16-true', or precision.updates='master'"
             )
 
     def _refuse(self, names: tuple[str, ...], reason: str) -> None:

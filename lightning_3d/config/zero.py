@@ -36,12 +36,6 @@ class ZeroConfig:
     under DDP, which sends the parameters' size once more. ``"auto"``: where your module or a callback of yours
     overrides a hook from the backward to the end of the batch, or optimizes manually. Else ``grad`` is None there."""
 
-    overlap_gather: bool = False
-    """Whether the parameters that stages 1 and 2 gather after the optimizer's step may still be on their way in the
-    next forward, which waits for each where torch's functions read it; TorchScript modules and compiled ones are waited
-    for before. What reads parameters beneath torch's functions otherwise would get old values without an error, so it
-    is off by default: ``torch.func`` transforms and extensions in C++ that get a parameter, compiled functions."""
-
     communication_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype in which gradients are reduced; ``"auto"`` is their own, but float32 for 16-bit ones. They are divided
     by the number of replicas before, so that float16 does not overflow where the mean does not."""
@@ -57,12 +51,6 @@ class ZeroConfig:
 
     power_sgd_start: Annotated[int, AtLeast(2)] | Literal["auto"] = "auto"
     """Reductions that go before without compression; ``"auto"`` is 1000, as in torch."""
-
-    averaging_period: Size | None = None
-    """Reduce no gradients at stage 0, but average parameters after every this many steps of their optimizer (post-local
-    SGD, Lin et al. 2018), also before a validation or a test, for a checkpoint, and at the end of ``fit``. Gradients,
-    their norm and the states of optimizers are each replica's own; a checkpoint holds the states of the first replica.
-    ``None`` reduces gradients."""
 
     offload_optimizer: str = "none"
     """Where optimizer states lie and optimizers step. ``"none"``: the device. ``"cpu"``: host memory. Any other string
@@ -141,12 +129,10 @@ def _check_offload(config: ZeroConfig) -> None:
 _STAGES_OF: Mapping[str, tuple[tuple[int, ...], str]] = {
     "bucket_size": ((0, 1, 2), "at stage 3 each block is a bucket"),
     "show_gradients": ((0, 1, 2), "at stage 3 grad is the shard of a gradient"),
-    "overlap_gather": ((1, 2), "stage 0 gathers nothing, and stage 3 each block when it runs"),
     "power_sgd_rank": ((0,), "torch's hook approximates the sum of gradients as a whole, which others scatter"),
     "shard_size": ((1, 2, 3), "stage 0 shards nothing"),
     "reshard_after_forward": ((3,), "up to stage 2 all parameters are whole on every rank"),
     "prefetch": ((3,), "up to stage 2 all parameters are whole on every rank"),
-    "averaging_period": ((0,), "at others each replica steps a part of the parameters"),
 }
 """Keys of ``zero`` -> the stages at which they can be set to more than their default, and why."""
 
@@ -171,11 +157,4 @@ def _check_zero(zero: ZeroConfig) -> None:
         raise ConfigError(
             f"zero.communication_dtype={zero.communication_dtype!r} with zero.power_sgd_rank={zero.power_sgd_rank}:"
             " gradients are compressed in one way; leave one of them out"
-        )
-    reducing = ("communication_dtype", "bucket_size", "power_sgd_rank")
-    given = [name for name in reducing if getattr(zero, name) not in (None, "auto")]
-    if zero.averaging_period is not None and given:
-        raise ConfigError(
-            f"zero.{given[0]}={getattr(zero, given[0])!r} says how gradients are reduced, but with"
-            f" zero.averaging_period={zero.averaging_period} none are: leave one of them out"
         )

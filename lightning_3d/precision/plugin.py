@@ -15,11 +15,9 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_3d.config.precision import PrecisionConfig, PrecisionName
-from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.precision.kept_fp32 import keep_fp32
 from lightning_3d.precision.loss_scaling import LossScaling
-from lightning_3d.precision.stochastic_rounding import StochasticRounding
 from lightning_3d.torch_internals.dispatch import foreach_multiply
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.master_weights import MasterWeights
@@ -151,15 +149,9 @@ class ThreeDPrecision(Precision):
                 " bf16-true precision.updates='direct'; or set zero.optimizer_steps if it does not."
             )
 
-    def master_weights(self, config: PrecisionConfig) -> MasterWeights | None:
-        """The fp32 values that optimizers step in place of 16-bit parameters; every rank calls it."""
-        assert self._zero is not None
-        if not self._widens:
-            return None
-        if config.updates != "stochastic":
-            return MasterWeights()
-        seed = on_rank_zero(torch.initial_seed, self._device)
-        return MasterWeights(StochasticRounding(self._zero.shards, self._names, seed=seed, device=self._device))
+    def master_weights(self) -> MasterWeights | None:
+        """The fp32 values that optimizers step in place of 16-bit parameters."""
+        return MasterWeights() if self._widens else None
 
     @property
     def loss_factor(self) -> float:

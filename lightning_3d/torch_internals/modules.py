@@ -81,11 +81,6 @@ def is_wrapper_of_compiler(module: nn.Module) -> bool:
     return type(module).__name__ == "OptimizedModule"  # of torch._dynamo, which takes a second to import
 
 
-def runs_beneath_torch_functions(module: nn.Module) -> bool:
-    """Whether its forward reads parameters where ``__torch_function__`` does not see it: TorchScript, compiled code."""
-    return isinstance(module, torch.jit.ScriptModule) or is_compiled(module)
-
-
 def forward_hook_registries(module: nn.Module) -> list[dict[int, Any]]:
     """All registries of hooks that a forward calls."""
     return [

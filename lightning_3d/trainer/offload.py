@@ -95,7 +95,7 @@ def _num_bytes(optimizer: Optimizer, zero: Zero, store: Store, masters: MasterWe
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in zero.shards):
         own = zero.shards[parameter].own(parameter)
         widens = masters is not None and is_half(own)
-        num_kept = num + (masters is not None and widens and masters.are_kept)
+        num_kept = num + (masters is not None and widens)
         if parameter.requires_grad:
             num_bytes += num_kept * store.size_of(own.numel() * 4 if widens else own.nbytes)
     return num_bytes

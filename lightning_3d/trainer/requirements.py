@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
@@ -114,13 +114,6 @@ def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) 
         )
     if mesh.shape.is_model_parallel:
         _refuse_fetching(module, mesh)
-    callbacks = callbacks_of(module.trainer)
-    averaging = [c for c in callbacks if isinstance(c, (StochasticWeightAveraging, WeightAveraging))]
-    if config.averaging_period is not None and mesh.shape.dp > 1 and averaging:
-        raise StepError(
-            f"{type(averaging[0]).__name__} averages what each replica has stepped on its own with"
-            f" zero.averaging_period={config.averaging_period}, so that ranks would differ: use one of them."
-        )
     is_fully_sharded = config.stage == 3 and (mesh.shape.dp > 1 or config.offload_params != "none")
     if mesh.shape.is_model_parallel or is_fully_sharded:
         _refuse_lost(module)

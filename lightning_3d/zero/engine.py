@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.torch_internals.dispatch import foreach_multiply
-from lightning_3d.zero.master_weights import MasterWeights, is_half
+from lightning_3d.zero.master_weights import is_half
 from lightning_3d.zero.offload.store import HostMemory, Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.shard import RankShard, plain
@@ -141,17 +141,6 @@ class Zero(ABC):
     @abstractmethod
     def show_gradients(self) -> None:
         """After a backward: make the gradients whole if they may be seen; every rank calls it."""
-
-    def average(self) -> None:  # noqa: B027  # most have nothing to average
-        """Average parameters that replicas have stepped on their own; every rank calls it."""
-
-    def average_with(self, masters: MasterWeights | None) -> None:  # noqa: B027
-        """Average 16-bit parameters as they are stepped: in fp32."""
-
-    @property
-    def reduces_gradients(self) -> bool:
-        """Whether gradients are reduced over the replicas before the optimizer's step."""
-        return True
 
     @abstractmethod
     def begin_forward(self) -> None:

@@ -44,9 +44,7 @@ class Gradients:
         """Whether, of all ranks that hold the same part of its gradient, this one is the first along each axis."""
         coordinate = {"dp": self._mesh.dp_rank, "cp": self._mesh.cp_rank, "tp": self._mesh.tp_rank}
         names = parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
-        if not self._zero.reduces_gradients:
-            del coordinate["dp"]
-        elif self._zero.shards[parameter].size > 1 or "dp_shard" in names:
+        if self._zero.shards[parameter].size > 1 or "dp_shard" in names:
             coordinate["dp"] //= self._mesh.num_shards  # which group of ranks that share the state
         if isinstance(parameter, DTensor):
             for axis, name in enumerate(names):
@@ -56,8 +54,7 @@ class Gradients:
         return not any(coordinate.values())
 
     def norm(self, parameters: Iterable[nn.Parameter] | None = None, norm_type: float = 2.0) -> Tensor:
-        """Norm of the gradients of ``parameters`` (all by default) as if they lay in one process; a 0-d tensor. Of this
-        replica's own gradients where they are not reduced.
+        """Norm of the gradients of ``parameters`` (all by default) as if they lay in one process; a 0-d tensor.
 
         Every rank calls it.
         """
@@ -66,13 +63,12 @@ class Gradients:
         norms = foreach_norm(found, norm_type) if (found := [g for g in local if g is not None and g.numel()]) else []
         norms = [norm.to(self._device, self._dtype) for norm in norms]
         stacked = torch.stack(norms) if norms else torch.zeros(1, dtype=self._dtype, device=self._device)
-        group = None if self._zero.reduces_gradients else self._mesh.group("replica")
         if norm_type == float("inf"):
             total = stacked.max()
-            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(total, dist.ReduceOp.MAX)
             return total
         total = stacked.pow(norm_type).sum()
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total)
         return total.pow(1.0 / norm_type)
 
     @torch.no_grad()

@@ -78,7 +78,7 @@ class LocalSteps:
         """Inside, states that are loaded lie where those of steps do, and have their dtype."""
         with ExitStack() as stack:
             for optimizer in optimizers:
-                if self._masters is None or not self._masters.are_kept:
+                if self._masters is None:
                     stack.callback(optimizer.register_load_state_dict_pre_hook(without_masters).remove)
                 if self._offload is not None:
                     self._bring_home(optimizer)
@@ -216,7 +216,7 @@ class LocalSteps:
                 elif (gradient := self._zero.gradient(parameter)) is not None:
                     self._make_master(optimizer, parameter, offload)  # of a group that was added in training
                     part = self._part(optimizer, parameter, widens=True)
-                    if self._masters is not None and self._masters.are_kept and self._is_widened(parameter):
+                    if self._masters is not None and self._is_widened(parameter):
                         rounded = self._zero.shards[parameter].own(parameter)
                 if gradient is not None:
                     made = Part(parameter=parameter, values=part, gradient=gradient, group=index, rounded=rounded)

@@ -1,8 +1,7 @@
 """Stepping 16-bit parameters in fp32.
 
-While an optimizer steps, the part of a 16-bit parameter that this rank steps is replaced by fp32 values. These are its
-master weights, kept with the optimizer's state and rounded into the parameter after the step; or a copy made for the
-step alone, which is rounded up or down by chance.
+While an optimizer steps, the part of a 16-bit parameter that this rank steps is replaced by its master weights: fp32
+values that are kept with the optimizer's state and rounded into the parameter after the step.
 
 Code may write to a parameter between steps (a checkpoint that is loaded, weights that are clipped). Where a parameter
 is no longer the rounded master weight, the master weight follows it.
@@ -10,7 +9,6 @@ is no longer the rounded master weight, the master weight follows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +19,6 @@ from lightning_3d.torch_internals.tensors import HALVES
 
 MASTER = "master_weight"
 """The name of master weights in an optimizer's state."""
-
-
-Rounding = Callable[[nn.Parameter, Tensor, Tensor], None]
-"""(parameter, its part, fp32 values): writes the rounded values to the part."""
 
 
 def is_half(tensor: Tensor) -> bool:
@@ -39,26 +33,15 @@ def without_masters(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 class MasterWeights:
-    """Lends fp32 values to steps.
+    """Lends fp32 values to steps."""
 
-    Args:
-        rounding: Rounds what was stepped where no master weights are kept; None keeps them.
-    """
-
-    def __init__(self, rounding: Rounding | None = None) -> None:
-        self._rounding = rounding
+    def __init__(self) -> None:
         self._stepped: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step, as optimizers may remember them
-        self._keepers: dict[nn.Parameter, Optimizer] = {}  # that stepped them last
-
-    @property
-    def are_kept(self) -> bool:
-        """Whether they are part of the optimizer's state."""
-        return self._rounding is None
 
     @torch.no_grad()
     def make(self, optimizer: Optimizer, parameter: nn.Parameter, own: Tensor) -> bool:
         """Make the master weights of a part in host memory; returns whether there were none."""
-        if not self.are_kept or MASTER in optimizer.state.get(parameter, {}):
+        if MASTER in optimizer.state.get(parameter, {}):
             return False
         optimizer.state[parameter][MASTER] = own.to("cpu", torch.float32)
         return True
@@ -74,7 +57,7 @@ class MasterWeights:
         values = self._taken(optimizer, parameter)
         if values is None or values.shape != own.shape:
             values = own.float()
-        elif self.are_kept and follows:
+        elif follows:
             follow(values, own)
         stepped = self._stepped.setdefault(parameter, nn.Parameter(values))
         stepped.requires_grad_(parameter.requires_grad)
@@ -102,34 +85,9 @@ class MasterWeights:
         stepped = self._stepped[parameter]
         values, stepped.grad = stepped.data, None
         stepped.data = values.new_empty(0)
-        if self._rounding is None:
-            if rounds:
-                own.copy_(values)
-            optimizer.state[parameter][MASTER] = values
-            self._keepers[parameter] = optimizer
-        else:
-            self._rounding(parameter, own, values)
-
-    def values(self, parameter: nn.Parameter, own: Tensor) -> Tensor:
-        """The fp32 values of a 16-bit part between steps; a copy, on its device."""
-        master = self._kept(parameter)
-        if master is None:
-            return own.float()
-        follow(master, own.to(master.device))
-        return master.to(own.device, copy=True)
-
-    def set_values(self, parameter: nn.Parameter, own: Tensor, values: Tensor) -> None:
-        """Round fp32 values into a 16-bit part between steps."""
-        if self._rounding is not None:
-            self._rounding(parameter, own, values)
-            return
-        own.copy_(values)
-        if (master := self._kept(parameter)) is not None:
-            master.copy_(values)
-
-    def _kept(self, parameter: nn.Parameter) -> Tensor | None:
-        state = self._keepers[parameter].state.get(parameter, {}) if parameter in self._keepers else {}
-        return state.get(MASTER)
+        if rounds:
+            own.copy_(values)
+        optimizer.state[parameter][MASTER] = values
 
 
 def follow(values: Tensor, own: Tensor) -> None:

@@ -21,12 +21,10 @@ from typing_extensions import override
 
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.torch_internals.modules import runs_beneath_torch_functions
-from lightning_3d.zero.averaging import PeriodicAveraging
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets
 from lightning_3d.zero.engine import HeldGradients, Zero
-from lightning_3d.zero.gathering import Gathering, wait_for
-from lightning_3d.zero.master_weights import MasterWeights, is_half
+from lightning_3d.zero.gathering import Gathering
+from lightning_3d.zero.master_weights import is_half
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.owners import choose_owners, kinds_of
 from lightning_3d.zero.power_sgd import PowerSGD
@@ -56,11 +54,10 @@ class PlainParameters(Zero):
         pp_ranks: Mapping[nn.Parameter, tuple[int, ...]],
     ) -> None:
         super().__init__(module)
-        self._stage, self._dtype, self._overlaps = config.stage, config.dtype, config.overlap_gather
+        self._stage, self._dtype = config.stage, config.dtype
         self._power_sgd_rank = config.power_sgd_rank
         self._power_sgd_start = _POWER_SGD_START if config.power_sgd_start == "auto" else config.power_sgd_start
         self._bucket_bytes = None if config.bucket_size == "auto" else 2**20 * config.bucket_size
-        self._read_unseen = {p for m in module.modules() if runs_beneath_torch_functions(m) for p in m.parameters()}
         self._splits_backward = False
         self._held: dict[nn.Parameter, Tensor] = {}  # this rank's rows of reduced gradients
         present = [parameter for parameter in self.root.parameters() if not parameter.is_meta]
@@ -72,9 +69,6 @@ class PlainParameters(Zero):
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)
         self._pipeline_stages, self._pp_ranks = pipeline_stages, pp_ranks
-        self._averaging: PeriodicAveraging | None = None
-        if self._replicas is not None and config.averaging_period is not None:
-            self._averaging = PeriodicAveraging(self._replicas, config.averaging_period)
         self._reducers: dict[int | None, GradientReducer] = {}  # by the pipeline stage that makes the gradients
         if self._replicas is not None:
             self._gathering = Gathering(self._replicas)
@@ -94,8 +88,6 @@ class PlainParameters(Zero):
                 shard = replace(shard, owner=self.owners[parameter])
             self.shards[parameter] = shard
         self.release()
-        if self._averaging is not None:
-            return
         groups: dict[int | None, list[RankShard]] = {}
         for parameter in reversed(self.shards):  # about as a backward finishes them
             if parameter.numel() and (parameter.is_floating_point() or parameter.is_complex()):
@@ -209,25 +201,7 @@ class PlainParameters(Zero):
 
     @override
     def begin_forward(self) -> None:
-        if self._overlaps:
-            wait_for(self._read_unseen)
-        else:
-            self.settle()
-
-    @override
-    def average(self) -> None:
-        if self._averaging is not None:
-            self._averaging.average()
-
-    @override
-    def average_with(self, masters: MasterWeights | None) -> None:
-        if self._averaging is not None:
-            self._averaging.masters = masters
-
-    @property
-    @override
-    def reduces_gradients(self) -> bool:
-        return self._averaging is None
+        self.settle()
 
     @override
     def settle(self) -> None:
@@ -236,10 +210,7 @@ class PlainParameters(Zero):
 
     @override
     def begin_gather(self, parameters: Iterable[nn.Parameter]) -> None:
-        chosen = list(parameters)
-        if self._averaging is not None:
-            self._averaging.stepped(chosen)
-        shards = [self.shards[parameter] for parameter in chosen if self.shards[parameter].size > 1]
+        shards = [self.shards[parameter] for parameter in parameters if self.shards[parameter].size > 1]
         if shards:
             self._gathering.begin(shards, [shard.parameter for shard in shards])
             self._gathering.go_on()

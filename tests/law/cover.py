@@ -164,7 +164,7 @@ PINNED = (
     Case("table", "dp2-zero3"),  # a table that is gathered and fused
     Case("shifted-loss", "dp2-zero3"),
     *(Case("paths", f"dp2-zero{stage}") for stage in range(3)),  # gradients that come late, or of one replica alone
-    Case("mlp", "dp2-zero1", "overlapped", "reads-late"),  # of parameters that are on their way
+    Case("mlp", "dp2-zero1", "plain", "reads-late"),  # of parameters that are on their way
     Case("mlp", "dp2-zero2", "unseen", "changes-optimizers"),  # gradients that no optimizer had stay in parts
     Case("paths", "dp2-zero1", "small-buckets"),
     Case("paths", "dp2-zero0", "plain", "steps-again"),

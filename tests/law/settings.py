@@ -259,7 +259,6 @@ SETTINGS = {
         layout={"zero_settings": {**_OFFLOADED, "offload_params": "parameters"}}, fits=_at_stage_3
     ),
     "kept-gathered": Setting(layout={"zero_settings": {"reshard_after_forward": False}}, fits=_at_stage_3),
-    "overlapped": Setting(layout={"zero_settings": {"overlap_gather": True}}, fits=_stepped_in_parts),
     "whole-steps": Setting(layout={"zero_settings": {"optimizer_steps": "parameters"}}, fits=_stepped_in_parts),
     "hybrid": Setting(layout={"zero_settings": {"shard_size": 2}}, fits=_in_groups),
     "plateau": Setting(optimizer=plateau, epochs=2, fits=_in_pipelines),
