@@ -32,7 +32,11 @@ class TraceError(ThreeDError, RuntimeError):
 
 
 class BatchError(ThreeDError, ValueError):
-    """A batch that can't be split into microbatches, or that differs between ranks of one replica."""
+    """There is no batch to plan with, or it differs between ranks of one replica."""
+
+
+class SplitError(BatchError):
+    """A batch that can't be split into microbatches."""
 
 
 class StepError(ThreeDError, RuntimeError):

@@ -521,7 +521,7 @@ class ThreeDStrategy(ParallelStrategy):
         if self._parallel is None:
             self._early = EarlyParameters(self._module)
             self._precision.convert(self._module, self.config.precision, self.root_device)
-            refuse_unsupported(self._module, self.mesh, self.config.zero)
+            refuse_unsupported(self._module, self.mesh, self.config.zero, self.config.pipeline.mode)
             sync_norms(self._module, syncing, self.mesh.shape)
             if self.mesh.shape.is_model_parallel:
                 warn_of_compiled(self._module)

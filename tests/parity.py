@@ -87,6 +87,7 @@ class Layout:
     stages_per_rank: int | Literal["auto"] = "auto"
     partition: str | tuple[str, ...] = "parameters"
     loss: Literal["auto", "mean", "sum", "whole"] = "auto"
+    mode: Literal["auto", "microbatched", "inline"] = "auto"
     tensor_plan: tuple[tuple[str, str], ...] = ()
     sequence_parallel: bool = False
     verify: bool = True
@@ -120,6 +121,7 @@ class Layout:
                 "num_microbatches": self.num_microbatches,
                 "partition": self.partition,
                 "loss": self.loss,
+                "mode": self.mode,
                 "schedule": self.schedule,
                 "stages_per_rank": self.stages_per_rank,
             },

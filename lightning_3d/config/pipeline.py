@@ -19,6 +19,13 @@ class PipelineConfig:
 
     section: ClassVar[str] = "pipeline"
 
+    mode: Literal["auto", "microbatched", "inline"] = "auto"
+    """``"microbatched"``: the batch flows through the stages in pieces, and all compute at a time. ``"inline"``: every
+    rank runs the step as it is, on the whole batch, and each block where its weights are, one after the other: for any
+    program, as with manual optimization, batches that can't be split or steps that read data, at the price that a rank
+    waits while others compute. ``"auto"``: microbatched where the step can be followed by stages, else inline, which
+    is said in the plan and when training begins."""
+
     num_microbatches: Size | Literal["auto"] = "auto"
     """Pieces that each rank's batch is cut into; ``"auto"`` is the number of stages."""
 
@@ -49,10 +56,39 @@ class PipelineConfig:
         as_tuple(self, "partition")
         check_values(self)
         _check_partition(self.partition)
+        if self.mode == "inline":
+            self._check_inline()
+
+    def _check_inline(self) -> None:
+        """Refuse what says how microbatches flow."""
+        for name, default in (("num_microbatches", "auto"), ("schedule", "1f1b"), ("stages_per_rank", "auto")):
+            if getattr(self, name) != default:
+                raise ConfigError(
+                    f"pipeline.{name}={getattr(self, name)!r} says how microbatches flow through stages, but with"
+                    " pipeline.mode='inline' the whole batch goes from block to block: leave it out"
+                )
+        if self.loss != "auto":
+            raise ConfigError(
+                f"pipeline.loss={self.loss!r} says how the losses of microbatches are joined, but with"
+                " pipeline.mode='inline' the step's loss is the one of the whole batch: leave it out"
+            )
+        if self.partition in ("time", "memory"):
+            raise ConfigError(
+                f"pipeline.partition={self.partition!r} measures blocks along a trace of the step, which"
+                " pipeline.mode='inline' does without: use 'parameters', 'uniform', 'type:REGEX' or a list of FQNs"
+            )
+
+    @property
+    def as_inline(self) -> PipelineConfig:
+        """The same in inline mode."""
+        partition = "parameters" if self.partition in ("time", "memory") else self.partition
+        return PipelineConfig(mode="inline", partition=partition)
 
     @property
     def num_local_stages(self) -> int:
         """Stages per rank, with ``"auto"`` resolved."""
+        if self.mode == "inline":
+            return 1
         if self.stages_per_rank == "auto":
             return 1 if self.schedule in ("gpipe", "1f1b") else 2
         return self.stages_per_rank
@@ -60,13 +96,13 @@ class PipelineConfig:
     @property
     def splits_backward(self) -> bool:
         """Whether weight gradients are computed apart from the rest of the backward."""
-        return self.schedule in ("interleaved_zero_bubble", "zbv")
+        return self.mode != "inline" and self.schedule in ("interleaved_zero_bubble", "zbv")
 
     def stage_ranks(self, pp: int) -> tuple[int, ...]:
         """For every stage the index of its rank on a pp axis of ``pp`` ranks: round and round, or there and back."""
         if pp == 1:
             return (0,)
-        if self.schedule == "zbv":
+        if self.schedule == "zbv" and self.mode != "inline":
             return (*range(pp), *reversed(range(pp)))
         return tuple(range(pp)) * self.num_local_stages
 

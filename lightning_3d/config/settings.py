@@ -161,6 +161,8 @@ class ThreeDConfig:
     @property
     def num_microbatches(self) -> int:
         """Microbatches per rank and batch, with ``"auto"`` resolved to the number of stages."""
+        if self.pipeline.mode == "inline":
+            return 1
         if self.pipeline.num_microbatches == "auto":
             return self.pipeline_parallel_size
         return self.pipeline.num_microbatches
@@ -286,6 +288,8 @@ def _check_pipeline(config: ThreeDConfig) -> None:
     pp, num_microbatches = config.pipeline_parallel_size, config.num_microbatches
     schedule, per_rank = config.pipeline.schedule, config.pipeline.num_local_stages
     _check_cut_points(config.pipeline.partition, len(config.pipeline.stage_ranks(pp)))
+    if config.pipeline.mode == "inline":
+        return
     if pp == 1 and num_microbatches > 1:
         raise ConfigError(
             f"pipeline.num_microbatches={num_microbatches} needs a pipeline, but pipeline_parallel_size=1: use 1 or "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torchmetrics
 from torch import nn
@@ -66,6 +66,20 @@ def _walk(root: nn.Module, chosen: set[nn.Module], opened: set[nn.Module]) -> di
 
     visit(root, "")
     return blocks
+
+
+def tied_groups(blocks: Mapping[str, nn.Module]) -> list[list[str]]:
+    """The FQNs of the blocks, those that share a parameter together, in definition order of the first of each."""
+    groups: list[list[str]] = []
+    for fqn, block in blocks.items():
+        own = set(block.parameters())
+        shares = [group for group in groups if any(own.intersection(blocks[other].parameters()) for other in group)]
+        groups = [group for group in groups if group not in shares[1:]]
+        if not shares:
+            groups.append([fqn])
+        else:
+            shares[0] += [*(other for group in shares[1:] for other in group), fqn]
+    return groups
 
 
 def inner_blocks(fqn: str, block: nn.Module) -> dict[str, nn.Module]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.errors import BatchError
+from lightning_3d.errors import SplitError
 from lightning_3d.trace.traced_lists import has_numbers
 
 
@@ -28,7 +28,7 @@ def batch_size(batch: Any) -> int:
     """Number of samples: the common length of dimension 0 of all tensors.
 
     Raises:
-        BatchError: there is no tensor, or two tensors differ.
+        SplitError: there is no tensor, or two tensors differ.
     """
     found: dict[int, str] = {}
     for path, leaf in leaves_of(batch, "batch"):
@@ -36,11 +36,11 @@ def batch_size(batch: Any) -> int:
             found.setdefault(leaf.shape[0], f"{path} {tuple(leaf.shape)}")
     if len(found) != 1:
         what = "differ: " + ", ".join(found.values()) if found else "are none"
-        raise BatchError(
+        raise SplitError(
             "A pipeline splits every tensor of a batch along dimension 0, so all must have the same length there."
             f" The tensors of this batch {what}. Make per-batch tensors buffers of the module, or give them a batch"
-            " dimension in the collate function; or set pipeline.num_microbatches=1 and pipeline.schedule='gpipe':"
-            " nothing is split, and one stage works at a time."
+            " dimension in the collate function; or set pipeline.mode=inline: nothing is split, and one stage works at"
+            " a time."
         )
     return next(iter(found))
 
@@ -49,7 +49,7 @@ def num_samples(batch: Any) -> int:
     """Number of samples; 1 of a batch that can't be split."""
     try:
         return batch_size(batch)
-    except BatchError:
+    except SplitError:
         return 1
 
 
@@ -62,13 +62,13 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Microbatch]:
     A single part is the batch itself, whatever is in it.
 
     Raises:
-        BatchError: there are fewer samples than microbatches, or the tensors have no common length.
+        SplitError: there are fewer samples than microbatches, or the tensors have no common length.
     """
     if num_microbatches == 1:
         return [Microbatch(batch=batch, weight=1.0)]
     size = batch_size(batch)
     if size < num_microbatches:
-        raise BatchError(
+        raise SplitError(
             f"A batch of {size} samples can't be split into {num_microbatches} microbatches. Raise the batch size of"
             " the dataloader (it counts per data-parallel rank), or lower pipeline.num_microbatches."
         )

@@ -12,8 +12,9 @@ from torch import nn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError
+from lightning_3d.model.blocks import tied_groups
 from lightning_3d.planning.loads import Loads, Unit, find_loads, num_parameters
-from lightning_3d.planning.partition import partition
+from lightning_3d.planning.partition import additive, partition
 from lightning_3d.planning.stage_flow import cut
 from lightning_3d.planning.stage_gradients import check_gradients
 from lightning_3d.trace.trace import Trace
@@ -59,17 +60,14 @@ def assign_stages(
         PlanError: there are more stages than calls, a named block can't begin a stage, or a block can't be measured.
     """
     num_stages = len(config.pipeline.stage_ranks(shape.pp))
+    if num_stages > 1 and config.pipeline.mode == "inline":
+        return _in_order(module, blocks, config.pipeline.partition, num_stages)
     if num_stages == 1:
         whole = StagePlan(load=sum(map(num_parameters, blocks.values())), num_sent=0, bytes_sent=0)
         return Assignment(stages_of_calls=dict.fromkeys(blocks, (0,)), stages=(whole,), unit="parameters")
     assert trace is not None, "a pipeline is planned along a trace"
     calls = [call.name for call in trace.block_calls]
-    if len(calls) < num_stages:
-        raise PlanError(
-            f"{num_stages} pipeline stages: the model has only {len(calls)} calls of blocks to share out"
-            f" ({', '.join(calls) or 'none'}). Use at most {max(len(calls), 1)} stages, or name finer blocks with"
-            " pipeline.partition='type:REGEX'."
-        )
+    _check_number(calls, "calls of blocks", num_stages)
     loads = find_loads(blocks, trace, config, shape, device)
     if isinstance(config.pipeline.partition, tuple):
         stages = _begun_with(config.pipeline.partition, module, blocks, calls)
@@ -80,6 +78,39 @@ def assign_stages(
     for fqn in blocks:  # a block that the step never calls stays with the one defined before it
         previous = of_calls.setdefault(fqn, previous[-1:])
     return Assignment(stages_of_calls=of_calls, stages=_stage_plans(trace, of_calls, stages, loads), unit=loads.unit)
+
+
+def _check_number(calls: Sequence[str], what: str, num_stages: int) -> None:
+    if len(calls) < num_stages:
+        raise PlanError(
+            f"{num_stages} pipeline stages: the model has only {len(calls)} {what} to share out"
+            f" ({', '.join(calls) or 'none'}). Use at most {max(len(calls), 1)} stages, or name finer blocks with"
+            " pipeline.partition='type:REGEX'."
+        )
+
+
+def _in_order(
+    module: nn.Module, blocks: Mapping[str, nn.Module], method: str | tuple[str, ...], num_stages: int
+) -> Assignment:
+    """Cut the blocks as they are defined, where no trace tells how they are called; those that share a parameter stay
+    together, as its gradient is complete on one rank.
+    """
+    groups = tied_groups(blocks)
+    _check_number([group[0] for group in groups], "blocks", num_stages)
+    sizes = [sum(num_parameters(blocks[fqn]) for fqn in group) for group in groups]
+    if isinstance(method, tuple):
+        stages = _begun_with(method, module, blocks, [group[0] for group in groups])
+    else:
+        loads = [1] * len(groups) if method == "uniform" else sizes
+        stages = partition(additive(loads), [0] * (len(groups) - 1), num_stages)
+    of_blocks = {fqn: (stage,) for stage, group in zip(stages, groups, strict=True) for fqn in group}
+    plans = tuple(
+        StagePlan(
+            load=sum(size for size, at in zip(sizes, stages, strict=True) if at == stage), num_sent=0, bytes_sent=0
+        )
+        for stage in range(num_stages)
+    )
+    return Assignment(stages_of_calls={fqn: of_blocks[fqn] for fqn in blocks}, stages=plans, unit="parameters")
 
 
 def boundary_bytes(trace: Trace) -> list[int]:

@@ -20,6 +20,7 @@ from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.planning.assignment import StagePlan, assign_stages
+from lightning_3d.planning.inline_mode import inline_text
 from lightning_3d.planning.loads import Unit, num_parameters
 from lightning_3d.planning.loss_text import loss_text
 from lightning_3d.planning.memory.table import RankMemory, memory_table
@@ -81,7 +82,9 @@ class Plan:
     ties: Mapping[str, str]
     """FQN -> first FQN of the same tensor, where a tensor has several."""
     used_by_glue: frozenset[str]
-    """FQNs of blocks' parameters and buffers that code outside of their block uses."""
+    """FQNs of blocks' parameters and buffers that code outside of their block uses in the trace."""
+    inline: str | None = None
+    """Why steps run in inline mode, if they do."""
     batch_norms: tuple[str, ...] = ()
     """FQNs of modules that normalise by statistics of what they are given."""
     optimizers: tuple[OptimizerPlan, ...] = ()
@@ -181,7 +184,9 @@ class Plan:
             others = f" and {len(self.batch_norms) - 1} more" if self.batch_norms[1:] else ""
             norms = f"{self.batch_norms[0]}{others}"
             tables.append(f"BatchNorm normalises by microbatch, its running statistics are the batch's: {norms}")
-        if self.shape.pp > 1:
+        if self.inline is not None:
+            tables.append(inline_text(self.inline))
+        elif self.shape.pp > 1:
             tables.append(loss_text(self.loss, self.num_microbatches))
             tables.extend(self.losses)
         for mode in ("selective", "full"):
@@ -203,6 +208,7 @@ class Plan:
     def _stage_table(self) -> Table:
         shape = self.shape
         schedule = f", {self.schedule} with {self.num_microbatches} microbatches" if shape.pp > 1 else ""
+        schedule = schedule if self.inline is None else ", inline"
         table = Table(
             title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}",
             caption=None if self.num_stages == 1 else f"the slowest stage has {self.imbalance:.2f} x the mean load",
@@ -250,6 +256,7 @@ def make_plan(
     config: ThreeDConfig,
     shape: MeshShape,
     device: torch.device,
+    inline: str | None = None,
 ) -> Plan:
     """Assign blocks to stages and weights to shards.
 
@@ -258,6 +265,7 @@ def make_plan(
         blocks: From ``find_blocks``.
         trace: One step of the model; needed if there is more than one stage or tensor-parallel rank.
         device: Where the partition methods ``"time"`` and ``"memory"`` measure blocks; the others compute nothing.
+        inline: Why steps run in inline mode, if they do.
 
     Raises:
         PlanError: the blocks can't be shared out among the stages.
@@ -270,7 +278,7 @@ def make_plan(
     mode: Mode = "none" if activations.recompute == "auto" else activations.recompute
     chosen = chosen_blocks({fqn: blocks[fqn] for fqn in order}, activations)
     ranks = {fqn: {stage_ranks[stage] for stage in of_calls} for fqn, of_calls in stages.items()}
-    state_ranks, ties = _place_state(module, blocks, ranks, trace, shape.pp)
+    state_ranks, ties = _place_state(module, blocks, ranks, trace if inline is None else None, shape.pp)
     return Plan(
         shape=shape,
         zero_stage=config.zero.stage,
@@ -295,6 +303,7 @@ def make_plan(
         state_ranks=state_ranks,
         ties=ties,
         used_by_glue=_used_by_glue(trace),
+        inline=inline,
         batch_norms=tuple(fqn for fqn, inner in module.named_modules() if _normalises_alone(inner)),
     )
 
@@ -306,18 +315,25 @@ def _place_state(
     trace: Trace | None,
     pp: int,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """A tensor lies on the ranks of the blocks that own it, and on all if glue uses it, whatever its names."""
+    """A tensor lies on the ranks of the blocks that own it, whatever its names, and on all if glue uses it in a trace.
+
+    Without a trace it lies with its block alone.
+    """
     owners = {inner: fqn for fqn, block in blocks.items() for inner in block.modules()}
     everywhere = set(range(pp))
     used_by_glue = _used_by_glue(trace)
     names: dict[Tensor, list[str]] = {}
     held: dict[Tensor, set[int]] = {}
+    of_blocks: dict[Tensor, set[int]] = {}
     for fqn, tensor, owner in named_state(module):
         if owner not in owners and not isinstance(tensor, nn.Parameter):
             continue
         names.setdefault(tensor, []).append(fqn)
         place = ranks[owners[owner]] if owner in owners and fqn not in used_by_glue else everywhere
         held.setdefault(tensor, set()).update(place)
+        if trace is None and owner in owners:
+            of_blocks.setdefault(tensor, set()).update(place)
+    held |= of_blocks
     state_ranks = {fqn: tuple(sorted(held[tensor])) for tensor, fqns in names.items() for fqn in fqns}
     ties = {fqn: fqns[0] for fqns in names.values() for fqn in fqns if len(fqns) > 1}
     return state_ranks, ties

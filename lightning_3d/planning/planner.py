@@ -20,7 +20,7 @@ from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError, ThreeDError, TraceError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.planning.plan import Plan, make_plan
-from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, split_blocks
+from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, opened_until_enough, split_blocks
 from lightning_3d.planning.tensor_blocks import plan_blocks
 from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.trace import Trace
@@ -59,6 +59,8 @@ class Observation:
     step: ExampleStep
     trace: Trace | None
     """None on a mesh whose plan does not depend on it."""
+    inline: str | None = None
+    """Why steps run in inline mode, if they do."""
 
 
 class Observer:
@@ -75,16 +77,24 @@ class Observer:
         self._notes_storages = False
 
     def observe(self, config: ThreeDConfig, shape: MeshShape) -> Observation:
-        """Find the coarsest blocks that balance the stages, and trace the step."""
+        """Find the coarsest blocks that balance the stages, and trace the step, in inline mode for tensor parallel."""
         self._notes_storages = config.activations.plans_memory and self._step.name == "training_step"
         pipeline = config.pipeline
         blocks = find_blocks(self._module, pipeline.partition)
-        if not shape.is_model_parallel:
+        is_inline = pipeline.mode == "inline" and shape.pp > 1
+        if shape.tp == 1 and (shape.pp == 1 or is_inline):
             if not self._notes_storages:
+                if is_inline and greatest_imbalance(pipeline.partition) is not None:
+                    blocks = opened_until_enough(blocks, shape.pp)
                 return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
             return self._for_budget(blocks, config.activations)
         num_stages, imbalance = len(pipeline.stage_ranks(shape.pp)), greatest_imbalance(pipeline.partition)
-        if num_stages > 1 and imbalance is not None and not is_balanced(blocks, num_stages, imbalance):
+        if (
+            num_stages > 1
+            and not is_inline
+            and imbalance is not None
+            and not is_balanced(blocks, num_stages, imbalance)
+        ):
             blocks = split_blocks(self._module, blocks, num_stages, imbalance, self._trace)
         return self.of_blocks(blocks)
 
@@ -150,7 +160,9 @@ def decide(
         PlanError: no layout of this model fits the mesh.
     """
     with observed.step.modes():
-        plan = make_plan(observed.module, observed.blocks, observed.trace, config, shape, device)
+        plan = make_plan(
+            observed.module, observed.blocks, observed.trace, config, shape, device, inline=observed.inline
+        )
     if observed.trace is None or shape.tp == 1:
         return plan
     return plan_blocks(plan, observed.module, observed.blocks, observed.trace, config.tensor, wait)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_3d.model.blocks import inner_blocks, kind_of
+from lightning_3d.model.blocks import inner_blocks, kind_of, tied_groups
 from lightning_3d.planning.loads import num_parameters
 from lightning_3d.planning.partition import additive, least_greatest_load
 from lightning_3d.trace.trace import Trace
@@ -38,6 +38,17 @@ def is_balanced(blocks: Mapping[str, nn.Module], num_stages: int, imbalance: flo
     """Whether the stages would be balanced if each block were called once, in this order."""
     calls = _Calls(calls=tuple(blocks.items()))
     return calls.slowness(num_stages) <= (0, imbalance)
+
+
+def opened_until_enough(blocks: Mapping[str, nn.Module], num_stages: int) -> dict[str, nn.Module]:
+    """Open blocks until each stage can have one, or nothing can be opened; without a trace."""
+    current = dict(blocks)
+    while len(tied_groups(current)) < num_stages:
+        calls = _Calls(calls=tuple(current.items()))
+        if not (opened := _worth_opening(calls, len(current) + 1, math.inf, ())):
+            break
+        current = _with_opened(current, opened)
+    return current
 
 
 def split_blocks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_3d.planning.inline_mode import inline_text
 from lightning_3d.planning.loss_text import loss_in_short
 from lightning_3d.planning.memory.table import size_text
 from lightning_3d.planning.memory.timeline import HeldMemory
@@ -30,7 +31,7 @@ def layout_text(plan: Plan, most: HeldMemory, num_sharing: int) -> str:
         lines.append(f"ZeRO stage {plan.zero_stage}: {_SHARDED[plan.zero_stage]} sharded over {num_sharing} ranks")
     if shape.tp > 1:
         lines.append(_tensor(plan))
-    if shape.pp > 1:
+    if shape.pp > 1 and plan.inline is None:
         lines.append(f"loss: {loss_in_short(plan.loss)}")
     if plan.batch_norms and (norms := _batch_norms(plan)):
         lines.append(norms)
@@ -53,6 +54,8 @@ def _stages(plan: Plan) -> list[str]:
         lines.append(f"stage {stage} on {plan.ranks_text(stage)}: {names}{more}, {num_parameters:,} parameters")
     if len(lines) > _MOST_STAGES:
         lines[2:-1] = [f"... {len(lines) - 3} more stages ..."]
+    if plan.inline is not None:
+        return [*lines, inline_text(plan.inline)]
     return [*lines, f"schedule {plan.schedule}, with {plan.num_microbatches} microbatches in each batch"]
 
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack, contextmanager
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.model.block_runner import BlockRunner, Call, Dense, Watch, running
+from lightning_3d.model.block_runner import BlockRunner, Call, Dense, Step, Watch, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, is_reentrant
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import function_modes, pop_function_mode, push_function_mode
@@ -144,7 +144,7 @@ class StepMode(TorchFunctionMode):
     def __enter__(self) -> StepMode:
         assert self._router.step is None, "steps don't nest"
         self._router.step = self
-        self._hidden.enter_context(_hidden_calls_seen(self))
+        self._hidden.enter_context(hidden_calls_seen(self))
         self._hidden.enter_context(arguments_unchecked())
         super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
         return self
@@ -179,8 +179,21 @@ def present_step() -> StepMode | None:
     return next((mode for mode in modes if mode.is_in_glue()), None)
 
 
+class SeesCheckpoints(Protocol):
+    """A step whose code outside of blocks may use custom autograd functions and checkpoints."""
+
+    def is_in_glue(self) -> bool:
+        """Whether the present code is outside of blocks."""
+
+    def checkpointed(self) -> AbstractContextManager[None]:
+        """Run what ``torch.utils.checkpoint`` was called with."""
+
+    def on_hidden_function(self, name: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a custom autograd function."""
+
+
 @contextmanager
-def _hidden_calls_seen(step: StepMode) -> Iterator[None]:
+def hidden_calls_seen(step: SeesCheckpoints) -> Iterator[None]:
     """Show custom autograd functions and checkpoints in glue to ``step``."""
 
     def answer(cls: type[torch.autograd.Function], call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -223,7 +236,7 @@ class Router:
         absent: AbstractSet[str] = frozenset(),
         compiled: Callable[[nn.Module], Dense | None] = lambda block: None,
     ) -> None:
-        self.step: StepMode | None = None
+        self.step: Step | None = None
         self.watch: Watch | None = None
         self.blocks, self._absent, self._compiled = blocks, absent, compiled
         self._guards = AttributeGuards(lambda: self.step is not None)

@@ -29,6 +29,9 @@ from lightning_3d.torch_internals.modules import (
     observer_registries,
 )
 
+Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+"""A forward hook: (module, args, kwargs, output) -> another output, or None."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HookCall:
@@ -125,6 +128,20 @@ def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[No
         A list that fills while the block runs.
     """
     noted: list[Noted] = []
+    with hooks_replaced(block, kept, lambda call, _: partial(_note_into, noted, call)):
+        yield noted
+
+
+@contextmanager
+def hooks_replaced(
+    block: nn.Module, kept: frozenset[HookCall], replace: Callable[[HookCall, Hook], Hook]
+) -> Iterator[None]:
+    """Let others take the place of the user's forward hooks inside of ``block``, and none of those on it.
+
+    Args:
+        kept: Hooks that are called as always.
+        replace: Gives what is called in the place of a hook.
+    """
     copies = ExitStack()
     for name, module in block.named_modules():
         if not forward_hooks(module):  # of most: this runs in every call of a block
@@ -137,19 +154,23 @@ def hooks_noted(block: nn.Module, kept: frozenset[HookCall]) -> Iterator[list[No
             if module is block:
                 del forward_hooks(module)[key]
             else:
-                forward_hooks(module)[key] = _note_into(noted, call)
+                forward_hooks(module)[key] = replace(call, _call_of(module, key))
                 forward_hooks_with_kwargs(module)[key] = True
     try:
-        yield noted
+        yield
     finally:
         copies.close()
 
 
-def _note_into(noted: list[Noted], call: HookCall) -> Any:
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        noted.append(Noted(call=call, values=(args, kwargs, output)))
-
-    return note
+def _note_into(
+    noted: list[Noted],
+    call: HookCall,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    noted.append(Noted(call=call, values=(args, kwargs, output)))
 
 
 def user_hooks(module: nn.Module) -> list[int]:
@@ -166,22 +187,30 @@ def has_user_hooks(module: nn.Module) -> bool:
 def call_hook(block: nn.Module, call: HookCall, values: Sequence[Any]) -> Any:
     """Make a call of a hook that was noted; returns what the hook returns."""
     module = block.get_submodule(call.module)
-    return _call_hook(module, user_hooks(module)[call.hook], *values)
+    return _call_of(module, user_hooks(module)[call.hook])(module, *values)
 
 
 def call_own_hooks(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Call the user's forward hooks on the block itself; returns the output that they leave."""
     for key in user_hooks(block):
-        changed = _call_hook(block, key, args, kwargs, output)
+        changed = _call_of(block, key)(block, args, kwargs, output)
         output = output if changed is None else changed
     return output
 
 
-def _call_hook(module: nn.Module, key: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    hook = forward_hooks(module)[key]
-    if key in forward_hooks_with_kwargs(module):
-        return hook(module, args, kwargs, output)
-    return hook(module, args, output)
+def _call_of(module: nn.Module, key: int) -> Hook:
+    return partial(_call_hook, forward_hooks(module)[key], key in forward_hooks_with_kwargs(module))
+
+
+def _call_hook(
+    hook: Callable[..., Any],
+    with_kwargs: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> Any:
+    return hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
 
 
 # ---- attributes

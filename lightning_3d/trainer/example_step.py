@@ -34,11 +34,12 @@ def example_step(
     """The step with its first microbatch; without a batch on a mesh whose plan does not depend on it."""
     assert trainer.state.fn is not None
     name, microbatch, rest = _STEPS[trainer.state.fn], None, tuple[Any, ...]()
-    if shape.is_model_parallel or (config.activations.plans_memory and name == "training_step"):
+    is_whole = shape.pp == 1 or config.pipeline.mode == "inline"
+    if shape.tp > 1 or not is_whole or (config.activations.plans_memory and name == "training_step"):
         rest = further_arguments(trainer, getattr(module, name))
         batch = before_transfer(module, trainer.precision_plugin.convert_input(example_batch(trainer)))
         batch = detached_from_inference(trainer.strategy.batch_to_device(batch, dataloader_idx=0))
-        microbatch = split_batch(batch, config.num_microbatches)[0].batch if shape.pp > 1 else batch
+        microbatch = split_batch(batch, config.num_microbatches)[0].batch if not is_whole else batch
 
     @contextmanager
     def modes() -> Iterator[None]:
@@ -50,6 +51,6 @@ def example_step(
         microbatch=microbatch,
         modes=modes,
         rest=rest,
-        has_data=shape.pp == 1,
+        has_data=is_whole,
         rehearsed=partial(rehearsed, trainer, module, name, microbatch, rest),
     )

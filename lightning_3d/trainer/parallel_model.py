@@ -10,7 +10,7 @@ apply     tensor parallel, ZeRO, pipeline
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,12 +35,13 @@ from lightning_3d.distributed.rng import Generators, StepRandomness, join_replic
 from lightning_3d.model.block_runner import Dense, running
 from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.model.initial_weights import check_same_model, move_buffers, move_parameters, place_weights
-from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.engine import PipelineEngine
+from lightning_3d.pipeline.inline.exchange import Exchange
+from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget.step_memory import step_memory
 from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import Observer, decide
+from lightning_3d.planning.planner import decide
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
@@ -51,10 +52,10 @@ from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.budget import Budget, accumulates
-from lightning_3d.trainer.example_step import example_step
 from lightning_3d.trainer.full_params import full_params
 from lightning_3d.trainer.heads import fused_heads, tables_in, traced_products
 from lightning_3d.trainer.held_parts import holds_parts
+from lightning_3d.trainer.observing import Observing
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.stage_calls import StageCalls
@@ -148,17 +149,16 @@ def make_parallel(
     move_buffers(module, device)
     join_replica(mesh, device)
     compiling = CountedWait(wait)
-    step = example_step(trainer, module, config, mesh.shape, precision)
-    observer = Observer(module, step, device, StepEffects)
+    found = Observing(trainer, module, mesh.shape, precision, device, wait).observe(config)
+    config, step, observer, observed = found.config, found.step, found.observer, found.observation
     generators = Generators(device)  # user code that runs before training draws no numbers of it
-    with wait(f"Tracing {step.name}"), generators.preserved():
-        observed = observer.observe(config, mesh.shape)
     with wait("Planning"), generators.preserved(), precision.dtype_of_steps():  # on one rank alone
         plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device, wait), device)
     blocks = plan.blocks_in(module)
     if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
         with generators.preserved():
             observed = observer.of_blocks(blocks)
+    is_microbatched = mesh.shape.pp > 1 and plan.inline is None
     is_fully_sharded = config.zero.stage == 3 and (mesh.shape.dp > 1 or config.zero.offload_params != "none")
     first = torch.device("cpu") if is_fully_sharded or mesh.shape.tp > 1 else device  # and then block by block
     with wait("Placing weights"):
@@ -187,11 +187,12 @@ def make_parallel(
             offload=policy,
             device=device,
             optimizes_manually=not module.automatic_optimization,
+            keeps=is_microbatched if config.zero.reshard_after_forward == "auto" else None,
             casts_to=None if config.compile.enabled else precision.casts_to,
         )
         zero.parameter_store = offload_parameters(place, zero.root)
     else:
-        stages = _pipeline_stages(plan, blocks) if mesh.shape.pp > 1 else {}
+        stages = _pipeline_stages(plan, blocks) if is_microbatched else {}
         pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
         zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
     _let_meet(own.values(), mesh, rendezvous)
@@ -199,13 +200,16 @@ def make_parallel(
     unsplit: set[int] = set()  # stages whose backward stays in one piece
     keep_little = partial(_keep_little, own, config, mesh, device, offload, unsplit)
     keep_little(plan)
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
     if mesh.shape.pp > 1:
+        homes = {block.fqn: plan.stage_ranks[block.stages[0]] for block in plan.blocks}
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
         ranks = sorted(mesh.sliced(*shared).mesh.flatten().tolist())
-        calls = StageCalls(mesh, ranks, rendezvous, device)
-        for block in plan.blocks:
-            holder = plan.stage_ranks[block.stages[0]]
-            running(blocks[block.fqn]).joined = partial(calls.run, block.fqn, holder)
+        exchange = Exchange(mesh, device)
+        calls = StageCalls(exchange, ranks, rendezvous, has_backward=not is_microbatched)
+        for fqn, home in homes.items():
+            running(blocks[fqn]).joined = partial(calls.run, fqn, home)
+        around = InlineStep(module, router, exchange, homes).on
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),
@@ -218,9 +222,9 @@ def make_parallel(
     tables = tables_in(module, blocks, config)
     products = traced_products(tables, plan, observed.trace)
     heads = fused_heads(plan, blocks, tables, products, config, mesh)
-    runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads)
+    runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads, around)
     losses: Callable[[], tuple[str, ...]] = tuple
-    if mesh.shape.pp > 1:
+    if is_microbatched:
         engine = PipelineEngine(
             module=module,
             rank_module=zero.root,
@@ -264,7 +268,7 @@ def make_parallel(
                 num_sharing=zero.num_sharing,
             )
         budget = Budget(step=memory, batch=step.microbatch)
-    precision.attach(norm=gradients.norm, zero=zero, scales_itself=mesh.shape.pp == 1)
+    precision.attach(norm=gradients.norm, zero=zero, scales_itself=not is_microbatched)
     guard = BatchGuard(config.batch, mesh, device)
     buffers = SharedBuffers(module, mesh, device)
     return ParallelModel(

@@ -8,7 +8,7 @@ their time. Hooks of Lightning's own callbacks leave nothing that a step reads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, 
             set_up_validation(trainer)
             stack.callback(reset_optimizers, strategy)
             strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(module)
+            if not module.automatic_optimization:
+                stack.enter_context(_stepping_muted(module))
         arguments = {name: () for name in _HOOKS[step]} | {_BATCH_HOOKS[step]: (batch, rest[0] if rest else 0)}
         with torch.set_grad_enabled(step == "training_step"):
             for name, of_hook in arguments.items():
@@ -71,8 +73,37 @@ def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, 
         yield
 
 
+class _MutedOptimizer:
+    """An optimizer in the hands of a step with manual optimization that is traced: it is read, and steps nothing."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def step(self, closure: Any = None, **_: Any) -> Any:
+        """Run the closure alone."""
+        return None if closure is None else closure()
+
+    def zero_grad(self, *_: Any, **__: Any) -> None:
+        """Nothing: there are no gradients."""
+
+
+def _stepping_muted(module: LightningModule) -> AbstractContextManager[None]:
+    """Let a step with manual optimization run without its backwards, and leave parameters and rates alone."""
+    present = module.optimizers
+
+    def optimizers(*args: Any, **kwargs: Any) -> Any:
+        found = present(*args, **kwargs)
+        return [*map(_MutedOptimizer, found)] if isinstance(found, list) else _MutedOptimizer(found)
+
+    muted = dict.fromkeys(("manual_backward", "clip_gradients", "toggle_optimizer", "untoggle_optimizer"), _ignored)
+    return attributes_replaced(module, {**muted, "optimizers": optimizers, "lr_schedulers": lambda: None})
+
+
 def _ignored(*args: Any, **kwargs: Any) -> None:
-    """In place of ``self.log``: nothing takes what a rehearsed hook logs."""
+    """Nothing, as where a rehearsed hook logs."""
 
 
 @contextmanager

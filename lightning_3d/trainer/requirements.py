@@ -102,15 +102,17 @@ def refuse_unplanned(module: LightningModule, config: ActivationsConfig) -> None
         )
 
 
-def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig) -> None:
-    """Raise for what can't run on this mesh."""
+def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, mode: str) -> None:
+    """Raise for what can't run on this mesh.
+
+    Args:
+        mode: Of the pipeline.
+    """
     _refuse_uninitialized(module)
-    if mesh.shape.is_model_parallel and not module.automatic_optimization:
+    if mode == "microbatched" and mesh.shape.pp > 1 and not module.automatic_optimization:
         raise StepError(
-            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but with"
-            f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} its training_step is"
-            " traced before there are optimizers, and pipeline stages run forward and backward together. Use automatic"
-            " optimization, or size 1 for both."
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but pipeline stages run"
+            " forward and backward together in microbatches: set pipeline.mode=inline, or leave it out."
         )
     if mesh.shape.is_model_parallel:
         _refuse_fetching(module, mesh)

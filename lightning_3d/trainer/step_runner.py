@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -65,7 +65,11 @@ class StepRunner(Protocol):
 
 
 class WholeModelRunner(StepRunner):
-    """Runs steps at once, where every rank holds all blocks."""
+    """Runs steps at once, where every rank holds all blocks, or calls of blocks are exchanged.
+
+    Args:
+        around: Gives the context in which calls of blocks are exchanged.
+    """
 
     def __init__(
         self,
@@ -74,8 +78,9 @@ class WholeModelRunner(StepRunner):
         randomness: StepRandomness,
         anomalies: AnomalyDetection,
         heads: FusedHeads,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._heads = heads
+        self._heads, self._around = heads, around
         self._module, self._zero, self._randomness, self._anomalies = module, zero, randomness, anomalies
         self._watch: StepWatch | None = None  # of the last training step
         self._watched: MicrobatchWatch | None = None  # its one microbatch
@@ -104,7 +109,7 @@ class WholeModelRunner(StepRunner):
 
     def _run(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         def run() -> Any:
-            with self._heads.on():
+            with self._heads.on(), self._around():
                 output = getattr(self._module, name)(batch, *rest)
                 return tree_map(whole, output)
 

@@ -120,7 +120,9 @@ class Case:
 @cache
 def _layout(name: str, setting: str, is_in_one_piece: bool) -> Layout:
     layout = SETTINGS[setting].in_layout(LAYOUTS[name])
-    return replace(layout, num_microbatches=1, schedule="gpipe") if is_in_one_piece else layout
+    return (
+        replace(layout, num_microbatches=1, schedule="gpipe") if is_in_one_piece and layout.mode != "inline" else layout
+    )
 
 
 def _class_of(job: Job) -> Any:

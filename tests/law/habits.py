@@ -453,6 +453,10 @@ def _without_model_parallel(layout: Layout) -> bool:
     return layout.pp == layout.tp == 1
 
 
+def _without_tensor_parallel(layout: Layout) -> bool:
+    return layout.tp == 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Habit:
     """A row."""
@@ -482,8 +486,9 @@ class Habit:
 
 _STEPS_BY_HAND = frozenset(
     {"accumulated", "clipped", "clipped-values", "unseen", "warmed-up", "stepped", "plateau", "sam"}
+    | {"fp16", "lars", "incomplete-window", "budget"}
 )
-"""What Lightning leaves to who steps by hand."""
+"""What Lightning leaves to who steps by hand, or is planned for steps that it makes itself."""
 _RESUMED = frozenset(name for name, setting in SETTINGS.items() if setting.is_resumed)
 _OTHER_OPTIMIZERS = frozenset(name for name, setting in SETTINGS.items() if setting.optimizer is not descent)
 
@@ -505,13 +510,13 @@ HABITS = {
     "thawing": Habit(mixin=Thawing),
     "manual": Habit(
         mixin=Manual,
-        fits=_without_model_parallel,
+        fits=_without_tensor_parallel,
         skips=_STEPS_BY_HAND,
     ),
     "adversaries": Habit(
         mixin=Adversaries,
         optimizers=_by_halves,
-        fits=_without_model_parallel,
+        fits=_without_tensor_parallel,
         skips=_STEPS_BY_HAND | _OTHER_OPTIMIZERS | _RESUMED,
         needs="compute_loss",
     ),

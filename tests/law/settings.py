@@ -209,6 +209,7 @@ _OFFLOADED = {"offload_optimizer": "cpu", "offload_window": 0.005}
 
 SETTINGS = {
     "plain": Setting(),
+    "inline": Setting(layout={"mode": "inline", "num_microbatches": "auto"}, fits=_in_pipelines),
     "gpipe": Setting(layout={"schedule": "gpipe"}, fits=_in_pipelines),
     "interleaved": _schedule("interleaved"),
     "zero-bubble": _schedule("interleaved_zero_bubble"),

@@ -43,7 +43,7 @@ from lightning_3d.torch_internals.autograd import StopRecomputation
 from lightning_3d.torch_internals.modules import BatchNorm, RunningNorm
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.ghost import Ghost
-from lightning_3d.trace.interception import Router
+from lightning_3d.trace.interception import Router, StepMode
 
 _Position = tuple[int, int]
 """Orders the calls of a norm in a step: stage, and number of the call in it; 0 and the number in the step, in glue."""
@@ -123,7 +123,7 @@ class Norms(Effect):
         calls = [] if self._present is None or is_recomputing() else self._present[fqn]
         before = calls[-1].after if calls else state_of(norm)
         # A checkpoint around glue recomputes it in one process, where it then counts twice.
-        times = 2 if step is not None and step.is_checkpointing and torch.is_grad_enabled() else 1
+        times = 2 if isinstance(step, StepMode) and step.is_checkpointing and torch.is_grad_enabled() else 1
         count = _count(norm, next(iter((*args, *kwargs.values()))))
         with on_copies(norm, before) as after:
             call = NormCall(before=before, after=after, count=count, times=times, ran=True)

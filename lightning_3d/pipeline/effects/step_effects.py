@@ -139,6 +139,6 @@ class StepEffects:
     def returned(self, name: str, step: Callable[[], Any]) -> Any:
         """Run the step method ``name``; returns its output and what it logged or kept."""
         output = step()
-        if name == "training_step":
+        if name == "training_step" and self._module.automatic_optimization:
             check_loss(output)
         return output, self.collect(_TRACE)

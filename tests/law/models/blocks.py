@@ -326,6 +326,7 @@ MODELS = {
         job=Job(model=OddBlocks, data=features, num_val_batches=1),
         lr=0.03,
         families=frozenset({"pp", "tp", "dp"}),
+        skips=frozenset({"inline", "manual", "adversaries"}),  # changes what it is given
         warns=LEFT_DENSE,
     ),
     "hooked-blocks": Model(job=Job(model=HookedBlocks, data=features, num_val_batches=1), families=frozenset({"pp"})),

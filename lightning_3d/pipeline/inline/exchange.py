@@ -1,0 +1,302 @@
+"""A call of a block on the rank that has it, of which all ranks of the pipeline get the results and the gradients.
+
+rank 0      encoder(x): runs it, sends      decoder(y): receives
+rank 1      encoder(x): receives            decoder(y): runs it, sends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_3d.distributed.agreement import on_one_rank
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.rng import Generators, RandomStates
+from lightning_3d.errors import StepError
+from lightning_3d.model.pytrees import flatten_call, register_dataclasses
+from lightning_3d.pipeline.inline.gradients import About, Line, enter, leave, remote
+from lightning_3d.torch_internals.process_groups import object_device
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.tensors import version_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given:
+    """A leaf of a block's output that is one of its arguments."""
+
+    place: int
+    """Among the leaves of the arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """A tensor that follows."""
+
+    meta: Tensor
+    """A tensor without data, of its shape, strides and dtype."""
+    on_cpu: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Result:
+    """What a call gave."""
+
+    output: Any
+    """With ``_Given`` and ``_Sent`` in the place of tensors."""
+    classes: Any
+    """The output with tensors without data, which shows the dataclasses in it."""
+    notes: Any
+    changed: Sequence[int]
+    """The leaves of its arguments that it changed in place, whose values follow."""
+    drawn: RandomStates | None
+    """The random numbers after it, if it drew any."""
+
+
+Shown = Callable[[Any], Any]
+"""What code outside of a block gets to see of a tree of tensors inside of it."""
+
+HomeCall = Callable[[Shown, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
+"""The call of a block where it is: (what is shown, args, kwargs) -> (its output, what the others are told)."""
+
+
+class Exchange:
+    """Runs calls of blocks on all ranks of a pipeline together.
+
+    Args:
+        device: Where steps run.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._group, self._pp_rank = mesh.group("pp"), mesh.pp_rank
+        self._device, self._generators = device, Generators(device)
+
+    def run(
+        self,
+        fqn: str,
+        home: int,
+        call: HomeCall,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, Any]:
+        """Run a call of a block; every rank calls it with the same arguments.
+
+        Args:
+            fqn: The block.
+            home: Index on the pp axis of the rank that has it.
+            call: Runs it, where it is; returns its output, and anything picklable to tell the others.
+
+        Raises:
+            Exception: the call's own, on every rank.
+        """
+        register_dataclasses((args, kwargs))
+        leaves, with_leaves = flatten_call(args, kwargs)
+        trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
+        inputs = [*trained.values()] if torch.is_grad_enabled() else []
+        if self._pp_rank == home:
+            return self._at_home(fqn, home, call, leaves, with_leaves, inputs)
+        told: _Result = on_one_rank(_never, self._device, rank=home, group=self._group)
+        return self._elsewhere(fqn, home, told, leaves, inputs)
+
+    def read(self, tensor: Tensor, home: int) -> Tensor:
+        """The value of a parameter or buffer of a block; every rank calls it.
+
+        Args:
+            tensor: As this rank holds it.
+            home: Index on the pp axis of the rank that has it.
+        """
+        if self._pp_rank == home:
+            self._broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), home)
+            return tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self._broadcast(copy, home)
+        return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+    # ---- on the rank that has the block
+
+    def _at_home(
+        self,
+        fqn: str,
+        home: int,
+        call: HomeCall,
+        leaves: list[Any],
+        with_leaves: Callable[[list[Any]], tuple[tuple[Any, ...], dict[str, Any]]],
+        inputs: Sequence[Tensor],
+    ) -> tuple[Any, Any]:
+        token, entered = None, list[Tensor]()
+        if inputs:
+            token, *entered = enter(self._line(fqn, home), inputs)
+        replaced = {id(leaf): tensor for leaf, tensor in zip(inputs, entered, strict=True)}
+        given = [replaced.get(id(leaf), leaf) for leaf in leaves]
+        found: list[Any] = []
+        changed: list[int] = []
+
+        def run() -> _Result:
+            before, versions = self._generators.states(), _versions(given)
+            output, notes = call(partial(_shown, self._line(fqn, home), token), *with_leaves(given))
+            changed.extend(i for i, version in enumerate(_versions(given)) if version != versions[i])
+            self._refuse_changed(fqn, [given[i] for i in changed])
+            register_dataclasses(output)
+            outputs, spec = tree_flatten(output)
+            own = {id(tensor): i for i, tensor in enumerate(given) if isinstance(tensor, Tensor)}
+            is_new = [isinstance(leaf, Tensor) and id(leaf) not in own for leaf in outputs]
+            outputs = [_as_sent(leaf, fqn) if new else leaf for leaf, new in zip(outputs, is_new, strict=True)]
+            described = [_described(leaf, own) for leaf in outputs]
+            found.extend((outputs, spec, described, notes))
+            classes = tree_unflatten([_shape_of(leaf) for leaf in outputs], spec)
+            drawn = None if self._generators.are_at(before) else self._generators.states()
+            output = tree_unflatten(described, spec)
+            return _Result(output=output, classes=classes, notes=notes, drawn=drawn, changed=changed)
+
+        on_one_rank(run, self._device, rank=home, group=self._group)
+        outputs, spec, described, notes = found
+        for leaf, about in zip(outputs, described, strict=True):
+            if isinstance(about, _Sent):
+                self._broadcast(leaf.detach().to(self._device), home)
+        for i in changed:
+            self._broadcast(leaves[i].detach().clone(memory_format=torch.contiguous_format).to(self._device), home)
+        outputs = [
+            leaves[about.place] if isinstance(about, _Given) else leaf
+            for leaf, about in zip(outputs, described, strict=True)
+        ]
+        if token is not None:
+            _let_leave(self._line(fqn, home), token, outputs, described)
+        return tree_unflatten(outputs, spec), notes
+
+    def _refuse_changed(self, fqn: str, changed: Sequence[Tensor]) -> None:
+        if any(tensor.requires_grad for tensor in changed):
+            raise StepError(
+                f"{fqn} changed in place an argument that requires gradients, whose graph the ranks of other pipeline"
+                " stages have, too. Let it compute a new tensor, as relu without inplace=True."
+            )
+
+    # ---- on the others
+
+    def _elsewhere(
+        self, fqn: str, home: int, told: _Result, leaves: Sequence[Any], inputs: Sequence[Tensor]
+    ) -> tuple[Any, Any]:
+        register_dataclasses(told.classes)
+        if told.drawn is not None:
+            self._generators.restore(told.drawn)
+        outputs, spec = tree_flatten(told.output)
+        sent = [about for about in outputs if isinstance(about, _Sent)]
+        if torch.is_grad_enabled() and any(about.requires_grad for about in sent):
+            trained = [about.requires_grad for about in sent]
+            anchor = torch.zeros((), device=self._device, requires_grad=True)
+            received = remote(self._line(fqn, home), partial(self._receive_all, sent, home), trained, anchor, inputs)
+        else:
+            received = self._receive_all(sent, home)
+        with torch.no_grad():
+            for i in told.changed:
+                value = torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device=self._device)
+                self._broadcast(value, home)
+                leaves[i].copy_(value)
+        following = iter(received)
+        values = [
+            leaves[about.place] if isinstance(about, _Given) else next(following) if isinstance(about, _Sent) else about
+            for about in outputs
+        ]
+        return tree_unflatten(values, spec), told.notes
+
+    def _receive_all(self, sent: Sequence[_Sent], home: int) -> tuple[Tensor, ...]:
+        return tuple(self._receive(about, home) for about in sent)
+
+    def _receive(self, about: _Sent, home: int) -> Tensor:
+        meta = about.meta
+        tensor = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=self._device)
+        self._broadcast(tensor, home)
+        return tensor.cpu() if about.on_cpu else tensor
+
+    # ---- messages
+
+    def _broadcast(self, tensor: Tensor, home: int) -> None:
+        """Send a tensor whose elements lie side by side, of any dtype."""
+        if tensor.numel():
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=home)
+
+    def _line(self, fqn: str, home: int) -> Line:
+        return Line(fqn=fqn, send=partial(self._send_gradients, home), receive=partial(self._receive_gradients, home))
+
+    def _send_gradients(self, home: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Send gradients, of which some may be absent; returns them as the others get them."""
+        are_there = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        dist.broadcast(are_there.to(object_device(self._group)), group=self._group, group_src=home)
+        sent = [None if gradient is None else gradient.contiguous() for gradient in gradients]
+        for gradient in sent:
+            if gradient is not None:
+                self._broadcast(gradient.to(self._device), home)
+        return sent
+
+    def _receive_gradients(self, home: int, of: Sequence[About]) -> list[Tensor | None]:
+        are_there = torch.empty(len(of), dtype=torch.uint8, device=object_device(self._group))
+        dist.broadcast(are_there, group=self._group, group_src=home)
+        gradients: list[Tensor | None] = []
+        for (shape, dtype, device), is_there in zip(of, are_there.tolist(), strict=True):
+            gradient = torch.empty(shape, dtype=dtype, device=self._device) if is_there else None
+            if gradient is not None:
+                self._broadcast(gradient, home)
+            gradients.append(None if gradient is None else gradient.to(device))
+        return gradients
+
+
+def _let_leave(line: Line, token: Tensor, outputs: list[Any], described: Sequence[Any]) -> None:
+    """Let the outputs that require gradients depend on the token, each once."""
+    places = [i for i, about in enumerate(described) if isinstance(about, _Sent) and about.requires_grad]
+    if not places:
+        return
+    for i, tensor in zip(places, leave(line, token, [outputs[i] for i in places]), strict=True):
+        outputs[i] = tensor
+
+
+def _shown(line: Line, token: Tensor | None, tree: Any) -> Any:
+    register_dataclasses(tree)
+    leaves, spec = tree_flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if token is None or not places:
+        return tree
+    for i, tensor in zip(places, leave(line, token, [leaves[i] for i in places]), strict=True):
+        leaves[i] = tensor
+    return tree_unflatten(leaves, spec)
+
+
+def _never() -> Any:
+    raise AssertionError("the rank that has the block runs it")
+
+
+def versions_of(tree: Any) -> list[int | None]:
+    """How often each leaf was changed in place; None of those that are no tensors, or do not count."""
+    return _versions(tree_leaves(tree))
+
+
+def _versions(leaves: Sequence[Any]) -> list[int | None]:
+    return [version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
+
+
+def _as_sent(tensor: Tensor, fqn: str) -> Tensor:
+    """The tensor with the strides that others can make, so that all ranks compute the same bits with it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise StepError(
+            f"{fqn} returned a tensor of layout {tensor.layout}, which is not sent between pipeline stages: use a dense"
+            " one, or pipeline_parallel_size=1."
+        )
+    return tensor if tensor.stride() == torch.empty_like(tensor, device="meta").stride() else tensor.clone()
+
+
+def _described(leaf: Any, own: dict[int, int]) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if id(leaf) in own:
+        return _Given(place=own[id(leaf)])
+    meta = torch.empty_like(leaf, device="meta", requires_grad=False)
+    return _Sent(meta=meta, on_cpu=leaf.is_cpu, requires_grad=leaf.requires_grad)
+
+
+def _shape_of(leaf: Any) -> Any:
+    return torch.empty(0, device="meta") if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,30 @@
+"""Whether a pipeline runs steps in microbatches or inline, and why."""
+
+from __future__ import annotations
+
+from lightning.pytorch import LightningModule
+
+from lightning_3d.config.settings import ThreeDConfig
+
+
+def reason_for_inline(module: LightningModule, config: ThreeDConfig) -> str | None:
+    """Why steps run inline, as far as it is known before one is traced; None if they may run in microbatches."""
+    if config.pipeline_parallel_size == 1:
+        return None
+    if config.pipeline.mode == "inline":
+        return "as set by pipeline.mode"
+    if config.pipeline.mode == "auto" and not module.automatic_optimization:
+        return "as it uses manual optimization"
+    return None
+
+
+def inline_text(why: str) -> str:
+    """A line for people.
+
+    Args:
+        why: From ``reason_for_inline``, or what stages can't follow.
+    """
+    return (
+        "steps run inline, on the whole batch, and each block where its weights are, so that one rank of the pipeline"
+        f" computes at a time: {why}"
+    )

@@ -1,0 +1,91 @@
+"""Looking at the step that is about to run: in microbatches, or inline where stages can't follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.distributed.rng import Generators
+from lightning_3d.errors import SplitError, TraceError
+from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.planning.inline_mode import inline_text, reason_for_inline
+from lightning_3d.planning.planner import ExampleStep, Observation, Observer
+from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.trainer.example_step import example_step
+from lightning_3d.waits import Wait
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What planning is based on."""
+
+    config: ThreeDConfig
+    """With the mode in which the pipeline runs."""
+    step: ExampleStep
+    observer: Observer
+    observation: Observation
+
+
+class Observing:
+    """Looks at a step of a model that is not parallel yet.
+
+    Args:
+        device: Where it will run.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        shape: MeshShape,
+        precision: ThreeDPrecision,
+        device: torch.device,
+        wait: Wait,
+    ) -> None:
+        self._trainer, self._module, self._shape = trainer, module, shape
+        self._precision, self._device, self._wait = precision, device, wait
+
+    def observe(self, config: ThreeDConfig) -> Observed:
+        """Choose the mode, alike on all ranks; every rank calls it.
+
+        Raises:
+            TraceError: with ``pipeline.mode="microbatched"``, the stages can't follow the step.
+        """
+        if (why := reason_for_inline(self._module, config)) is not None:
+            return self._inline(config, why)
+        if self._shape.pp == 1 or config.pipeline.mode == "microbatched":
+            return self._look(config, None)
+        observed, failed = None, None
+        try:
+            observed = self._look(config, None)
+        except (SplitError, TraceError) as error:
+            if isinstance(error, SplitError) and config.pipeline.num_microbatches != "auto":
+                raise
+            failed = str(error)
+        everyone: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, failed)
+        reasons = [reason for reason in everyone if reason is not None]
+        if not reasons:
+            assert observed is not None
+            return observed
+        return self._inline(config, f"as stages can't follow it. {reasons[0]}")
+
+    def _inline(self, config: ThreeDConfig, why: str) -> Observed:
+        if config.pipeline.mode == "auto":
+            rank_zero_info(f"{type(self._module).__name__}: {inline_text(why)}")
+        # Logits are read on all ranks, of which one has the head.
+        activations = replace(config.activations, fused_loss="never")
+        return self._look(replace(config, pipeline=config.pipeline.as_inline, activations=activations), why)
+
+    def _look(self, config: ThreeDConfig, inline: str | None) -> Observed:
+        step = example_step(self._trainer, self._module, config, self._shape, self._precision)
+        observer = Observer(self._module, step, self._device, StepEffects)
+        with self._wait(f"Tracing {step.name}"), Generators(self._device).preserved():
+            observation = observer.observe(config, self._shape)
+        return Observed(config=config, step=step, observer=observer, observation=replace(observation, inline=inline))
