@@ -255,6 +255,7 @@ class Misuse:
     """The rank that raises, if the other can't know; it ends when it loses the connection."""
 
 
+MICROBATCHED: Mapping[str, Any] = {"pipeline_parallel_size": 2, "pipeline": {"mode": "microbatched"}}
 DP: Mapping[str, Any] = {"zero": {"stage": 1}}
 TP: Mapping[str, Any] = {"tensor_parallel_size": 2}
 HERE = r"test_misuse.py:\d+ in"
@@ -265,7 +266,8 @@ MISUSES = {
     "manual optimization": Misuse(
         model(lambda made: setattr(made, "automatic_optimization", False)),
         "StepError",
-        "Model uses manual optimization .* traced before there are optimizers",
+        "Model uses manual optimization .* set pipeline.mode=inline",
+        strategy=MICROBATCHED,
     ),
     "LBFGS": Misuse(
         model(configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters(), lr=self.lr, max_iter=3)),
@@ -276,6 +278,7 @@ MISUSES = {
         model(training_step=penalty),
         "TraceError",
         rf"grad \(called at .*{HERE} penalty\) differentiates tensors of blocks",
+        strategy=MICROBATCHED,
     ),
     "optimizer made too early": Misuse(
         model(_with_early_optimizer, configure_optimizers=lambda self: self.optimizer),
@@ -295,18 +298,22 @@ MISUSES = {
         "StepError",
         "layers.6, a SyncBatchNorm, communicates inside of a block, but with pipeline_parallel_size=2",
     ),
-    "branch on data": Misuse(model(forward=branch_on_data), "TraceError", "__bool__" + NEEDS),
-    "item in the middle": Misuse(model(forward=item_in_the_middle), "TraceError", "item" + NEEDS),
+    "branch on data": Misuse(model(forward=branch_on_data), "TraceError", "__bool__" + NEEDS, strategy=MICROBATCHED),
+    "item in the middle": Misuse(
+        model(forward=item_in_the_middle), "TraceError", "item" + NEEDS, strategy=MICROBATCHED
+    ),
     "wrong shape": Misuse(
         model(forward=wrong_shape),
         "TraceError",
         rf"Block layers.1 at .*{HERE} wrong_shape failed on fake and on random tensors.*\(4x5 and 32x32\)",
+        strategy=MICROBATCHED,
     ),
     "reversible layers": Misuse(
         model(forward=reversible),
         "TraceError",
         rf"_Reversible \(called at .*{HERE} reversible\) is a torch.autograd.Function that gets the blocks layers.0,"
         " layers.1, ... and calls them by itself",
+        strategy=MICROBATCHED,
     ),
     "another path": Misuse(
         lambda: AnotherPath("step"),
@@ -373,7 +380,7 @@ MISUSES = {
     ),
     "more microbatches than samples": Misuse(
         TinyMLP,
-        "BatchError",
+        "SplitError",
         "A batch of 8 samples can't be split into 16 microbatches. Raise the batch size",
         strategy={"pipeline_parallel_size": 2, "pipeline": {"num_microbatches": 16}},
     ),
@@ -392,8 +399,9 @@ MISUSES = {
     ),
     "batch of different lengths": Misuse(
         TinyMLP,
-        "BatchError",
+        "SplitError",
         r"The tensors of this batch differ: batch\[0\] \(8, 8\), batch\[1\] \(7, 4\)",
+        strategy=MICROBATCHED,
         data=lambda: _batches((torch.ones(8, 8), torch.ones(7, 4))),
     ),
     "empty dataloader": Misuse(TinyMLP, "BatchError", "A dataloader is empty", data=_empty),

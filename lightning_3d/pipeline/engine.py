@@ -35,6 +35,7 @@ from lightning_3d.pipeline.study import Study
 from lightning_3d.pipeline.traced_alike import check_alike
 from lightning_3d.pipeline.traces import Numbers, StepCall, Traces, cached
 from lightning_3d.pipeline.whole_tail import WholeTail
+from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.planning.stage_gradients import check_gradients
@@ -80,7 +81,7 @@ def share(
         gathered = [broadcast_object(reports, device, src=source, group=group)]
     for answer in gathered:
         if isinstance(answer, ThreeDError):
-            raise answer
+            raise naming_inline(answer)
     return sorted((report for answer in gathered for report in answer), key=lambda report: report.stage)
 
 

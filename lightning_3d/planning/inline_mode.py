@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.errors import ThreeDError
 
 
 def reason_for_inline(module: LightningModule, config: ThreeDConfig) -> str | None:
@@ -16,6 +17,12 @@ def reason_for_inline(module: LightningModule, config: ThreeDConfig) -> str | No
     if config.pipeline.mode == "auto" and not module.automatic_optimization:
         return "as it uses manual optimization"
     return None
+
+
+def naming_inline(error: ThreeDError) -> ThreeDError:
+    """The error of a step that stages can't follow in training, with what else to do."""
+    error.args = (f"{error} Or set pipeline.mode=inline, which runs any step, one stage at a time.",)
+    return error
 
 
 def inline_text(why: str) -> str:

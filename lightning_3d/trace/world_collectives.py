@@ -1,11 +1,13 @@
-"""Collectives over all ranks that a step calls by ``torch.distributed``: refused while a step of a pipeline is traced.
+"""Collectives over all ranks that a step calls by ``torch.distributed``: refused with a pipeline.
 
-Only the stages that get to that line of the step would call them, each as often as it has microbatches.
+Only the stages that get to that line of the step would call them, each as often as it has microbatches; inline every
+replica would count once for each of its ranks.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_3d.errors import TraceError
+from lightning_3d.model.block_runner import is_own
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trace.refusals import user_frame
 
@@ -35,10 +38,11 @@ def world_collectives_refused() -> Iterator[None]:
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
             group = signature.bind(*args, **kwargs).arguments.get("group")
-            if threading.get_ident() == thread and (group is None or group is dist.group.WORLD):
+            is_of_user = not is_own(sys._getframe(1).f_globals.get("__name__"))
+            if is_of_user and threading.get_ident() == thread and (group is None or group is dist.group.WORLD):
                 raise TraceError(
                     f"torch.distributed.{name} over all ranks was called in a step (at {user_frame()}), but with a"
-                    " pipeline not every stage gets to each line of it, and those that do for each microbatch. Use"
+                    " pipeline these are not one for each replica, and not every stage gets to each line of a step. Use"
                     " self.all_gather or self.trainer.strategy.reduce, which go over the replicas, or a hook."
                 )
             return call(*args, **kwargs)

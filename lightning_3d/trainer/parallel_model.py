@@ -41,7 +41,6 @@ from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget.step_memory import step_memory
 from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import decide
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
@@ -55,10 +54,10 @@ from lightning_3d.trainer.budget import Budget, accumulates
 from lightning_3d.trainer.full_params import full_params
 from lightning_3d.trainer.heads import fused_heads, tables_in, traced_products
 from lightning_3d.trainer.held_parts import holds_parts
-from lightning_3d.trainer.observing import Observing
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.stage_calls import StageCalls
+from lightning_3d.trainer.step_planner import StepPlanner
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.waits import CountedWait, Wait
@@ -149,15 +148,13 @@ def make_parallel(
     move_buffers(module, device)
     join_replica(mesh, device)
     compiling = CountedWait(wait)
-    found = Observing(trainer, module, mesh.shape, precision, device, wait).observe(config)
-    config, step, observer, observed = found.config, found.step, found.observer, found.observation
+    planned = StepPlanner(trainer, module, mesh.shape, precision, device, wait).plan(config)
+    config, step, observed, plan = planned.config, planned.step, planned.observed, planned.plan
     generators = Generators(device)  # user code that runs before training draws no numbers of it
-    with wait("Planning"), generators.preserved(), precision.dtype_of_steps():  # on one rank alone
-        plan = on_rank_zero(lambda: decide(observed, config, mesh.shape, device, wait), device)
     blocks = plan.blocks_in(module)
     if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
         with generators.preserved():
-            observed = observer.of_blocks(blocks)
+            observed = planned.observer.of_blocks(blocks)
     is_microbatched = mesh.shape.pp > 1 and plan.inline is None
     is_fully_sharded = config.zero.stage == 3 and (mesh.shape.dp > 1 or config.zero.offload_params != "none")
     first = torch.device("cpu") if is_fully_sharded or mesh.shape.tp > 1 else device  # and then block by block

@@ -13,11 +13,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import StepError, TraceError
+from lightning_3d.errors import SplitError, StepError, TraceError
 from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.spans import Timeline
+from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.pytree import tree_map
@@ -183,8 +184,12 @@ class PipelineRunner(StepRunner):
         loss_scale = self._loss_scale()
         self._pending.begin()
         self._zero.begin_step(splits_backward=self._splits_backward)
-        with self._heads.on():
-            output = self._run(batch, rest, number, loss_scale)
+        try:
+            with self._heads.on():
+                output = self._run(batch, rest, number, loss_scale)
+        except (SplitError, TraceError) as error:
+            naming_inline(error)
+            raise
         self._zero.end_step()
         self._gradients.sum_shared()
         loss = self._pending.hold(loss_of(output))

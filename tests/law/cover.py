@@ -138,6 +138,10 @@ def every_case() -> tuple[Case, ...]:
 
 
 PINNED = (
+    *(Case(model, "pp2", "inline") for model in ("penalised", "quantised", "reading", "carrying", "graphs")),
+    *(Case("quantised", layout) for layout in ("tp2", "pp2-tp2", "pp2-dp2-zero2", "pp2-dp2-zero3", "dp2-tp2-zero3")),
+    *(Case("penalised", layout) for layout in ("pp2-dp2-zero2", "pp2-dp2-zero3")),
+    Case("gpt", "pp2-tp2", "inline"),
     Case("swin", "tp2", "bf16"),  # proofs gave blocks 16-bit inputs, and left them dense
     Case("llama-one-kv-head", "tp4"),  # fewer heads than ranks
     Case("llama-tied", "tp4"),

@@ -46,7 +46,7 @@ class _Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
-    """What a call gave."""
+    """The result of a call."""
 
     output: Any
     """With ``_Given`` and ``_Sent`` in the place of tensors."""
@@ -60,7 +60,7 @@ class _Result:
 
 
 Shown = Callable[[Any], Any]
-"""What code outside of a block gets to see of a tree of tensors inside of it."""
+"""Gives the tensors that code outside of a block gets to see in place of those inside of it."""
 
 HomeCall = Callable[[Shown, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 """The call of a block where it is: (what is shown, args, kwargs) -> (its output, what the others are told)."""

@@ -28,10 +28,10 @@ from torch import Tensor
 from lightning_3d.errors import StepError
 
 About = tuple[torch.Size, torch.dtype, torch.device]
-"""Of a tensor."""
+"""Shape, dtype and device of a tensor."""
 
 _NONE: About = (torch.Size(()), torch.float32, torch.device("cpu"))
-"""Of a gradient that is not there."""
+"""Stands for a gradient that is not there."""
 
 
 @dataclass(frozen=True, kw_only=True)

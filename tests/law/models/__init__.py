@@ -13,6 +13,7 @@ from tests.law.models import (
     diffusion,
     glue,
     heads,
+    inline,
     losses,
     odd_views,
     programs,
@@ -27,5 +28,5 @@ from tests.law.models.row import Model
 _ROOMS = (by_hand, transformers, losses, odd_views, programs, blocks, stages, transformer_losses, glue)
 
 MODELS: dict[str, Model] = {
-    name: row for room in (*_ROOMS, heads, diffusion, tensor, replicas) for name, row in room.MODELS.items()
+    name: row for room in (*_ROOMS, inline, heads, diffusion, tensor, replicas) for name, row in room.MODELS.items()
 }

@@ -45,7 +45,7 @@ class Dropping(TinyGPT):
 
 MODELS = {
     "gpt": Model(job=Job(num_val_batches=1)),
-    "gpt-untied": Model(job=Job(model=partial(TinyGPT, tied=False), num_val_batches=1)),
+    "gpt-untied": Model(job=Job(model=partial(TinyGPT, tied=False), num_val_batches=1), alike="gpt"),
     "mlp": Model(job=Job(model=TinyMLP, data=features, num_val_batches=1)),
     "diffusion-unet": Model(job=small_job(a.DiffusionUNet, a.images)),
     "depthwise-pyramid": Model(job=small_job(a.DepthwisePyramid, partial(a.images, size=64)), traits=NORMS),

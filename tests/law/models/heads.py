@@ -181,6 +181,6 @@ MODELS = {
     "head-in-glue": _row(partial(HeadInGlue, tied=False), families=frozenset({"tp"})),
     "table": _row(partial(ByTable, "twice")),
     "table-part": _row(partial(ByTable, "part"), alike="table"),
-    "table-of-columns": _row(partial(ByTable, "own")),
+    "table-of-columns": _row(partial(ByTable, "own"), alike="table"),
     "table-read": _row(partial(ByTable, "read"), alike="table"),
 }

@@ -54,7 +54,14 @@ def _row(name: str, alike: str | None = None, net: type[LossNet] = LossNet) -> M
     job = Job(model=partial(net, name), data=labelled, num_val_batches=1)
     is_plain = net is not TwoViews
     skips = frozenset[str]() if is_plain else frozenset({"fp16"})
-    return Model(job=job, traits=COUPLED, alike=alike and f"loss-{alike}", has_plain_step=is_plain, skips=skips)
+    return Model(
+        job=job,
+        traits=COUPLED,
+        alike=alike and f"loss-{alike}",
+        has_plain_step=is_plain,
+        skips=skips,
+        families=frozenset({"pp"}),
+    )
 
 
 MODELS = {

@@ -212,7 +212,9 @@ MODELS = {
     ),
     "conv-sequences": _row(sequences, stem=nn.Identity, traits=NORMS, skips=IN_HALVES, lr=0.02),
     "penalized": Model(job=Job(model=Penalized, num_val_batches=1), lr=0.003, families=TP, fits=_whole, traits=COUPLED),
-    "llama-eager": Model(job=hf_job("LlamaConfig", CLM, **GROUPED, attn_implementation="eager"), families=TP),
+    "llama-eager": Model(
+        job=hf_job("LlamaConfig", CLM, **GROUPED, attn_implementation="eager"), families=TP, alike="llama"
+    ),
     "changed-arguments": Model(
         job=Job(model=Changed, data=features, num_val_batches=1),
         lr=0.01,

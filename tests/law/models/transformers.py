@@ -62,7 +62,7 @@ MODELS = {
     "llama-one-kv-head": Model(job=hf_job("LlamaConfig", CLM, **ONE_KEY)),
     "mistral": Model(job=hf_job("MistralConfig", CLM, **GROUPED, sliding_window=4), alike="llama"),
     "qwen2": Model(job=hf_job("Qwen2Config", CLM, **{**TEXT, "num_key_value_heads": 2}), alike="llama"),
-    "qwen3": Model(job=hf_job("Qwen3Config", CLM, **GROUPED)),
+    "qwen3": Model(job=hf_job("Qwen3Config", CLM, **GROUPED), alike="llama"),
     "gemma": Model(job=hf_job("GemmaConfig", CLM, **GROUPED), alike="llama"),
     "phi": Model(job=hf_job("PhiConfig", CLM, **TEXT)),
     "phi3": Model(job=hf_job("Phi3Config", CLM, **TEXT), alike="llama"),
@@ -90,7 +90,7 @@ MODELS = {
     "qwen3-moe": Model(
         job=hf_job("Qwen3MoeConfig", CLM, **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
     ),
-    "olmoe": Model(job=hf_job("OlmoeConfig", CLM, **TEXT, num_experts=4, num_experts_per_tok=2)),
+    "olmoe": Model(job=hf_job("OlmoeConfig", CLM, **TEXT, num_experts=4, num_experts_per_tok=2), alike="mixtral"),
     "qwen2-moe": Model(
         job=hf_job(
             "Qwen2MoeConfig",
@@ -180,10 +180,12 @@ MODELS = {
             n_positions=32,
             n_inner=64,
             rotary_dim=4,
-        )
+        ),
+        alike="phi",
     ),
     "mpt": Model(
-        job=hf_job("MptConfig", CLM, vocab_size=a.VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=32)
+        job=hf_job("MptConfig", CLM, vocab_size=a.VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
+        alike="phi",
     ),
     "olmo2": Model(job=hf_job("Olmo2Config", CLM, **{**TEXT, "num_key_value_heads": 2})),
     "swin": Model(
@@ -293,8 +295,9 @@ MODELS = {
         ),
         skips=IN_HALVES,
         traits=NORMS,
+        alike="wav2vec2",
     ),
-    "llama-masked": Model(job=hf_job("LlamaConfig", CLM, a.masked_text, **GROUPED)),
+    "llama-masked": Model(job=hf_job("LlamaConfig", CLM, a.masked_text, **GROUPED), alike="llama"),
     "llama-recomputed": Model(
         job=small_job(partial(recomputed, "LlamaConfig", CLM, use_reentrant=False, **GROUPED), a.text)
     ),

@@ -1,4 +1,4 @@
-"""Looking at the step that is about to run: in microbatches, or inline where stages can't follow it."""
+"""Planning the step that is about to run: in microbatches, or inline where stages can't follow it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import SplitError, TraceError
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.inline_mode import inline_text, reason_for_inline
-from lightning_3d.planning.planner import ExampleStep, Observation, Observer
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.planner import ExampleStep, Observation, Observer, decide
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.waits import Wait
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
-    """What planning is based on."""
+class Planned:
+    """A plan, and what it is based on."""
 
     config: ThreeDConfig
     """With the mode in which the pipeline runs."""
     step: ExampleStep
     observer: Observer
-    observation: Observation
+    observed: Observation
+    plan: Plan
 
 
-class Observing:
-    """Looks at a step of a model that is not parallel yet.
+class StepPlanner:
+    """Plans a step of a model that is not parallel yet.
 
     Args:
         device: Where it will run.
@@ -51,19 +54,20 @@ class Observing:
         self._trainer, self._module, self._shape = trainer, module, shape
         self._precision, self._device, self._wait = precision, device, wait
 
-    def observe(self, config: ThreeDConfig) -> Observed:
-        """Choose the mode, alike on all ranks; every rank calls it.
+    def plan(self, config: ThreeDConfig) -> Planned:
+        """Plan it, alike on all ranks; every rank calls it.
 
         Raises:
             TraceError: with ``pipeline.mode="microbatched"``, the stages can't follow the step.
+            PlanError: no layout of this model fits the mesh.
         """
         if (why := reason_for_inline(self._module, config)) is not None:
             return self._inline(config, why)
         if self._shape.pp == 1 or config.pipeline.mode == "microbatched":
-            return self._look(config, None)
-        observed, failed = None, None
+            return self._decided(config, *self._look(config))
+        looked, failed = None, None
         try:
-            observed = self._look(config, None)
+            looked = self._look(config)
         except (SplitError, TraceError) as error:
             if isinstance(error, SplitError) and config.pipeline.num_microbatches != "auto":
                 raise
@@ -71,21 +75,30 @@ class Observing:
         everyone: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, failed)
         reasons = [reason for reason in everyone if reason is not None]
-        if not reasons:
-            assert observed is not None
-            return observed
+        if looked is not None and not reasons:
+            try:
+                return self._decided(config, *looked)
+            except TraceError as error:  # on all ranks
+                reasons.append(str(error))
         return self._inline(config, f"as stages can't follow it. {reasons[0]}")
 
-    def _inline(self, config: ThreeDConfig, why: str) -> Observed:
+    def _inline(self, config: ThreeDConfig, why: str) -> Planned:
         if config.pipeline.mode == "auto":
             rank_zero_info(f"{type(self._module).__name__}: {inline_text(why)}")
         # Logits are read on all ranks, of which one has the head.
         activations = replace(config.activations, fused_loss="never")
-        return self._look(replace(config, pipeline=config.pipeline.as_inline, activations=activations), why)
+        config = replace(config, pipeline=config.pipeline.as_inline, activations=activations)
+        step, observer, observed = self._look(config)
+        return self._decided(config, step, observer, replace(observed, inline=why))
 
-    def _look(self, config: ThreeDConfig, inline: str | None) -> Observed:
+    def _look(self, config: ThreeDConfig) -> tuple[ExampleStep, Observer, Observation]:
         step = example_step(self._trainer, self._module, config, self._shape, self._precision)
         observer = Observer(self._module, step, self._device, StepEffects)
         with self._wait(f"Tracing {step.name}"), Generators(self._device).preserved():
-            observation = observer.observe(config, self._shape)
-        return Observed(config=config, step=step, observer=observer, observation=replace(observation, inline=inline))
+            return step, observer, observer.observe(config, self._shape)
+
+    def _decided(self, config: ThreeDConfig, step: ExampleStep, observer: Observer, observed: Observation) -> Planned:
+        preserved, dtype = Generators(self._device).preserved(), self._precision.dtype_of_steps()
+        with self._wait("Planning"), preserved, dtype:  # on one rank alone
+            plan = on_rank_zero(lambda: decide(observed, config, self._shape, self._device, self._wait), self._device)
+        return Planned(config=config, step=step, observer=observer, observed=observed, plan=plan)

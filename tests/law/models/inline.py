@@ -1,0 +1,155 @@
+"""Programs that no stages of a pipeline can follow: they run inline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.architectures import Trained
+from tests.hugging_face import small_job
+from tests.law.models.row import Model
+from tests.models import TinyMLP, features
+from tests.parity import Layout
+
+WIDTH = 16
+
+
+class Penalised(TinyMLP):
+    """The loss has the size of the gradient of the output, through all blocks (Gulrajani et al. 2017)."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        output = self(inputs)
+        (slope,) = torch.autograd.grad(output, inputs, torch.ones_like(output), create_graph=True)
+        loss = F.mse_loss(output, batch[1]) + 0.1 * (slope.norm(dim=1) - 1).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def _perceptron(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, outputs))
+
+
+class Quantised(L.LightningModule):
+    """Quantises what it encodes by a codebook that code outside of blocks reads, against a judge with a penalty; by
+    manual optimization, with two backwards.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.encoder, self.decoder, self.judge = _perceptron(8, 4), _perceptron(4, 8), _perceptron(8, 1)
+        self.codes = nn.Embedding(6, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        encoded = self.encoder(x) * self.scale
+        nearest = self.codes(torch.cdist(encoded, self.codes.weight).argmin(1))
+        loss = F.mse_loss(nearest, encoded.detach()) + 0.25 * F.mse_loss(encoded, nearest.detach())
+        return self.decoder(encoded + (nearest - encoded).detach()), loss
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        decoded, loss = self(batch[0])
+        return F.mse_loss(decoded, batch[0]) + loss - 0.1 * self.judge(decoded).mean(), decoded.detach()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss, decoded = self._loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        between = (0.3 * decoded + 0.7 * batch[0]).requires_grad_()
+        (slope,) = torch.autograd.grad(self.judge(between).sum(), between, create_graph=True)
+        judged = F.relu(1 - self.judge(batch[0])).mean() + (slope.norm(dim=1) - 1).square().mean()
+        self.manual_backward(judged)
+        self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.log_dict({"loss": loss, "judged": judged}, on_step=True, on_epoch=True, sync_dist=True)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch)[0], sync_dist=True)
+
+
+class Reading(Trained):
+    """Leaves a layer out, or takes one twice, by what those before it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = self.inlet(batch[0])
+        for layer in self.layers:
+            for _ in range(1 + int(x.sum().abs() * 10) % 2):
+                x = x + layer(x)
+        return F.mse_loss(self.head(x), batch[1])
+
+
+class Carrying(Trained):
+    """A hidden state goes on from batch to batch (truncated backpropagation through time)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList(nn.GRUCell(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 4)
+        self.state: list[Tensor | None] = [None] * 3
+
+    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, new = batch[0], list[Tensor]()
+        for cell, hidden in zip(self.cells, self.state, strict=True):
+            x = x + cell(x, None if hidden is None or len(hidden) != len(x) else hidden)
+            new.append(x)
+        if self.training:
+            self.state = [hidden.detach() for hidden in new]
+        return F.mse_loss(self.head(x), batch[1])
+
+
+class Graphs(Trained):
+    """Passes messages along the edges of graphs, of which a batch has all nodes in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def num_samples(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["targets"])
+
+    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x, (sources, ends) = batch["nodes"], batch["edges"]
+        for layer in self.layers:
+            x = x + torch.zeros_like(x).index_add(0, ends, layer(x)[sources])
+        graphs = torch.zeros(len(batch["targets"]), 8).index_add(0, batch["graph"], x)
+        return F.mse_loss(self.head(graphs), batch["targets"])
+
+
+def _joined(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Of each sample a ring of as many nodes as its place and two, which are shares of it."""
+    sizes = [2 + i % 3 for i in range(len(samples))]
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    rings = [torch.arange(size) for size in sizes]
+    return {
+        "nodes": torch.cat([x.expand(size, 8) / size for (x, _), size in zip(samples, sizes, strict=True)]),
+        "edges": torch.cat([torch.stack([r, r.roll(1)]) + start for r, start in zip(rings, starts, strict=True)], 1),
+        "graph": torch.cat([torch.full((size,), i) for i, size in enumerate(sizes)]),
+        "targets": torch.stack([targets for _, targets in samples]),
+    }
+
+
+def _with_one_replica(layout: Layout) -> bool:
+    return layout.dp == 1
+
+
+MODELS = {
+    "penalised": Model(job=small_job(Penalised, features), lr=0.03, fits=lambda layout: layout.tp == 1),
+    "quantised": Model(job=small_job(Quantised, features), lr=0.03, has_plain_step=False),
+    "reading": Model(job=small_job(Reading, features), lr=0.03, fits=_with_one_replica),
+    "carrying": Model(
+        job=small_job(Carrying, features), fits=_with_one_replica, warns=("How what ",), skips=frozenset({"plain"})
+    ),
+    "graphs": Model(job=small_job(Graphs, features, collate=_joined), lr=0.03, fits=_with_one_replica),
+}
