@@ -123,7 +123,7 @@ class Graphs(Trained):
         x, (sources, ends) = batch["nodes"], batch["edges"]
         for layer in self.layers:
             x = x + torch.zeros_like(x).index_add(0, ends, layer(x)[sources])
-        graphs = torch.zeros(len(batch["targets"]), 8).index_add(0, batch["graph"], x)
+        graphs = x.new_zeros(len(batch["targets"]), 8).index_add(0, batch["graph"], x)
         return F.mse_loss(self.head(graphs), batch["targets"])
 
 
