@@ -38,7 +38,6 @@ from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
-from lightning_3d.planning.stage_gradients import check_gradients
 from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.process_groups import object_device
 from lightning_3d.torch_internals.pytree import tree_map_only
@@ -256,7 +255,6 @@ class PipelineEngine:
                 trace, stages = self._traces.trace(call), self._plan.stages_of_calls
             check_alike(trace, call.name, self._group)
             flow = cut(trace, stages, self._plan.num_stages, with_tail=with_tail)
-            check_gradients(flow)
             return flow
 
         return cached(self._flows, (with_tail, call.kind), cut_anew)

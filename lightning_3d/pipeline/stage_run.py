@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -21,16 +20,13 @@ from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import SUMMON, BlockRunner, Call
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.planning.stage_gradients import refused
 from lightning_3d.tensor.vocabulary.lazy_logits import made
 from lightning_3d.tensor.vocabulary.whole_logits import whole
-from lightning_3d.torch_internals.autograd import reachable_nodes
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id
 from lightning_3d.trace.ghost import Ghost
-from lightning_3d.trace.gradients import DIFFERENTIATING
 from lightning_3d.trace.interception import Router, StepMode
-from lightning_3d.trace.refusals import user_frame
+from lightning_3d.trace.refusals import DIFFERENTIATING, gradient_refused
 from lightning_3d.trace.side_outputs import (
     SideOutputs,
     call_hook,
@@ -85,7 +81,6 @@ class StageRun(StepMode):
         router.guard(flow.trace.unsent_attributes)
         self._randomness = randomness
         self._flow, self._stage = flow, stage
-        self._received = received
         self._position = 0
         self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or own tensor -> id of its value
         pairs = zip(flow.trace.calls, flow.call_stages, strict=True)
@@ -132,7 +127,7 @@ class StageRun(StepMode):
         name = getattr(func, "__name__", str(func))
         self._check_ghosts(leaves, name)
         if self._expected is None and func in DIFFERENTIATING:
-            self._check_gradient(name, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            raise gradient_refused(name)
         if not any(isinstance(leaf, Tensor) and leaf in self._ids for leaf in leaves):
             return self._draw(func, args, kwargs)
 
@@ -284,12 +279,6 @@ class StageRun(StepMode):
     def _check_ghosts(self, leaves: list[Any], name: str) -> None:
         if any(isinstance(leaf, Ghost) and leaf not in self._ids for leaf in leaves):
             raise self._changed(f"{name} got a tensor that a block made in an earlier step")
-
-    def _check_gradient(self, name: str, tensors: list[Tensor]) -> None:
-        """Raise for a gradient that the trace did not see and whose graph begins on an earlier stage."""
-        nodes = reachable_nodes(tensors)
-        if any(tensor.requires_grad and get_gradient_edge(tensor).node in nodes for tensor in self._received):
-            raise refused(f"{name} (called at {user_frame()})", self._stage, [])
 
     def _check_at_hand(self, values: list[Any], call: TracedCall) -> None:
         absent = [value for value in values if isinstance(value, Tensor) and value.is_meta]

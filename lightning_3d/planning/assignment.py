@@ -16,7 +16,6 @@ from lightning_3d.model.blocks import tied_groups
 from lightning_3d.planning.loads import Loads, Unit, find_loads, num_parameters
 from lightning_3d.planning.partition import additive, partition
 from lightning_3d.planning.stage_flow import cut
-from lightning_3d.planning.stage_gradients import check_gradients
 from lightning_3d.trace.trace import Trace
 
 
@@ -132,7 +131,6 @@ def _stage_plans(
     trace: Trace, of_calls: Mapping[str, tuple[int, ...]], stages: Sequence[int], loads: Loads
 ) -> tuple[StagePlan, ...]:
     flow = cut(trace, of_calls, stages[-1] + 1)
-    check_gradients(flow)
     plans = []
     for stage in range(flow.num_stages):
         start, stop = stages.index(stage), len(stages) - stages[::-1].index(stage)

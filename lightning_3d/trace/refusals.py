@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_3d.errors import TraceError
@@ -47,6 +48,19 @@ def explained(error: Exception, failed_call: str, missing: Sequence[str], *, in_
     return TraceError(
         f"The step can't be traced: {failed_call} failed on fake tensors, {before} {cause}. If it fails in one process"
         " too, mend the model; else move the call into a block, or after the last block.",
+        lacks_data=True,
+    )
+
+
+DIFFERENTIATING = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+"""Functions that run a backward."""
+
+
+def gradient_refused(name: str) -> TraceError:
+    """The error of a gradient of blocks that code outside of them takes in a step."""
+    return TraceError(
+        f"{name} (called at {user_frame()}) differentiates tensors of blocks inside of the step, whose graph is on"
+        " several ranks. Use pipeline_parallel_size=1.",
         lacks_data=True,
     )
 

@@ -12,7 +12,6 @@ from typing import Any
 from lightning_3d.torch_internals.pytree import TreeSpec
 from lightning_3d.trace.attributes import Read
 from lightning_3d.trace.ghost import TensorMeta
-from lightning_3d.trace.gradients import TracedGradient
 from lightning_3d.trace.side_outputs import HookCall, SideOutputs
 from lightning_3d.trace.storages import StepStorages
 
@@ -104,8 +103,6 @@ class Trace:
     """Block FQN -> name in it of an attribute that its forward reads -> its value."""
     changed_buffers: frozenset[str] = frozenset()
     """FQNs of buffers that their block's forward changes."""
-    gradients: tuple[TracedGradient, ...] = ()
-    """Gradients of tensors of blocks that glue asks for."""
     host_position: int = 0
     """How far it moved the generators of Python and NumPy, from where all traces begin."""
     is_joint: bool = False

@@ -36,9 +36,16 @@ from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_lea
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.trace.fake_blocks import Copies, FakeBlocks, Fakes, RandomnessSeen, StandIns
 from lightning_3d.trace.ghost import Ghost, TensorMeta
-from lightning_3d.trace.gradients import DIFFERENTIATING, TracedGradient
 from lightning_3d.trace.interception import DEVICE_GETTERS, Router, StepMode
-from lightning_3d.trace.refusals import MISTAKES, check_arguments, check_constant, explained, user_frame
+from lightning_3d.trace.refusals import (
+    DIFFERENTIATING,
+    MISTAKES,
+    check_arguments,
+    check_constant,
+    explained,
+    gradient_refused,
+    user_frame,
+)
 from lightning_3d.trace.side_outputs import (
     HookCall,
     SideOutputs,
@@ -123,7 +130,6 @@ class _Tracer(StepMode):
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
         self._num_calls: dict[str, int] = {}
-        self._gradients: list[TracedGradient] = []
         self._names: dict[Tensor, frozenset[str]] = {}
         self._changed_by_batch: set[Tensor] = set()  # of the module
         for name, tensor, _ in named_state(module):
@@ -166,7 +172,6 @@ class _Tracer(StepMode):
             unsent_attributes=self._blocks.unsent_attributes,
             read_attributes=self._blocks.read_attributes,
             changed_buffers=frozenset(self._blocks.changed_buffers),
-            gradients=tuple(self._gradients),
             is_joint=self._is_joint,
             storages=None if self._storages is None else self._storages.storages,
         )
@@ -194,8 +199,8 @@ class _Tracer(StepMode):
         is_recorded = any(tensor in self._ids for tensor in tensors)
         if not is_recorded and not any(tensor in self._sources for tensor in tensors):
             return self._run_on_batch(func, args, kwargs, tensors)
-        if is_recorded and func in DIFFERENTIATING:
-            self._note_gradient(name, args, is_grad=func is torch.autograd.grad)
+        if is_recorded and func in DIFFERENTIATING and self._fakes.fake_mode is not None:
+            raise gradient_refused(name)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
 
     @override
@@ -255,23 +260,6 @@ class _Tracer(StepMode):
 
     def _present_values(self, tree: Any) -> list[int | None]:
         return [self._ids.get(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-    def _note_gradient(self, name: str, args: tuple[Any, ...], *, is_grad: bool) -> None:
-        """Write down a gradient of which torch hands over the arguments in order: outputs, then inputs of ``grad``."""
-        outputs, inputs = tree_leaves(args[0]), tree_leaves(args[1]) if is_grad else []
-        tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
-        others = [leaf for leaf in tensors if leaf not in self._ids and leaf not in self._sources]
-        of_parameters = [self._names.get(leaf, self._sources.get(leaf, frozenset())) for leaf in tensors]
-        self._gradients.append(
-            TracedGradient(
-                name=name,
-                where=user_frame(),
-                outputs=tuple(self._ids[leaf] for leaf in outputs if isinstance(leaf, Tensor) and leaf in self._ids),
-                inputs=tuple(self._ids[leaf] for leaf in tensors if leaf in self._ids),
-                parameters=frozenset[str]().union(*of_parameters),
-                to_others=bool(others) or len(tensors) != len(inputs) or not is_grad,
-            )
-        )
 
     def _is_known(self, tensor: Tensor) -> bool:
         """Whether its data comes from the batch alone."""

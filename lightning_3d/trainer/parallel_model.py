@@ -10,7 +10,7 @@ apply     tensor parallel, ZeRO, pipeline
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -197,7 +197,7 @@ def make_parallel(
     unsplit: set[int] = set()  # stages whose backward stays in one piece
     keep_little = partial(_keep_little, own, config, mesh, device, offload, unsplit)
     keep_little(plan)
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    inline: InlineStep | None = None
     if mesh.shape.pp > 1:
         homes = {block.fqn: plan.stage_ranks[block.stages[0]] for block in plan.blocks}
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
@@ -206,7 +206,7 @@ def make_parallel(
         calls = StageCalls(exchange, ranks, rendezvous, has_backward=not is_microbatched)
         for fqn, home in homes.items():
             running(blocks[fqn]).joined = partial(calls.run, fqn, home)
-        around = InlineStep(module, router, exchange, homes).on
+        inline = InlineStep(module, router, exchange, homes)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     randomness = StepRandomness(
         seed=on_rank_zero(torch.initial_seed, device),
@@ -219,7 +219,7 @@ def make_parallel(
     tables = tables_in(module, blocks, config)
     products = traced_products(tables, plan, observed.trace)
     heads = fused_heads(plan, blocks, tables, products, config, mesh)
-    runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads, around)
+    runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads, inline)
     losses: Callable[[], tuple[str, ...]] = tuple
     if is_microbatched:
         engine = PipelineEngine(

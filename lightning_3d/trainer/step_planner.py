@@ -76,10 +76,7 @@ class StepPlanner:
         dist.all_gather_object(everyone, failed)
         reasons = [reason for reason in everyone if reason is not None]
         if looked is not None and not reasons:
-            try:
-                return self._decided(config, *looked)
-            except TraceError as error:  # on all ranks
-                reasons.append(str(error))
+            return self._decided(config, *looked)
         return self._inline(config, f"as stages can't follow it. {reasons[0]}")
 
     def _inline(self, config: ThreeDConfig, why: str) -> Planned:

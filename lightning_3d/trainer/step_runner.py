@@ -16,6 +16,7 @@ from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import SplitError, StepError, TraceError
 from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
 from lightning_3d.pipeline.engine import PipelineEngine
+from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.inline_mode import naming_inline
@@ -69,7 +70,7 @@ class WholeModelRunner(StepRunner):
     """Runs steps at once, where every rank holds all blocks, or calls of blocks are exchanged.
 
     Args:
-        around: Gives the context in which calls of blocks are exchanged.
+        inline: Exchanges them.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class WholeModelRunner(StepRunner):
         randomness: StepRandomness,
         anomalies: AnomalyDetection,
         heads: FusedHeads,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        inline: InlineStep | None = None,
     ) -> None:
-        self._heads, self._around = heads, around
+        self._heads, self._inline = heads, inline
         self._module, self._zero, self._randomness, self._anomalies = module, zero, randomness, anomalies
         self._watch: StepWatch | None = None  # of the last training step
         self._watched: MicrobatchWatch | None = None  # its one microbatch
@@ -110,7 +111,7 @@ class WholeModelRunner(StepRunner):
 
     def _run(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         def run() -> Any:
-            with self._heads.on(), self._around():
+            with self._heads.on(), nullcontext() if self._inline is None else self._inline.on():
                 output = getattr(self._module, name)(batch, *rest)
                 return tree_map(whole, output)
 
@@ -139,7 +140,8 @@ class WholeModelRunner(StepRunner):
             self._zero.leave_step()
 
     def after_optimizer_step(self) -> None:
-        """Nothing."""
+        if self._inline is not None:
+            self._inline.weights.forget()
 
     def start_timeline(self) -> None:
         raise StepError("A timeline shows the schedule of a pipeline: set pipeline_parallel_size > 1.")

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
@@ -74,8 +75,10 @@ class Exchange:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._group, self._pp_rank = mesh.group("pp"), mesh.pp_rank
+        self._group, self.pp_rank = mesh.group("pp"), mesh.pp_rank
         self._device, self._generators = device, Generators(device)
+        self.edges: dict[str, list[GradientEdge]] = {}
+        """FQN of a block that is elsewhere -> where the graphs of what it gave begin."""
 
     def run(
         self,
@@ -99,7 +102,7 @@ class Exchange:
         leaves, with_leaves = flatten_call(args, kwargs)
         trained = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad}
         inputs = [*trained.values()] if torch.is_grad_enabled() else []
-        if self._pp_rank == home:
+        if self.pp_rank == home:
             return self._at_home(fqn, home, call, leaves, with_leaves, inputs)
         told: _Result = on_one_rank(_never, self._device, rank=home, group=self._group)
         return self._elsewhere(fqn, home, told, leaves, inputs)
@@ -111,12 +114,18 @@ class Exchange:
             tensor: As this rank holds it.
             home: Index on the pp axis of the rank that has it.
         """
-        if self._pp_rank == home:
+        if self.pp_rank == home:
             self._broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), home)
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         self._broadcast(copy, home)
         return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+    def same(self, gradient: Tensor | None, tensor: Tensor, home: int) -> Tensor | None:
+        """The gradient of a parameter of a block as the rank that has it found it; every rank calls it."""
+        if self.pp_rank == home:
+            return self._send_gradients(home, [gradient])[0]
+        return self._receive_gradients(home, [(tensor.shape, tensor.dtype, self._device)])[0]
 
     # ---- on the rank that has the block
 
@@ -190,6 +199,8 @@ class Exchange:
             trained = [about.requires_grad for about in sent]
             anchor = torch.zeros((), device=self._device, requires_grad=True)
             received = remote(self._line(fqn, home), partial(self._receive_all, sent, home), trained, anchor, inputs)
+            edges = [get_gradient_edge(tensor) for tensor in received if tensor.requires_grad]
+            self.edges.setdefault(fqn, []).extend(edges)
         else:
             received = self._receive_all(sent, home)
         with torch.no_grad():

@@ -66,7 +66,7 @@ class InlineStep:
     def __init__(self, module: LightningModule, router: Router, exchange: Exchange, homes: Mapping[str, int]) -> None:
         self._module = module
         self._router, self._exchange, self._homes = router, exchange, homes
-        self._weights = BlockWeights(router.blocks, homes, exchange)
+        self.weights = BlockWeights(router.blocks, homes, exchange)
         self._is_checkpointing = False
 
     @contextmanager
@@ -76,7 +76,7 @@ class InlineStep:
         try:
             # One thread makes all nodes, also those of gradients of gradients: see [Note: the order of messages].
             one_thread, refused = torch.autograd.set_multithreading_enabled(False), world_collectives_refused()
-            with one_thread, refused, hidden_calls_seen(self), self._weights.shown(self.is_in_glue):
+            with one_thread, refused, hidden_calls_seen(self), self.weights.shown(self.is_in_glue):
                 yield
         finally:
             self._router.step = None

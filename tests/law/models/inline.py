@@ -73,6 +73,19 @@ class Quantised(L.LightningModule):
         self.log("val_loss", self._loss(batch)[0], sync_dist=True)
 
 
+class Balanced(Quantised):
+    """Weighs the judge's loss by the gradients of the last weight (Esser et al. 2021)."""
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        decoded, loss = self(batch[0])
+        error, judged = F.mse_loss(decoded, batch[0]), -self.judge(decoded).mean()
+        if torch.is_grad_enabled():
+            last = self.decoder[2].weight
+            sizes = [torch.autograd.grad(part, last, retain_graph=True)[0].norm() for part in (error, judged)]
+            judged = judged * (sizes[0] / (sizes[1] + 1e-4)).clamp(max=10)
+        return error + loss + 0.1 * judged, decoded.detach()
+
+
 class Reading(Trained):
     """Leaves a layer out, or takes one twice, by what those before it gave."""
 
@@ -147,6 +160,13 @@ def _with_one_replica(layout: Layout) -> bool:
 MODELS = {
     "penalised": Model(job=small_job(Penalised, features), lr=0.03, fits=lambda layout: layout.tp == 1),
     "quantised": Model(job=small_job(Quantised, features), lr=0.03, has_plain_step=False),
+    "balanced": Model(
+        job=small_job(Balanced, features),
+        lr=0.03,
+        has_plain_step=False,
+        families=frozenset({"pp"}),
+        fits=lambda layout: layout.dp == layout.tp == 1,
+    ),
     "reading": Model(job=small_job(Reading, features), lr=0.03, fits=_with_one_replica),
     "carrying": Model(
         job=small_job(Carrying, features), fits=_with_one_replica, warns=("How what ",), skips=frozenset({"plain"})
