@@ -43,10 +43,13 @@ class Turns(L.Callback):
     """Times the forward and backward of every step, then those of one process, then the broadcasts."""
 
     def __init__(self) -> None:
-        self.plain = GPT(VOCABULARY, WIDTH, NUM_LAYERS)
+        self.plain: GPT | None = None
         self.seconds: list[tuple[float, float, float]] = []
         self.num_sent = 0
         self._start = self._ours = 0.0
+
+    def on_train_start(self, *args: Any) -> None:
+        self.plain = GPT(VOCABULARY, WIDTH, NUM_LAYERS)  # not before: copies of the model are made parallel with it
 
     def on_train_batch_start(self, *args: Any) -> None:
         dist.barrier()
@@ -57,6 +60,7 @@ class Turns(L.Callback):
         self._ours = time.perf_counter() - self._start
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.plain is not None
         dist.barrier()
         start = time.perf_counter()
         if dist.get_rank() == 0:

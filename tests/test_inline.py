@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -11,26 +12,84 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d import ConfigError, ThreeDStrategy
-from tests.law.models.inline import Carrying, Penalised
+from tests.law.models.inline import Carrying, Penalised, Reading
 from tests.models import TinyMLP, features
 from tests.parity import Layout, fitted
 from tests.workers import WorkerError, WorkerPools
 
 
 def _reason(model: Callable[[], L.LightningModule], mode: Any = "auto") -> str | None:
-    trainer, _ = fitted(Layout(pp=2, mode=mode), model, data=features, batches=1, epochs=1)
+    settings: dict[str, Any] = {"batches": 1, "epochs": 1, "limit_val_batches": 0}
+    trainer, _ = fitted(Layout(pp=2, mode=mode), model, data=features, **settings)
     assert isinstance(trainer.strategy, ThreeDStrategy)
     return trainer.strategy.plan.inline
 
 
-def _reasons(models: list[Callable[[], L.LightningModule]]) -> list[str | None]:
-    return [_reason(model) for model in models]
+class Manual(TinyMLP):
+    """Steps by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
 
-def test_what_stages_can_not_follow_runs_inline_and_says_why(workers: WorkerPools) -> None:
-    for reasons in workers(2).run(_reasons, [TinyMLP, Penalised]):
-        assert reasons[0] is None
-        assert "grad (called at" in str(reasons[1])
+REASONS: dict[Callable[[], L.LightningModule], str | None] = {
+    TinyMLP: None,
+    Penalised: "grad (called at",
+    Manual: "as it uses manual optimization",
+    Reading: "needs the data of a tensor that comes from a block",
+}
+
+
+@pytest.mark.parametrize("model", REASONS)
+def test_what_stages_can_not_follow_runs_inline_and_says_why(
+    workers: WorkerPools, model: Callable[[], L.LightningModule]
+) -> None:
+    for reason in workers(2).run(_reason, model):
+        wanted = REASONS[model]
+        assert (reason is None) == (wanted is None)
+        assert wanted is None or wanted in str(reason)
+
+
+class _Fails(nn.Linear):
+    """Fails in its forward or its backward."""
+
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__(32, 4)
+        self.in_backward = in_backward
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        if self.in_backward:
+            output.register_hook(self._fail)
+        else:
+            self._fail(output)
+        return output
+
+    def _fail(self, tensor: Tensor) -> None:
+        raise ArithmeticError("no more")
+
+
+class Failing(TinyMLP):
+    """Its last block fails."""
+
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__()
+        self.layers[-1] = _Fails(in_backward)  # type: ignore[index,operator]
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_block_that_fails_ends_all_ranks(workers: WorkerPools, in_backward: bool) -> None:
+    with pytest.raises(WorkerError, match="ArithmeticError: no more") as failed:
+        workers(2).run(_reason, partial(Failing, in_backward), "inline", timeout=60)
+    assert failed.value.failures.keys() == {0, 1}
+    assert in_backward or all("no more" in text for text in failed.value.failures.values())
 
 
 class _InPlace(nn.Linear):
@@ -78,13 +137,12 @@ def test_settings_of_microbatches_are_refused(key: str, value: Any) -> None:
         ThreeDStrategy(pipeline_parallel_size=2, pipeline={"mode": "inline", key: value})
 
 
-def _evaluated(model: Callable[[], L.LightningModule]) -> float:
-    trainer, module = fitted(Layout(pp=2, mode="inline"), model, data=features, batches=2)
+def _evaluated(layout: Layout | None) -> float:
+    trainer, module = fitted(layout, Carrying, data=features, batches=2)
     (results,) = trainer.validate(module, trainer.val_dataloaders, verbose=False)
     return float(results["val_loss"])
 
 
-@pytest.mark.parametrize("model", [Carrying])
-def test_validation_goes_on_inline(workers: WorkerPools, model: Callable[[], L.LightningModule]) -> None:
-    first, second = workers(2).run(_evaluated, model)
-    assert first == second
+def test_validation_after_a_fit_gives_what_one_process_gives(workers: WorkerPools) -> None:
+    (expected,) = workers(1).run(_evaluated, None)
+    assert workers(2).run(_evaluated, Layout(pp=2, mode="inline")) == [expected] * 2

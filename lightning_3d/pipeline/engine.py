@@ -254,8 +254,7 @@ class PipelineEngine:
             with self._wait(f"Tracing {call.name}"):
                 trace, stages = self._traces.trace(call), self._plan.stages_of_calls
             check_alike(trace, call.name, self._group)
-            flow = cut(trace, stages, self._plan.num_stages, with_tail=with_tail)
-            return flow
+            return cut(trace, stages, self._plan.num_stages, with_tail=with_tail)
 
         return cached(self._flows, (with_tail, call.kind), cut_anew)
 

@@ -81,8 +81,7 @@ class TailRuns:
         return cached(self._flows, call.kind, lambda: self._cut(self._traces.trace(call)))
 
     def _cut(self, trace: Trace) -> StageFlow:
-        flow = cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True)
-        return flow
+        return cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True)
 
     def check(self, call: StepCall) -> None:
         """Trace a call that is to be studied.

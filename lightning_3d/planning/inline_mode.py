@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning.pytorch import LightningModule
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import ThreeDError
 
 
@@ -17,6 +18,11 @@ def reason_for_inline(module: LightningModule, config: ThreeDConfig) -> str | No
     if config.pipeline.mode == "auto" and not module.automatic_optimization:
         return "as it uses manual optimization"
     return None
+
+
+def is_microbatched(config: ThreeDConfig, shape: MeshShape) -> bool:
+    """Whether batches flow through stages in pieces, with this mode."""
+    return shape.pp > 1 and config.pipeline.mode != "inline"
 
 
 def naming_inline(error: ThreeDError) -> ThreeDError:

@@ -19,6 +19,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import PlanError, ThreeDError, TraceError
 from lightning_3d.model.blocks import find_blocks
+from lightning_3d.planning.inline_mode import is_microbatched
 from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, opened_until_enough, split_blocks
 from lightning_3d.planning.tensor_blocks import plan_blocks
@@ -81,22 +82,17 @@ class Observer:
         self._notes_storages = config.activations.plans_memory and self._step.name == "training_step"
         pipeline = config.pipeline
         blocks = find_blocks(self._module, pipeline.partition)
-        is_inline = pipeline.mode == "inline" and shape.pp > 1
-        if shape.tp == 1 and (shape.pp == 1 or is_inline):
-            if not self._notes_storages:
-                if is_inline and greatest_imbalance(pipeline.partition) is not None:
-                    blocks = opened_until_enough(blocks, shape.pp)
-                return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
-            return self._for_budget(blocks, config.activations)
         num_stages, imbalance = len(pipeline.stage_ranks(shape.pp)), greatest_imbalance(pipeline.partition)
-        if (
-            num_stages > 1
-            and not is_inline
-            and imbalance is not None
-            and not is_balanced(blocks, num_stages, imbalance)
-        ):
-            blocks = split_blocks(self._module, blocks, num_stages, imbalance, self._trace)
-        return self.of_blocks(blocks)
+        if imbalance is not None and is_microbatched(config, shape):
+            if not is_balanced(blocks, num_stages, imbalance):
+                blocks = split_blocks(self._module, blocks, num_stages, imbalance, self._trace)
+        elif imbalance is not None and num_stages > 1:
+            blocks = opened_until_enough(blocks, num_stages)
+        if shape.tp > 1 or is_microbatched(config, shape):
+            return self.of_blocks(blocks)
+        if self._notes_storages:
+            return self._for_budget(blocks, config.activations)
+        return Observation(module=self._module, blocks=blocks, step=self._step, trace=None)
 
     def _for_budget(self, blocks: Mapping[str, nn.Module], config: ActivationsConfig) -> Observation:
         """Trace a step that nothing but a budget of memory needs."""

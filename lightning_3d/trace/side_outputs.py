@@ -76,17 +76,34 @@ def run_and_pack(
     Returns:
         A pytree of what it returned and of its side outputs, and what the latter are.
     """
-    attributes = attributes_of(block)
+    before = attributes_of(block)
+    with hooks_noted(block, kept) as noted:
+        packed, side, _ = packed_run(block, before, noted, arguments, call)
+    return packed, side
+
+
+def packed_run(
+    block: nn.Module, before: dict[str, Attribute], noted: Sequence[Noted], arguments: Any, call: Callable[..., Any]
+) -> tuple[Any, SideOutputs, frozenset[str]]:
+    """The same where hooks are noted already.
+
+    Args:
+        before: Its attributes.
+        noted: Fills while it runs.
+
+    Returns:
+        Also the names of the attributes that it changed otherwise than to something with tensors.
+    """
     containers = argument_containers(*arguments)
     contents = [container.copy() for container in containers]
-    with hooks_noted(block, kept) as noted:
-        output = call(*arguments)
+    output = call(*arguments)
+    tensors, others = changed_attributes(block, before)
     side = SideOutputs(
-        attributes=changed_attributes(block, attributes)[0],
+        attributes=tensors,
         containers=changed_containers(containers, contents),
         hooks=tuple(note.call for note in noted),
     )
-    return pack_outputs(block, output, arguments, side, noted), side
+    return pack_outputs(block, output, arguments, side, noted), side, others
 
 
 def pack_outputs(block: nn.Module, output: Any, arguments: Any, side: SideOutputs, noted: Sequence[Noted]) -> Any:

@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
+from lightning_3d.planning.inline_mode import is_microbatched
 from lightning_3d.planning.planner import ExampleStep
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import before_transfer, further_arguments
@@ -34,12 +35,12 @@ def example_step(
     """The step with its first microbatch; without a batch on a mesh whose plan does not depend on it."""
     assert trainer.state.fn is not None
     name, microbatch, rest = _STEPS[trainer.state.fn], None, tuple[Any, ...]()
-    is_whole = shape.pp == 1 or config.pipeline.mode == "inline"
+    is_whole = not is_microbatched(config, shape)
     if shape.tp > 1 or not is_whole or (config.activations.plans_memory and name == "training_step"):
         rest = further_arguments(trainer, getattr(module, name))
         batch = before_transfer(module, trainer.precision_plugin.convert_input(example_batch(trainer)))
         batch = detached_from_inference(trainer.strategy.batch_to_device(batch, dataloader_idx=0))
-        microbatch = split_batch(batch, config.num_microbatches)[0].batch if not is_whole else batch
+        microbatch = split_batch(batch, config.num_microbatches)[0].batch
 
     @contextmanager
     def modes() -> Iterator[None]:

@@ -115,10 +115,9 @@ class Exchange:
             home: Index on the pp axis of the rank that has it.
         """
         if self.pp_rank == home:
-            self._broadcast(tensor.detach().clone(memory_format=torch.contiguous_format), home)
+            self._send(tensor, home)
             return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        self._broadcast(copy, home)
+        copy = self._receive(tensor.shape, tensor.dtype, home)
         return nn.Parameter(copy, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
     def same(self, gradient: Tensor | None, tensor: Tensor, home: int) -> Tensor | None:
@@ -150,7 +149,7 @@ class Exchange:
             before, versions = self._generators.states(), _versions(given)
             output, notes = call(partial(_shown, self._line(fqn, home), token), *with_leaves(given))
             changed.extend(i for i, version in enumerate(_versions(given)) if version != versions[i])
-            self._refuse_changed(fqn, [given[i] for i in changed])
+            _refuse_changed(fqn, [given[i] for i in changed])
             register_dataclasses(output)
             outputs, spec = tree_flatten(output)
             own = {id(tensor): i for i, tensor in enumerate(given) if isinstance(tensor, Tensor)}
@@ -169,21 +168,13 @@ class Exchange:
             if isinstance(about, _Sent):
                 self._broadcast(leaf.detach().to(self._device), home)
         for i in changed:
-            self._broadcast(leaves[i].detach().clone(memory_format=torch.contiguous_format).to(self._device), home)
+            self._send(leaves[i], home)
         outputs = [
             leaves[about.place] if isinstance(about, _Given) else leaf
             for leaf, about in zip(outputs, described, strict=True)
         ]
-        if token is not None:
-            _let_leave(self._line(fqn, home), token, outputs, described)
-        return tree_unflatten(outputs, spec), notes
-
-    def _refuse_changed(self, fqn: str, changed: Sequence[Tensor]) -> None:
-        if any(tensor.requires_grad for tensor in changed):
-            raise StepError(
-                f"{fqn} changed in place an argument that requires gradients, whose graph the ranks of other pipeline"
-                " stages have, too. Let it compute a new tensor, as relu without inplace=True."
-            )
+        sent = [i for i, about in enumerate(described) if isinstance(about, _Sent)]
+        return tree_unflatten(_left(self._line(fqn, home), token, outputs, sent), spec), notes
 
     # ---- on the others
 
@@ -205,9 +196,7 @@ class Exchange:
             received = self._receive_all(sent, home)
         with torch.no_grad():
             for i in told.changed:
-                value = torch.empty(leaves[i].shape, dtype=leaves[i].dtype, device=self._device)
-                self._broadcast(value, home)
-                leaves[i].copy_(value)
+                leaves[i].copy_(self._receive(leaves[i].shape, leaves[i].dtype, home))
         following = iter(received)
         values = [
             leaves[about.place] if isinstance(about, _Given) else next(following) if isinstance(about, _Sent) else about
@@ -216,13 +205,12 @@ class Exchange:
         return tree_unflatten(values, spec), told.notes
 
     def _receive_all(self, sent: Sequence[_Sent], home: int) -> tuple[Tensor, ...]:
-        return tuple(self._receive(about, home) for about in sent)
-
-    def _receive(self, about: _Sent, home: int) -> Tensor:
-        meta = about.meta
-        tensor = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=self._device)
-        self._broadcast(tensor, home)
-        return tensor.cpu() if about.on_cpu else tensor
+        received = []
+        for about in sent:
+            tensor = torch.empty_like(about.meta, device=self._device)
+            self._broadcast(tensor, home)
+            received.append(tensor.cpu() if about.on_cpu else tensor)
+        return tuple(received)
 
     # ---- messages
 
@@ -231,6 +219,15 @@ class Exchange:
         if tensor.numel():
             flat = tensor.as_strided((tensor.numel(),), (1,))
             dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=home)
+
+    def _send(self, tensor: Tensor, home: int) -> None:
+        """Send any tensor to `_receive`."""
+        self._broadcast(tensor.detach().clone(memory_format=torch.contiguous_format).to(self._device), home)
+
+    def _receive(self, shape: torch.Size, dtype: torch.dtype, home: int) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        self._broadcast(tensor, home)
+        return tensor
 
     def _line(self, fqn: str, home: int) -> Line:
         return Line(fqn=fqn, send=partial(self._send_gradients, home), receive=partial(self._receive_gradients, home))
@@ -248,33 +245,35 @@ class Exchange:
     def _receive_gradients(self, home: int, of: Sequence[About]) -> list[Tensor | None]:
         are_there = torch.empty(len(of), dtype=torch.uint8, device=object_device(self._group))
         dist.broadcast(are_there, group=self._group, group_src=home)
-        gradients: list[Tensor | None] = []
-        for (shape, dtype, device), is_there in zip(of, are_there.tolist(), strict=True):
-            gradient = torch.empty(shape, dtype=dtype, device=self._device) if is_there else None
-            if gradient is not None:
-                self._broadcast(gradient, home)
-            gradients.append(None if gradient is None else gradient.to(device))
-        return gradients
+        pairs = zip(of, are_there.tolist(), strict=True)
+        return [
+            self._receive(shape, dtype, home).to(device) if is_there else None
+            for (shape, dtype, device), is_there in pairs
+        ]
 
 
-def _let_leave(line: Line, token: Tensor, outputs: list[Any], described: Sequence[Any]) -> None:
-    """Let the outputs that require gradients depend on the token, each once."""
-    places = [i for i, about in enumerate(described) if isinstance(about, _Sent) and about.requires_grad]
-    if not places:
-        return
-    for i, tensor in zip(places, leave(line, token, [outputs[i] for i in places]), strict=True):
-        outputs[i] = tensor
+def _left(line: Line, token: Tensor | None, leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    """Leaves of which those at these places that require gradients depend on the token."""
+    trained = [i for i in places if isinstance(leaves[i], Tensor) and leaves[i].requires_grad]
+    left = list(leaves)
+    if token is not None and trained:
+        for i, tensor in zip(trained, leave(line, token, [leaves[i] for i in trained]), strict=True):
+            left[i] = tensor
+    return left
 
 
 def _shown(line: Line, token: Tensor | None, tree: Any) -> Any:
     register_dataclasses(tree)
     leaves, spec = tree_flatten(tree)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if token is None or not places:
-        return tree
-    for i, tensor in zip(places, leave(line, token, [leaves[i] for i in places]), strict=True):
-        leaves[i] = tensor
-    return tree_unflatten(leaves, spec)
+    return tree_unflatten(_left(line, token, leaves, range(len(leaves))), spec)
+
+
+def _refuse_changed(fqn: str, changed: Sequence[Tensor]) -> None:
+    if any(tensor.requires_grad for tensor in changed):
+        raise StepError(
+            f"{fqn} changed in place an argument that requires gradients, whose graph the ranks of other pipeline"
+            " stages have, too. Let it compute a new tensor, as relu without inplace=True."
+        )
 
 
 def _never() -> Any:

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.model.block_runner import BlockRunner, Call
-from lightning_3d.model.pytrees import argument_containers, changed_containers
 from lightning_3d.pipeline.inline.exchange import Exchange, Shown, versions_of
 from lightning_3d.pipeline.inline.weights import BlockWeights
 from lightning_3d.torch_internals.autograd import is_in_backward
@@ -35,10 +34,9 @@ from lightning_3d.trace.side_outputs import (
     attributes_of,
     call_hook,
     call_own_hooks,
-    changed_attributes,
     get_attribute,
     hooks_replaced,
-    pack_outputs,
+    packed_run,
     set_attribute,
     unpack_outputs,
 )
@@ -126,19 +124,12 @@ class InlineStep:
         before = attributes_of(block)
 
         def packed(forward: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            containers = argument_containers(args, kwargs)
-            contents = [container.copy() for container in containers]
-            output = forward(*args, **kwargs)
-            tensors, others = changed_attributes(block, before)
-            side = SideOutputs(
-                attributes=tensors,
-                containers=changed_containers(containers, contents),
-                hooks=tuple(note.call for note in noted),
-            )
+            run = lambda args, kwargs: forward(*args, **kwargs)  # noqa: E731
+            outputs, side, others = packed_run(block, before, noted, (args, kwargs), run)
             values = {name: get_attribute(block, name) for name in others}
             plain = {name: value for name, value in values.items() if isinstance(value, _PLAIN)}
             left.append(_Left(side=side, values=plain))
-            return pack_outputs(block, output, (args, kwargs), side, noted)
+            return outputs
 
         logs: list[dict[str, Any]] = []
         changing: set[HookCall] = set()
