@@ -152,9 +152,6 @@ CASES = {
         error=BACKWARD,
         where=f"{WHOLE}, data-parallel rank 1 of 2",
     ),
-    "inline": Case(
-        layout=Layout(pp=2, mode="inline"), fault=Fault(), error=NAN, where="pipeline stage 1 of 2, microbatch 0 of 1"
-    ),
     "glue": Case(
         layout=Layout(dp=2, zero=0),
         fault=Fault(),

@@ -95,8 +95,7 @@ class WholeModelRunner(StepRunner):
         if self._watch is None:
             output = self._run("training_step", batch, rest, number=number)
         else:
-            stage = 0 if self._inline is None else self._inline.stage
-            with self._anomalies.watching(self._watch), self._watch.microbatch(stage, 0, 1) as self._watched:
+            with self._anomalies.watching(self._watch), self._watch.microbatch(0, 0, 1) as self._watched:
                 output = self._run("training_step", batch, rest, number=number)
         if not self._module.automatic_optimization:
             self._steps_by_hand = False

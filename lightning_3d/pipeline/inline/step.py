@@ -64,8 +64,6 @@ class InlineStep:
     def __init__(self, module: LightningModule, router: Router, exchange: Exchange, homes: Mapping[str, int]) -> None:
         self._module = module
         self._router, self._exchange, self._homes = router, exchange, homes
-        self.stage = exchange.pp_rank
-        """The one that this rank runs."""
         self.weights = BlockWeights(router.blocks, homes, exchange)
         self._is_checkpointing = False
 
