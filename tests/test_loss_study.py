@@ -42,7 +42,7 @@ def _found(model: L.LightningModule, batch: Any, name: str = "training_step", *,
         traces = Traces(model, router.blocks.values(), StepTracing(model, router, StepEffects(model, router), device))
         study = LossStudy(model, RankModule(model), router, traces, device)
         (call,) = traces.calls(name, [batch], (0,))
-        return study.find(call, size=size, trains=name == "training_step")
+        return study.find(call, size=size)
 
 
 @pytest.mark.parametrize("loss", KINDS)

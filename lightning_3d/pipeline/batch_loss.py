@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_3d.errors import StepError
+from lightning_3d.errors import StepError, TraceError
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
 from lightning_3d.pipeline.traces import StepCall
@@ -37,11 +37,12 @@ class Decision:
     """Factors of the microbatches' losses; only the last stage knows those that depend on data."""
     found: LossFound
     joins_values: bool
-    """Whether values are joined over microbatches; else the code after the blocks runs on the whole batch for them."""
+    """Whether what the step gives is joined over microbatches; else the code after the blocks runs on the whole batch
+    for it."""
     views: Sequence[int] | None = None
     """In what the code after the blocks gets, where it runs on the whole batch (``row_order.py``); only the last stage
     knows them."""
-    problem: StepError | None = None
+    problem: StepError | TraceError | None = None
     """Found by the last stage, to be raised on all ranks."""
 
 
@@ -87,44 +88,45 @@ class BatchLoss:
         Args:
             parts: The same step on each microbatch.
             shares: The microbatches' shares of the samples.
-            trains: Whether the loss is differentiated.
+            trains: Whether the loss is differentiated; else only what the step gives counts.
 
         Raises:
             StepError: the loss of this kind of batch couples samples, unlike those before.
         """
-        decision = self._decide(whole, parts, shares, trains=trains)
-        if not self._is_last or len(parts) == 1:
+        decision = self._decide(whole, parts, shares) if trains else _mean(shares, joins_values=False)
+        if len(parts) == 1:
+            return replace(decision, joins_values=True)
+        if not self._is_last:
             return decision
         try:
             if decision.kind == LossKind.WHOLE or not decision.joins_values:
                 decision = replace(decision, views=self._study.views(whole, parts))
-            if trains and decision.kind == LossKind.WEIGHTED:
+            if decision.kind == LossKind.WEIGHTED:
                 decision = replace(decision, weights=self._study.weights(whole, parts, decision.found))
         except Exception as error:  # the other stages are told at the end of the step
-            problem = StepError(
-                f"{type(error).__name__} while finding how a batch is made of its microbatches: {error}"
-            )
+            what = f"{type(error).__name__} while finding how a batch is made of its microbatches: {error}"
+            problem = StepError(what) if trains else TraceError(what, lacks_data=True)
             problem.__cause__ = error
             return replace(decision, problem=problem)
         return decision
 
-    def _decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, trains: bool) -> Decision:
-        mean = Decision(kind=LossKind.MEAN, weights=shares, found=LossFound(kind=LossKind.MEAN), joins_values=True)
+    def _decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> Decision:
+        joins_values = not self._study.gives_more(parts[0])
+        mean = _mean(shares, joins_values=joins_values)
         if self._setting == "mean":
             return mean
         if self._setting == "whole" or (len(parts) > 1 and self._study.is_joint(parts[0])):
-            if trains and self._setting != "whole":
+            if self._setting != "whole":
                 self._warn_of_memory(whole.name)
             return replace(mean, kind=LossKind.WHOLE, joins_values=False)
-        found = self._know(whole, parts, trains=trains)
+        found = self._know(whole, parts)
         if found is None or len(parts) == 1:
             return mean
-        joins = not found.unjoined
-        if not trains or found.kind in (LossKind.MEAN, LossKind.WHOLE):
-            return Decision(kind=found.kind, weights=shares, found=found, joins_values=joins)
-        return Decision(kind=found.kind, weights=[1.0] * len(parts), found=found, joins_values=joins)
+        joins_values &= not found.unjoined
+        weights = shares if found.kind in (LossKind.MEAN, LossKind.WHOLE) else [1.0] * len(parts)
+        return Decision(kind=found.kind, weights=weights, found=found, joins_values=joins_values)
 
-    def _know(self, whole: StepCall, parts: Sequence[StepCall], *, trains: bool) -> LossFound | None:
+    def _know(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound | None:
         name = whole.name
         known = self._found.get(name)
         is_new = len(parts) > 1 and whole.kind not in self._seen and self._num_studies[name] < _MAX_STUDIES
@@ -136,7 +138,7 @@ class BatchLoss:
                 self._seen.add(whole.kind)
                 self._num_studies[name] += 1
                 if self._is_last:
-                    new = self._study.find(whole, size=parts[-1].size, trains=trains)
+                    new = self._study.find(whole, size=parts[-1].size)
                     if new is not None and self._setting == "sum":
                         new = replace(new, kind=LossKind.SUM)
             if known is None:
@@ -152,7 +154,7 @@ class BatchLoss:
         joined = reduce(_stricter, of_all)
         if known is None:
             _tell(name, joined, self._num_replicas)
-            if trains and joined.kind == LossKind.WHOLE:
+            if joined.kind == LossKind.WHOLE:
                 self._warn_of_memory(name)
         elif joined.kind > known.kind:
             raise StepError(
@@ -171,6 +173,11 @@ class BatchLoss:
                 " which activations.budget was not planned: a rank may take more memory than predicted. Set"
                 " pipeline.loss='whole', which plans for it."
             )
+
+
+def _mean(shares: Sequence[float], *, joins_values: bool) -> Decision:
+    found = LossFound(kind=LossKind.MEAN)
+    return Decision(kind=LossKind.MEAN, weights=shares, found=found, joins_values=joins_values)
 
 
 def _stricter(first: LossFound, second: LossFound) -> LossFound:

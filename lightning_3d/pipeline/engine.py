@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import StepError, ThreeDError
+from lightning_3d.errors import BatchError, StepError, ThreeDError, TraceError
 from lightning_3d.pipeline.anomaly import StepWatch
 from lightning_3d.pipeline.batch_loss import BatchLoss
 from lightning_3d.pipeline.effects.join import Joiner
@@ -31,7 +31,6 @@ from lightning_3d.pipeline.microbatches import batch_size, split_batch
 from lightning_3d.pipeline.schedule import AroundBackward, Schedule
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
-from lightning_3d.pipeline.study import Study
 from lightning_3d.pipeline.traced_alike import check_alike
 from lightning_3d.pipeline.traces import Numbers, StepCall, Traces, cached
 from lightning_3d.pipeline.whole_tail import WholeTail
@@ -125,7 +124,6 @@ class PipelineEngine:
         self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, joiner=self._joiner)
         tracing = StepTracing(module, router, self._effects, device)
         self._traces = Traces(module, router.blocks.values(), tracing, self._numbers_of_stages)
-        self._study = Study(module, router, self._joiner, device)
         self._batch_loss = BatchLoss(
             plan.loss,
             LossStudy(module, rank_module, router, self._traces, device),
@@ -189,8 +187,6 @@ class PipelineEngine:
                 schedule.run(step.forward, self._effects.backward, self._around_backward, self._recorder)
             step.finish()
         computed()
-        smallest = step.parts[-1].size
-        self._joiner.evidence.study = partial(self._study.learn, name, batch, rest, size=smallest)
         reports = share(
             step.reports,
             self._group,
@@ -198,13 +194,24 @@ class PipelineEngine:
             device=self._device,
             from_all=self._effects.are_on_all_stages,
         )
-        self._joiner.evidence.study = None
         own = [min(report.stage, self._stages.last) in self._stages.own for report in reports]
         self._effects.apply([(report.effects, is_own) for report, is_own in zip(reports, own, strict=True)])
         return tree_map_only(Tensor, lambda leaf: leaf.to(self._device), reports[-1].output)
 
     def _step(self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any) -> PipelineStep:
-        """Split the batch, and decide how the step is made of its microbatches."""
+        """Split the batch, and decide how the step is made of its microbatches.
+
+        Raises:
+            TraceError: with ``lacks_data`` where it is an evaluation that is not made of its microbatches.
+        """
+        try:
+            return self._split(name, batch, rest, backward=backward, **settings)
+        except (BatchError, StepError, TraceError) as error:
+            if backward:
+                raise
+            raise TraceError(str(error), lacks_data=True) from error
+
+    def _split(self, name: str, batch: Any, rest: Sequence[Any], *, backward: bool, **settings: Any) -> PipelineStep:
         planned = self._plan.num_microbatches
         parts = split_batch(batch, planned if planned == 1 else min(planned, batch_size(batch)))
         shares = [part.weight for part in parts]
@@ -254,6 +261,7 @@ class PipelineEngine:
             with self._wait(f"Tracing {call.name}"):
                 trace, stages = self._traces.trace(call), self._plan.stages_of_calls
             check_alike(trace, call.name, self._group)
+            trace.refuse_calls_in_blocks()
             return cut(trace, stages, self._plan.num_stages, with_tail=with_tail)
 
         return cached(self._flows, (with_tail, call.kind), cut_anew)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,13 +18,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.errors import StepError, TraceError
+from lightning_3d.errors import StepError
 from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.coupled_buffers import coupled_buffers
 from lightning_3d.pipeline.coupled_inputs import coupled_inputs
 from lightning_3d.pipeline.denominators import TAIL, read
 from lightning_3d.pipeline.draws import Draws
-from lightning_3d.pipeline.effects.evidence import Number
 from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import HostNumbersAlike, StepEffects
@@ -87,7 +85,7 @@ class _Comparison:
     @property
     def is_finite(self) -> bool:
         """Whether the loss of the whole is finite."""
-        return self.whole.loss is None or bool(self.whole.loss.isfinite())
+        return bool(self.whole.loss.isfinite())
 
     @property
     def is_smooth(self) -> bool:
@@ -153,21 +151,21 @@ class LossStudy:
         """Whether a step calls collectives over the replicas, which are to get whole batches."""
         return self._traces.trace(call).is_joint
 
-    def find(self, call: StepCall, *, size: int, trains: bool) -> LossFound | None:
-        """Study a step; None where that shows nothing: its loss is not finite, or it is an evaluation that stages can't
-        run.
+    def gives_more(self, call: StepCall) -> bool:
+        """As of the trace of a step."""
+        return self._traces.trace(call).gives_more
+
+    def find(self, call: StepCall, *, size: int) -> LossFound | None:
+        """Study a training step; None where that shows nothing, as its loss is not finite.
 
         Args:
             size: Samples in its smallest microbatch, of which there are two at least.
-            trains: Whether its loss is differentiated.
         """
         try:
             self._trace(self._halves(call, samples_of(call.batch, 0, 2 * size)))
             with isolated(self._effects):
-                return self._find(call, 2 * size, trains=trains)
+                return self._find(call, 2 * size)
         except Exception as error:
-            if not trains and isinstance(error, TraceError) and error.lacks_data:
-                return None
             return LossFound(kind=LossKind.MEAN, failure=f"{type(error).__name__}: {error}")
 
     def weights(self, whole: StepCall, parts: Sequence[StepCall], found: LossFound) -> list[float]:
@@ -182,7 +180,7 @@ class LossStudy:
             return shown
         self._trace((*parts, whole))
         with isolated(self._effects):
-            compared = self._compare(whole, parts, seed=0, trains=True)
+            compared = self._compare(whole, parts, seed=0)
         if not compared.is_finite:
             return shares  # it is no number in one process, too
         if compared.weights is None:
@@ -233,7 +231,7 @@ class LossStudy:
         ends = (0, size // 2), (size // 2, size), (0, size)
         return [replace(call, batch=samples_of(batch, *of_part)) for of_part in ends]
 
-    def _find(self, call: StepCall, size: int, *, trains: bool) -> LossFound | None:
+    def _find(self, call: StepCall, size: int) -> LossFound | None:
         self._trials.fits = {}
         compared: list[_Comparison] = []
         coupled_before: tuple[str, ...] = ()
@@ -244,7 +242,7 @@ class LossStudy:
             if draw == _SIGNED and any(c.name == _OF_PROBABILITIES for c in self._runs.flow(whole).trace.calls):
                 continue
             try:
-                comparison = self._compare(whole, parts, seed=draw, trains=trains, is_mixed=is_mixed)
+                comparison = self._compare(whole, parts, seed=draw, is_mixed=is_mixed)
             except Exception:
                 if draw < _NUM_DRAWS:
                     raise
@@ -264,7 +262,7 @@ class LossStudy:
         seen_alike = zip(seen, compared[-1].whole.denominators, strict=False)
         known = {k for k, (without, with_data) in enumerate(seen_alike) if without == with_data}
         return LossFound(
-            kind=_kind(compared, denominators) if trains else LossKind.MEAN,
+            kind=_kind(compared, denominators),
             averages={value: min(hows, key=_PREFERRED.index) for value, hows in self._trials.fits.items() if hows},
             unjoined=tuple(value for value, hows in self._trials.fits.items() if not hows),
             denominator=min(denominators & known, default=None),
@@ -272,9 +270,7 @@ class LossStudy:
             coupled_buffers=coupled_buffers(self._runs.flow(compared[-1].call).trace),
         )
 
-    def _compare(
-        self, whole: StepCall, parts: Sequence[StepCall], *, seed: int, trains: bool, is_mixed: bool = False
-    ) -> _Comparison:
+    def _compare(self, whole: StepCall, parts: Sequence[StepCall], *, seed: int, is_mixed: bool = False) -> _Comparison:
         shares = _shares_of_samples(parts)
         *flows, flow = [self._runs.flow(call) for call in (*parts, whole)]
         views = cached(self._views, _kinds(whole, parts), partial(self._find_views, whole, parts))
@@ -286,15 +282,15 @@ class LossStudy:
             joined.append(tensor.requires_grad_(of_parts[0].requires_grad))
         draws, runs = Draws(shares), []
         for i, part in enumerate(parts):
-            runs.append(self._runs.run(part, given.pop(0), index=i, draw=partial(draws.note, i), trains=trains))
-        run = self._runs.run(whole, joined, index=len(parts), draw=draws.repeat, trains=trains)
+            runs.append(self._runs.run(part, given.pop(0), index=i, draw=partial(draws.note, i)))
+        run = self._runs.run(whole, joined, index=len(parts), draw=draws.repeat)
         is_autocast = torch.is_autocast_enabled(self._device.type)
         rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in joined))
         return _Comparison(
             call=whole,
             parts=runs,
             whole=run,
-            weights=_weights(run, runs, joints, rtol) if trains else None,
+            weights=_weights(run, runs, joints, rtol),
             sizes=[*(part.size for part in parts), whole.size],
             rtol=rtol,
             is_mixed=is_mixed,
@@ -303,10 +299,8 @@ class LossStudy:
     def _learn(self, name: str, compared: _Comparison) -> None:
         """Find out how values are joined."""
         self._trials.loss_weights, self._trials.rtol = compared.weights or (), compared.rtol
-        self._effects.study(0, compared.sizes)
         outputs = [run.output for run in (*compared.parts, compared.whole)]
-        with suppress(StepError):
-            self._trials.join(outputs, compared.sizes, f"what {name} returned")
+        self._effects.study(outputs, compared.sizes, name)
 
 
 def _kinds(whole: StepCall, parts: Sequence[StepCall]) -> tuple[Hashable, ...]:
@@ -359,8 +353,8 @@ def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], 
             return None
         weights.append(weight)
     pairs = [(weight, part) for weight, part in zip(weights, parts, strict=True) if weight]
-    losses = sum(weight * part.loss.double() for weight, part in pairs if part.loss is not None)
-    if whole.loss is None or not is_close(torch.as_tensor(losses), whole.loss.double(), rtol):
+    losses = sum(weight * part.loss.double() for weight, part in pairs)
+    if not is_close(torch.as_tensor(losses), whole.loss.double(), rtol):
         return None
     for position, expected in enumerate(whole.of_parameters):
         own = [(weight, part.of_parameters[position]) for weight, part in pairs]
@@ -392,7 +386,7 @@ def _mixed(batch: Any, seed: int) -> Any:
     return map_tensors(batch, mixed)
 
 
-_PREFERRED: tuple[Average, ...] = ("loss", "samples", "sum")
+_PREFERRED: tuple[Average, ...] = ("loss", "samples", "sum", "constant")
 
 
 class _Trials(Joiner):
@@ -407,7 +401,7 @@ class _Trials(Joiner):
     @override
     def average(self, values: Sequence[Tensor | float], counts: Sequence[int], name: str) -> Tensor:
         *parts, whole = [torch.as_tensor(value) for value in values]
-        hows = [how for how in _PREFERRED if how != "loss" or self.loss_weights]
+        hows = [how for how in _PREFERRED[:3] if how != "loss" or self.loss_weights]
         joined = {how: averaged(parts, counts[:-1], self.loss_weights, how) for how in hows}
         self._keep(name, {how for how, value in joined.items() if self._is_close(value, whole)})
         return whole
@@ -420,16 +414,13 @@ class _Trials(Joiner):
         return torch.as_tensor(whole)
 
     @override
-    def total(self, values: Sequence[Number], sizes: Sequence[int], name: str) -> Any:
+    def total(self, values: Sequence[Tensor | float], name: str) -> Any:
         *parts, whole = [torch.as_tensor(value) for value in values]
-        is_sum = self._is_close(torch.stack(parts).sum(0), whole)
-        is_constant = all(torch.equal(part, whole) for part in parts)
-        self._keep(name, set(_PREFERRED) if is_sum or is_constant else set())
+        joined: dict[Average, Tensor] = {"sum": torch.stack(parts).sum(0)}
+        if all(torch.equal(part, parts[0]) for part in parts):
+            joined["constant"] = parts[0]
+        self._keep(name, {how for how, value in joined.items() if self._is_close(value, whole)})
         return whole
-
-    @override
-    def number(self, values: Sequence[Number], sizes: Sequence[int], name: str, *, counts: bool = True) -> Any:
-        return values[-1]
 
     def _keep(self, name: str, hows: set[Average]) -> None:
         self.fits[name] = self.fits.get(name, hows) & hows

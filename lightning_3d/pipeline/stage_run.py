@@ -85,9 +85,9 @@ class StageRun(StepMode):
         self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # ghost or own tensor -> id of its value
         pairs = zip(flow.trace.calls, flow.call_stages, strict=True)
         calls = [call for call, of_call in pairs if of_call == stage]
-        mutated = {i for call in calls for i in call.inputs if call.mutated}
+        mutated = {i for call in calls for i in (*call.inputs, *call.aliased) if call.mutated}
         self._values: dict[int, Tensor] = {  # a received leaf that an own in-place call changes is copied first
-            i: tensor.clone() if i in mutated else tensor
+            i: tensor.clone() if i in mutated and not isinstance(tensor, Ghost) else tensor
             for i, tensor in zip(flow.received(stage), received, strict=True)
         }
         self._at_hand = set(flow.received(stage))  # ids of values received or made here

@@ -42,7 +42,7 @@ class TailRun:
     """Whether a number that comes of blocks is bent at some value."""
     fed: Fed
     """Tensors that blocks got."""
-    loss: Tensor | None
+    loss: Tensor
     of_received: Sequence[Tensor | None]
     """Gradients of what it got from blocks."""
     of_parameters: Sequence[Tensor | None]
@@ -101,13 +101,11 @@ class TailRuns:
         *,
         index: int,
         draw: Draw,
-        trains: bool,
     ) -> TailRun:
-        """Run it on what blocks gave.
+        """Run it on what blocks gave, and differentiate the loss.
 
         Args:
             index: Number of the run, for the effects.
-            trains: Whether to differentiate the loss.
         """
         place, flow = Place(stage=0, microbatch=index, is_last=True, also_whole=True), self.flow(call)
         run = WatchedTail(self._router, flow, received, draw)
@@ -118,13 +116,11 @@ class TailRuns:
         with self._effects.microbatch(place), attributes_kept(self._router.blocks, flow.trace.sides):
             output, found = self._rank_module(partial(run.run, step))
             self._effects.keep(place, found)
-        trained = [tensor for tensor in received if tensor.requires_grad] if trains else []
-        parameters = [p for p in self._module.parameters() if p.requires_grad and not p.is_meta] if trains else []
-        loss = check_loss(output) if trains else None
-        gradients: Sequence[Tensor | None] = ()
-        if loss is not None:
-            with torch.autocast(loss.device.type, enabled=False):  # as the backward after a step is
-                gradients = torch.autograd.grad(loss, [*trained, *parameters], allow_unused=True)
+        trained = [tensor for tensor in received if tensor.requires_grad]
+        parameters = [p for p in self._module.parameters() if p.requires_grad and not p.is_meta]
+        loss = check_loss(output)
+        with torch.autocast(loss.device.type, enabled=False):  # as the backward after a step is
+            gradients = torch.autograd.grad(loss, [*trained, *parameters], allow_unused=True)
         of_trained = iter(gradients)
         return TailRun(
             output=output,
@@ -132,8 +128,8 @@ class TailRuns:
             has_kink=run.has_kink,
             fed=run.fed,
             is_traced=flow.trace.stopped_by is None,
-            loss=None if loss is None else loss.detach(),
-            of_received=[next(of_trained) if trains and tensor.requires_grad else None for tensor in received],
+            loss=loss.detach(),
+            of_received=[next(of_trained) if tensor.requires_grad else None for tensor in received],
             of_parameters=list(of_trained),
         )
 

@@ -78,7 +78,9 @@ def cut(
             used[i] = max(used.get(i, 0), stage)
         for i in call.outputs:
             made[i] = stage
-        stale |= {new: call for old, new in call.aliased.items() if made[old] != stage}
+        received = {i for i in (*call.inputs, *call.aliased) if made[i] != stage}
+        if len(received) > 1:  # else what shares memory was made here, from the one that was received
+            stale |= {new: call for old, new in call.aliased.items() if old in received}
     for i in trace.returned:
         if i in stale and trace.stopped_by is None:
             raise _stale("What the step returns or logs", stale[i])

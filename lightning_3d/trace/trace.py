@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_3d.errors import TraceError
 from lightning_3d.torch_internals.pytree import TreeSpec
 from lightning_3d.trace.attributes import Read
 from lightning_3d.trace.ghost import TensorMeta
@@ -107,6 +108,11 @@ class Trace:
     """How far it moved the generators of Python and NumPy, from where all traces begin."""
     is_joint: bool = False
     """Whether glue calls collectives over the replicas."""
+    gives_more: bool = False
+    """Whether the step does or gives more than floating-point numbers, which can be joined over microbatches: metrics,
+    changes of attributes, tensors of several elements, or what depends on data of blocks."""
+    call_in_block: str | None = None
+    """A call of ``self.log`` or of a metric that a block makes."""
     storages: StepStorages | None = field(default=None, repr=False)
     """The memory of its calls, where that was asked for."""
 
@@ -114,6 +120,19 @@ class Trace:
     def block_calls(self) -> tuple[TracedCall, ...]:
         """The calls of blocks, in order."""
         return tuple(call for call in self.calls if call.is_block)
+
+    def refuse_calls_in_blocks(self) -> None:
+        """Raise where blocks, which run once for each microbatch, do what counts once for the batch.
+
+        Raises:
+            TraceError: a block logs, or updates a metric.
+        """
+        if self.call_in_block is not None:
+            raise TraceError(
+                f"A block calls {self.call_in_block}. With a pipeline blocks run once for each microbatch, on one"
+                " stage. Make the call in the step, or set pipeline.mode=inline.",
+                lacks_data=True,
+            )
 
     @property
     def sides(self) -> list[tuple[str, SideOutputs]]:

@@ -173,6 +173,7 @@ class _Tracer(StepMode):
             read_attributes=self._blocks.read_attributes,
             changed_buffers=frozenset(self._blocks.changed_buffers),
             is_joint=self._is_joint,
+            gives_more=bool(self._written) or stopped_by is not None,
             storages=None if self._storages is None else self._storages.storages,
         )
 
@@ -434,6 +435,13 @@ def _positions(leaves: Sequence[Any]) -> dict[int, int]:
 class TracedEffects(Protocol):
     """Follows what a traced step does beside its loss."""
 
+    @property
+    def gives_more(self) -> bool:
+        """As of a ``Trace``, of the step that was traced last; as ``call_in_block``."""
+
+    @property
+    def call_in_block(self) -> str | None: ...
+
     def undone(self) -> AbstractContextManager[None]:
         """Trace inside; what the step changes in its module is put back."""
 
@@ -468,4 +476,9 @@ class StepTracing:
                 with_data=with_data,
                 notes_storages=notes_storages,
             )
-            return replace(trace, host_position=host_position())
+            return replace(
+                trace,
+                host_position=host_position(),
+                gives_more=trace.gives_more or self._effects.gives_more,
+                call_in_block=self._effects.call_in_block,
+            )

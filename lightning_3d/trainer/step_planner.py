@@ -63,11 +63,13 @@ class StepPlanner:
         """
         if (why := reason_for_inline(self._module, config)) is not None:
             return self._inline(config, why)
-        if self._shape.pp == 1 or config.pipeline.mode == "microbatched":
+        if self._shape.pp == 1:
             return self._decided(config, *self._look(config))
+        if config.pipeline.mode == "microbatched":
+            return self._decided(config, *self._look_at_stages(config))
         looked, failed = None, None
         try:
-            looked = self._look(config)
+            looked = self._look_at_stages(config)
         except (SplitError, TraceError) as error:
             if isinstance(error, SplitError) and config.pipeline.num_microbatches != "auto":
                 raise
@@ -87,6 +89,12 @@ class StepPlanner:
         config = replace(config, pipeline=config.pipeline.as_inline, activations=activations)
         step, observer, observed = self._look(config)
         return self._decided(config, step, observer, replace(observed, inline=why))
+
+    def _look_at_stages(self, config: ThreeDConfig) -> tuple[ExampleStep, Observer, Observation]:
+        step, observer, observed = self._look(config)
+        if observed.trace is not None:
+            observed.trace.refuse_calls_in_blocks()
+        return step, observer, observed
 
     def _look(self, config: ThreeDConfig) -> tuple[ExampleStep, Observer, Observation]:
         step = example_step(self._trainer, self._module, config, self._shape, self._precision)

@@ -1,14 +1,12 @@
 """Changes of a step to the module's own attributes: lists that grow, counters, running values.
 
 Glue runs once per microbatch, and on every stage up to where it leaves; in one process it runs once per batch. So every
-microbatch starts with the attributes of before the step and leaves them so; what the last stage found changed is joined
-over the microbatches and applied on all stages.
+microbatch starts with the attributes of before the step and leaves them so. If a step changes them, its code after the
+blocks runs once on the whole batch, and what that changed is applied on all ranks.
 
-    before              after microbatch 0    after microbatch 1    applied
-    outputs = [a]       [a, b0]               [a, b1]               outputs.append(join(b0, b1))
-    total = 3.0         3.0 + x0              3.0 + x1              total = 3.0 + mean(x0, x1)
-    num_samples = 8     8 + 4                 8 + 4                 num_samples = 8 + 8
-    num_steps = 5       5 + 1                 5 + 1                 num_steps = 6
+    before              after the step            applied
+    outputs = [a]       [a, b]                    outputs.append(b)
+    total = 3.0         3.0 + x                   total = 3.0 + x
 
 Classes and functions that a step makes and keeps are no values of the batch, and can't be sent: each rank keeps what
 its last microbatch made, where its part of the step came to it.
@@ -21,13 +19,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FunctionType
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
@@ -36,7 +32,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import is_same
 from lightning_3d.model.snapshot import CONTAINERS, Snapshot, refill
 from lightning_3d.pipeline.effects.effect import Effect, Place
-from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.pipeline.effects.join import unseen
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.torch_internals.modules import BUFFERS, buffers_of
 
@@ -67,10 +63,10 @@ class Change:
 class Attributes(Effect):
     """The attributes of the modules outside of blocks."""
 
-    def __init__(self, module: LightningModule, blocks: Iterable[nn.Module], joiner: Joiner) -> None:
+    def __init__(self, module: LightningModule, blocks: Iterable[nn.Module]) -> None:
         inside = {id(m) for block in blocks for m in block.modules()}
         inside |= {id(m) for metric in metrics_of(module).values() for m in metric.modules()}
-        self._module, self._joiner = module, joiner
+        self._module = module
         self._owners = {fqn: m for fqn, m in module.named_modules() if id(m) not in inside}
         self._snapshot = Snapshot(())
         self._before: dict[str, dict[str, Any]] = {}
@@ -79,6 +75,11 @@ class Attributes(Effect):
         self._in_place: set[int] = set()  # ids of tensors that were changed in place
         self._code: dict[_Name, Any] = {}  # classes and functions that the present step set
         self._registered: dict[_Name, bool] = {}  # buffers new in the present step -> whether checkpoints have them
+
+    @property
+    @override
+    def gives_more(self) -> bool:
+        return self._snapshot.differs()
 
     @override
     @contextmanager
@@ -145,21 +146,15 @@ class Attributes(Effect):
 
     @override
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Change]:
-        return [change for find in self._joins(sizes) for change in find()] if is_last else []
+        changes = [self._changes_of(self._afters.pop(index)) for index in range(len(sizes))] if is_last else [[]]
+        if len(changes) > 1 and any(changes):
+            change = next(found for of_microbatch in changes for found in of_microbatch)
+            raise unseen(f"a change of {_named(change.module, change.path)}")
+        return changes[0]
 
-    @override
-    def study(self, stage: int, sizes: Sequence[int]) -> None:
-        for find in self._joins(sizes):
-            with suppress(StepError):
-                find()
-
-    def _joins(self, sizes: Sequence[int]) -> Iterator[Callable[[], list[Change]]]:
-        """For each attribute a function that finds its changes."""
-        afters = [self._afters.pop(index) for index in range(len(sizes))]
-        for fqn, name in dict.fromkeys(name for after in afters for name in after):
-            before = self._before[fqn].get(name, _MISSING)
-            values = [after.get((fqn, name), before) for after in afters]
-            yield partial(self._changes, fqn, (name,), before, values, sizes)
+    def _changes_of(self, after: dict[_Name, Any]) -> list[Change]:
+        pairs = [(name, self._before[name[0]].get(name[1], _MISSING), new) for name, new in after.items()]
+        return [change for (fqn, name), old, new in pairs for change in self._changes(fqn, (name,), old, new)]
 
     @override
     def apply(self, joined: Sequence[Change], *, is_own: bool) -> None:
@@ -188,64 +183,35 @@ class Attributes(Effect):
             else:
                 present.extend(new)
 
-    def _changes(
-        self, fqn: str, path: tuple[Any, ...], before: Any, afters: Sequence[Any], sizes: Sequence[int]
-    ) -> list[Change]:
-        if all(is_same(before, after) for after in afters):
+    def _changes(self, fqn: str, path: tuple[Any, ...], before: Any, after: Any) -> list[Change]:
+        if is_same(before, after):
             return []
-        name = ".".join(["self", *filter(None, [fqn]), str(path[0])]) + "".join(f"[{key!r}]" for key in path[1:])
-        if isinstance(before, dict) and all(isinstance(a, dict) and a.keys() >= before.keys() for a in afters):
-            keys = dict.fromkeys(key for after in afters for key in after)
+        if isinstance(before, dict) and isinstance(after, dict) and after.keys() >= before.keys():
             absent = 0 if isinstance(before, Counter) else _MISSING
-            pairs = [(key, before.get(key, absent), [after.get(key, absent) for after in afters]) for key in keys]
-            return [c for key, old, new in pairs for c in self._changes(fqn, (*path, key), old, new, sizes)]
-        if isinstance(before, _LISTS) and all(isinstance(after, _LISTS) and _begins(after, before) for after in afters):
-            inner = [(i, entry, [after[i] for after in afters]) for i, entry in enumerate(before)]
-            found = [c for i, old, new in inner for c in self._changes(fqn, (*path, i), old, new, sizes)]
-            added = [list(after)[len(before) :] for after in afters]
-            if any(added):
-                found.append(Change(module=fqn, path=path, how="extend", new=self._join_added(added, sizes, name)))
+            pairs = [(key, before.get(key, absent), new) for key, new in after.items()]
+            return [change for key, old, new in pairs for change in self._changes(fqn, (*path, key), old, new)]
+        if isinstance(before, _LISTS) and isinstance(after, _LISTS) and _begins(after, before):
+            inner = enumerate(zip(before, after, strict=False))
+            found = [change for i, (old, new) in inner for change in self._changes(fqn, (*path, i), old, new)]
+            if added := list(after)[len(before) :]:
+                found.append(Change(module=fqn, path=path, how="extend", new=added))
             return found
-        if isinstance(before, set) and all(isinstance(after, set) and after >= before for after in afters):
-            return [Change(module=fqn, path=path, how="extend", new=set().union(*afters) - before)]
-        if all(after is _MISSING for after in afters):
+        if isinstance(before, set) and isinstance(after, set) and after >= before:
+            return [Change(module=fqn, path=path, how="extend", new=after - before)]
+        if after is _MISSING:
             return [Change(module=fqn, path=path, how="remove", new=None)]
-        if refused := [after for after in afters if isinstance(after, _Refused)]:
+        if isinstance(after, _Refused):
             raise StepError(
-                f"A step changed what is in {name}, a {refused[0].kind}. With a pipeline each microbatch does, and"
-                " the changes can be joined in lists, dicts, sets and deques only: use one of these."
+                f"A step changed what is in {_named(fqn, path)}, a {after.kind}. With a pipeline the last stage does,"
+                " and tells the others of changes in lists, dicts, sets and deques only: use one of these."
             )
-        if any(after is _MISSING for after in afters):
-            raise StepError(f"{name} is set for some microbatches of a batch only. Set it in every step.")
-        new = self._join_value(before, afters, sizes, name)
         if before is _MISSING and (is_saved := self._registered.get((fqn, path[0]))) is not None:
-            return [Change(module=fqn, path=path, how="register" if is_saved else "register unsaved", new=new)]
-        return [Change(module=fqn, path=path, how="copy" if id(before) in self._in_place else "set", new=new)]
+            return [Change(module=fqn, path=path, how="register" if is_saved else "register unsaved", new=after)]
+        return [Change(module=fqn, path=path, how="copy" if id(before) in self._in_place else "set", new=after)]
 
-    def _join_added(self, added: Sequence[list[Any]], sizes: Sequence[int], name: str) -> list[Any]:
-        """New entries: either one for each sample, or parts that each stand for the batch."""
-        if len(added) > 1 and self._joiner.are_rows(added, sizes, name, unknown=max(sizes) > 1):
-            return [entry for entries in added for entry in entries]
-        if len({len(entries) for entries in added}) > 1:
-            raise StepError(
-                f"The microbatches of a batch added {[len(entries) for entries in added]} entries to {name}, which are"
-                " neither as many for each nor one for each sample. Add as many in every step."
-            )
-        columns = zip(*added, strict=True)
-        return [self._joiner.join(entries, sizes, f"an entry added to {name}") for entries in columns]
 
-    def _join_value(self, before: Any, afters: Sequence[Any], sizes: Sequence[int], name: str) -> Any:
-        if len(afters) == 1:
-            return afters[0]
-        is_tensor = isinstance(before, Tensor) and all(
-            isinstance(a, Tensor) and a.shape == before.shape for a in afters
-        )
-        if is_tensor and (before.is_floating_point() or before.is_complex()):
-            return self._joiner.average(afters, sizes, name)
-        is_number = type(before) is int and all(type(after) is int for after in afters)
-        if is_number or (is_tensor and before.dtype != torch.bool):
-            return before + self._joiner.number([after - before for after in afters], sizes, f"the growth of {name}")
-        return self._joiner.join(afters, sizes, name)
+def _named(fqn: str, path: tuple[Any, ...]) -> str:
+    return ".".join(["self", *filter(None, [fqn]), str(path[0])]) + "".join(f"[{key!r}]" for key in path[1:])
 
 
 def _is_code(value: Any) -> bool:

@@ -12,7 +12,8 @@ per batch, to its end. An effect makes up for the difference:
     joined = effect.join(stage, sizes)                what one step on the whole batch would have done
     effect.apply(joined, is_own=...)                  on every rank, for every stage that reports
 
-A trace runs the same up to ``collect``, and the study of what values mean (``study.py``) ends with ``study``. A new
+A trace runs the same up to ``collect``. If an effect then gives more than numbers, which can be joined over
+microbatches, the code after the blocks runs once on the whole batch, as one microbatch, and that is what counts. A new
 effect is one class here and one line in ``step_effects.py``.
 """
 
@@ -46,6 +47,11 @@ class Effect:
         """Whether other stages than the last may do it, so that all report; equal on all ranks."""
         return False
 
+    @property
+    def gives_more(self) -> bool:
+        """Whether the present microbatch did what can't be joined over microbatches; asked after ``collect``."""
+        return False
+
     def begin(self, number: int) -> AbstractContextManager[None]:
         """Around a step, of which ``number`` counts all, or its trace."""
         return nullcontext()
@@ -73,16 +79,10 @@ class Effect:
         Args:
             stage: Index of a stage of this rank.
             sizes: Samples in each microbatch.
-            is_last: Whether it is the last stage.
+            is_last: Whether it is the last stage, or the code after the blocks on the whole batch.
 
         Raises:
-            StepError: the microbatches gave what can't be joined.
-        """
-
-    def study(self, stage: int, sizes: Sequence[int]) -> None:
-        """Learn what values mean from microbatches of several sizes on the last stage, in place of ``join``.
-
-        They ran with random outputs of blocks, and nothing of them is applied.
+            StepError: the microbatches gave what their trace did not show, and can't be joined.
         """
 
     def apply(self, joined: Any, *, is_own: bool) -> None:

@@ -1,4 +1,4 @@
-"""``self.log`` under microbatches: the calls of all microbatches joined to those that one step would have made."""
+"""``self.log`` in a step: made after it, on all ranks; calls of microbatches joined to those of one step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
-from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.pipeline.effects.join import Joiner, unseen
 from lightning_3d.pipeline.effects.metrics import ForwardValue, MetricReference, Metrics
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
@@ -73,8 +73,13 @@ class Logs(NotedCalls[LogCall]):
     kind = "self.log"
 
     def __init__(self, module: LightningModule, metrics: Metrics, router: Router, joiner: Joiner) -> None:
-        super().__init__(router, joiner)
-        self._module, self._metrics = module, metrics
+        super().__init__(router)
+        self._module, self._metrics, self._joiner = module, metrics, joiner
+
+    @property
+    @override
+    def gives_more(self) -> bool:
+        return any(call.arguments.get("reduce_fx", "mean") not in _REDUCTIONS for call in self._present)
 
     @override
     def begin(self, number: int) -> AbstractContextManager[None]:
@@ -94,7 +99,13 @@ class Logs(NotedCalls[LogCall]):
 
     @override
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[LogCall]:
-        calls = self._joined(stage, sizes)
+        if not is_last:
+            return []
+        per_microbatch = [self._calls.pop(index) for index in range(len(sizes))]
+        names = [[call.name for call in calls] for calls in per_microbatch]
+        if any(other != names[0] for other in names):
+            raise unseen(f"a call of self.log, of {names} in the microbatches,")
+        calls = [self._join(calls, sizes) for calls in zip(*per_microbatch, strict=True)]
         return [replace(call, given=self._metrics.value_for_batch(call.given)) for call in calls]
 
     @override
@@ -104,29 +115,25 @@ class Logs(NotedCalls[LogCall]):
             value = tree_map_only(Tensor, lambda leaf: leaf.to(device), self._metrics.resolved(call.given))
             self._module.log(call.name, value, **call.arguments, batch_size=call.batch_size)
 
-    @override
     def _join(self, calls: Sequence[LogCall], sizes: Sequence[int]) -> LogCall:
+        """Join one call of every microbatch."""
         first = calls[0]
+        if len(calls) == 1:
+            return first
         counts, batch_size = self._join_batch_sizes([call.batch_size for call in calls], sizes, first.name)
         if isinstance(first.given, (MetricReference, ForwardValue)):
             return replace(first, batch_size=batch_size)
         reduction = first.arguments.get("reduce_fx", "mean")
-        if reduction not in _REDUCTIONS:
-            raise StepError(
-                f"self.log({first.name!r}, reduce_fx={reduction!r}): with a pipeline the values of microbatches are"
-                " joined by 'mean', 'sum', 'max' or 'min'. Use one of them, or a torchmetrics.Metric."
-            )
 
         def reduced(*values: Any) -> Tensor:
             name, how = f"self.log({first.name!r}, reduce_fx={reduction!r})", _REDUCTIONS[reduction]
             if how == "sum":
-                return torch.as_tensor(self._joiner.total(values, sizes, name))
+                return torch.as_tensor(self._joiner.total(values, name))
             if how == "mean":
                 return self._joiner.average(values, counts, name)
             return self._joiner.extreme(values, name, largest=how == "max")
 
-        given = tree_map(reduced, *(call.given for call in calls))
-        return replace(first, given=given, batch_size=batch_size)
+        return replace(first, given=tree_map(reduced, *(call.given for call in calls)), batch_size=batch_size)
 
     def _join_batch_sizes(
         self, given: Sequence[int | None], sizes: Sequence[int], name: str
@@ -137,6 +144,6 @@ class Logs(NotedCalls[LogCall]):
         counts = [size for size in given if size is not None]
         if len(counts) < len(given):
             return sizes, None
-        total = self._joiner.total(counts, sizes, f"batch_size of self.log({name!r})")
+        total = self._joiner.total(counts, f"batch_size of self.log({name!r})")
         is_constant = len(counts) > 1 and total == counts[0]
         return (sizes if is_constant else counts), int(total)

@@ -1,23 +1,19 @@
-"""Metrics of torchmetrics under microbatches: one update per batch, with the arguments of all microbatches joined.
+"""Metrics of torchmetrics in a step: its calls of them are made after it, once for the batch, as in one process.
 
-    microbatch 0   self.accuracy(logits_0, y_0)   noted; returns the value of this microbatch; no state changes
-    microbatch 1   self.accuracy(logits_1, y_1)   the same
-    after both     self.accuracy(cat(logits), cat(y))
+    self.accuracy(logits, y)   in the step: noted; returns the value of this batch; no state changes
+    after the step             self.accuracy(logits, y), on the rank of the last stage, with data in place of ghosts
 
-So a metric that counts its updates (MeanMetric of a loss, SumMetric of a number) gets those of one process, and so does
-the value that ``self.accuracy(...)`` returns for the batch if it is logged. Ranks that did not update a metric are sent
-what it changed in itself.
+Ranks that did not update a metric are sent what it changed in itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -27,7 +23,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
 from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
 from lightning_3d.pipeline.effects.effect import Place
-from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.pipeline.effects.join import unseen
 from lightning_3d.torch_internals.lightning_helpers import FIXED_NAMES, start_anew
 from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES, attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_map_only
@@ -77,13 +73,18 @@ class Metrics(NotedCalls[MetricCall]):
 
     kind = "metrics"
 
-    def __init__(self, module: LightningModule, router: Router, joiner: Joiner) -> None:
-        super().__init__(router, joiner)
+    def __init__(self, module: LightningModule, router: Router) -> None:
+        super().__init__(router)
         self._module, self._metrics = module, metrics_of(module)
         self._fqns = {id(metric): fqn for fqn, metric in self._metrics.items()}
         self._is_inside = False  # of a metric's own code, which may call other metrics
         self._values: dict[int, tuple[Tensor, ForwardValue]] = {}  # id of what a metric returned -> it, its reference
-        self._answers: list[Any] = []  # to the calls for the whole batch, of the stage joined last
+        self._answers: list[Any] = []  # to the calls of the step joined last
+
+    @property
+    @override
+    def gives_more(self) -> bool:
+        return bool(self._present)
 
     @override
     @contextmanager
@@ -110,8 +111,8 @@ class Metrics(NotedCalls[MetricCall]):
             return method(*args, **kwargs)
         if name == "compute":
             raise StepError(
-                f"{fqn}.compute() was called in a step, but with a pipeline metrics are updated after all microbatches"
-                f" of a batch have run. Log the metric itself (self.log(name, self.{fqn})), or call compute() in"
+                f"{fqn}.compute() was called in a step, but with a pipeline metrics are updated after the step."
+                f" Log the metric itself (self.log(name, self.{fqn})), or call compute() in"
                 " on_train_epoch_end, on_validation_epoch_end or another hook."
             )
         number = self._note(MetricCall(name=f"{fqn}.{name}", given=(args, kwargs)))
@@ -131,7 +132,11 @@ class Metrics(NotedCalls[MetricCall]):
     @override
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> dict[str, dict[str, Any]]:
         """FQN of a metric that was updated, as it was on this rank -> its changes."""
-        calls = self._joined(stage, sizes)
+        if not is_last:
+            return {}
+        calls = self._calls.pop(0)
+        if len(sizes) > 1 and calls:
+            raise unseen(f"a call of {calls[0].name}")
         touched = {id(inner) for call in calls for inner in self._metrics[call.fqn].modules()}
         updated = {fqn: metric for fqn, metric in self._metrics.items() if id(metric) in touched}
         before = {fqn: _state(metric) for fqn, metric in updated.items()}
@@ -145,18 +150,6 @@ class Metrics(NotedCalls[MetricCall]):
         metric = self._metrics[call.fqn]
         method = metric if call.method == "forward" else getattr(metric, call.method)
         return method(*args, **kwargs)
-
-    @override
-    def _join(self, calls: Sequence[MetricCall], sizes: Sequence[int]) -> MetricCall:
-        def join(values: Sequence[Any], name: str) -> Any:
-            if all(isinstance(value, Tensor) and value.ndim > 0 for value in values):
-                return torch.cat(list(values))  # rows, be it of samples, tokens or pixels
-            return self._joiner.join(values, sizes, f"an argument of {calls[0].name}, {name}")
-
-        columns = enumerate(zip(*(call.given[0] for call in calls), strict=True))
-        args = tuple(join(values, f"number {i}") for i, values in columns)
-        kwargs = {name: join([call.given[1][name] for call in calls], name) for name in calls[0].given[1]}
-        return replace(calls[0], given=(args, kwargs))
 
     @override
     def apply(self, joined: Mapping[str, Mapping[str, Any]], *, is_own: bool) -> None:
@@ -177,7 +170,7 @@ class Metrics(NotedCalls[MetricCall]):
         return MetricReference(fqn=self._fqns[id(value)]) if id(value) in self._fqns else None
 
     def value_for_batch(self, value: Any) -> Any:
-        """A metric's answer for the whole batch, on the stage joined last, in place of a ``ForwardValue``."""
+        """A metric's answer for the whole batch, of the step joined last, in place of a ``ForwardValue``."""
         if not isinstance(value, ForwardValue):
             return value
         answer = self._answers[value.call]

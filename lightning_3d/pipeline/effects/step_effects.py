@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from typing_extensions import override
 
 from lightning_3d.distributed.rng import StepRandomness, seed_host
+from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.attributes import Attributes
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.hooks import LazyHooks
-from lightning_3d.pipeline.effects.join import Joiner
+from lightning_3d.pipeline.effects.join import Joiner, are_numbers
 from lightning_3d.pipeline.effects.logs import Logs
 from lightning_3d.pipeline.effects.metrics import Metrics
 from lightning_3d.pipeline.effects.own_generators import OwnGenerators
@@ -64,11 +65,16 @@ class StepEffects:
     """
 
     def __init__(self, module: LightningModule, router: Router, *more: Effect, joiner: Joiner | None = None) -> None:
-        self._module, self._blocks = module, router.blocks.values()
-        joiner = joiner or Joiner()
-        metrics = Metrics(module, router, joiner)
-        attributes, logs = Attributes(module, self._blocks, joiner), Logs(module, metrics, router, joiner)
-        self._effects: tuple[Effect, ...] = (*more, OwnGenerators(module), LazyHooks(module), attributes, metrics, logs)
+        self._module, self._blocks, self._joiner = module, router.blocks.values(), joiner or Joiner()
+        self._metrics = Metrics(module, router)
+        self._logs = Logs(module, self._metrics, router, self._joiner)
+        attributes = Attributes(module, self._blocks)
+        self._effects: tuple[Effect, ...] = (
+            *(*more, OwnGenerators(module), LazyHooks(module)),
+            *(attributes, self._metrics, self._logs),
+        )
+        self.gives_more = True
+        """Whether the step that was traced last does or gives more than numbers, which join over microbatches."""
 
     @property
     def are_on_all_stages(self) -> bool:
@@ -112,10 +118,12 @@ class StepEffects:
         """Join what each did on a stage."""
         return [effect.join(stage, sizes, is_last=is_last) for effect in self._effects]
 
-    def study(self, stage: int, sizes: Sequence[int]) -> None:
-        """Let each learn what values mean."""
-        for effect in self._effects:
-            effect.study(stage, sizes)
+    def study(self, outputs: Sequence[Any], sizes: Sequence[int], name: str) -> None:
+        """Let the joiner see the numbers that microbatches of a step logged and returned; nothing is applied."""
+        with suppress(StepError):
+            self._logs.join(0, sizes, is_last=True)
+        with suppress(StepError):
+            self._joiner.join(outputs, sizes, f"what {name} returned")
 
     def apply(self, joined: Sequence[tuple[Sequence[Any], bool]]) -> None:
         """Do it here.
@@ -138,7 +146,15 @@ class StepEffects:
 
     def returned(self, name: str, step: Callable[[], Any]) -> Any:
         """Run the step method ``name``; returns its output and what it logged or kept."""
+        self.gives_more = True  # in case that it is not followed to its end
         output = step()
         if name == "training_step" and self._module.automatic_optimization:
             check_loss(output)
-        return output, self.collect(_TRACE)
+        found = self.collect(_TRACE)
+        self.gives_more = not are_numbers(output) or any(effect.gives_more for effect in self._effects)
+        return output, found
+
+    @property
+    def call_in_block(self) -> str | None:
+        """A call of ``self.log`` or of a metric that a block made in the step that was traced last."""
+        return self._metrics.in_block or self._logs.in_block

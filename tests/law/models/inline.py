@@ -140,6 +140,68 @@ class Graphs(Trained):
         return F.mse_loss(self.head(graphs), batch["targets"])
 
 
+class DeepQ(L.LightningModule):
+    """Q-learning: acts by what it has learned, learns from what it remembers, and by a target that follows at times
+    (Mnih et al. 2015). The batch is the environment: states, and the reward of each action.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values, self.target = _perceptron(8, 4), _perceptron(8, 4).requires_grad_(False)
+        self.replay: list[tuple[Tensor, ...]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        states, rewards = batch
+        with torch.no_grad():
+            actions = self.values(states).argmax(1, keepdim=True)
+        self.replay.append((states, actions, rewards.gather(1, actions), 0.9 * states.roll(1, 1)))
+        states, actions, rewards, following = self.replay[len(self.replay) // 2]
+        expected = rewards + 0.9 * self.target(following).amax(1, keepdim=True)
+        loss = F.smooth_l1_loss(self.values(states).gather(1, actions), expected)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", batch[1].gather(1, self.values(batch[0]).argmax(1, keepdim=True)).mean())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step % 2 == 0:
+            self.target.load_state_dict(self.values.state_dict())
+
+
+class ProximalPolicy(L.LightningModule):
+    """An actor and its critic, several epochs over what was done (Schulman et al. 2017), by manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.actor, self.critic = _perceptron(8, 4), _perceptron(8, 1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        states, rewards = batch
+        with torch.no_grad():
+            chances = F.log_softmax(self.actor(states), 1)
+            actions = chances.exp().multinomial(1)
+            before, returns = chances.gather(1, actions), rewards.gather(1, actions)
+            advantages = returns - self.critic(states)
+        for _ in range(2):
+            for rows in torch.randperm(len(states), device=states.device).chunk(2):
+                chances = F.log_softmax(self.actor(states[rows]), 1)
+                ratio = (chances.gather(1, actions[rows]) - before[rows]).exp()
+                gain = torch.minimum(ratio * advantages[rows], ratio.clamp(0.8, 1.2) * advantages[rows]).mean()
+                entropy = -(chances.exp() * chances).sum(1).mean()
+                loss = F.mse_loss(self.critic(states[rows]), returns[rows]) - gain - 0.01 * entropy
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+                optimizer.step()
+        self.log("loss", loss.detach(), on_step=True, on_epoch=True)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", F.mse_loss(self.critic(batch[0]), batch[1].mean(1, keepdim=True)))
+
+
 def _joined(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """Of each sample a ring of as many nodes as its place and two, which are shares of it."""
     sizes = [2 + i % 3 for i in range(len(samples))]
@@ -170,6 +232,10 @@ MODELS = {
     "reading": Model(job=small_job(Reading, features), lr=0.03, fits=_with_one_replica),
     "carrying": Model(
         job=small_job(Carrying, features), fits=_with_one_replica, warns=("How what ",), skips=frozenset({"plain"})
+    ),
+    "deep-q": Model(job=small_job(DeepQ, features), lr=0.03, fits=_with_one_replica),
+    "proximal-policy": Model(
+        job=small_job(ProximalPolicy, features), lr=0.03, fits=_with_one_replica, has_plain_step=False
     ),
     "graphs": Model(job=small_job(Graphs, features, collate=_joined), lr=0.03, fits=_with_one_replica),
 }
