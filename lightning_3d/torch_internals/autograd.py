@@ -1,8 +1,7 @@
 """Autograd behind the back of torch's function modes: checkpoints, the recorded graph.
 
-Owns two workarounds. The generator behind non-reentrant activation checkpoints is the one place to step in there;
-reentrant ones are an autograd function. And ``Tensor.backward`` and ``autograd.grad`` both call a function of the
-module ``torch.autograd`` that can be replaced.
+The generator behind non-reentrant activation checkpoints is the one place to step in there; reentrant ones are an
+autograd function.
 """
 
 from __future__ import annotations
@@ -110,18 +109,6 @@ def frames_of_forward(node: Node) -> list[str]:
     metadata: Any = node.metadata  # a property, which torch 2.13 declares as a method
     frames: list[str] = metadata.get("traceback_", [])
     return frames
-
-
-def backwards_seen(see: Callable[[Iterable[Any]], None]) -> AbstractContextManager[None]:
-    """Show the outputs of every backward that begins inside to ``see``, before it runs."""
-    name = "_engine_run_backward"
-    present = vars(torch.autograd)[name]
-
-    def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        see(outputs)
-        return present(outputs, *args, **kwargs)
-
-    return attributes_replaced(torch.autograd, {name: run})
 
 
 def has_reentrant_checkpoints(outputs: Iterable[Tensor | GradientEdge | None], since: int = 0) -> bool:
