@@ -186,7 +186,7 @@ class PipelineEngine:
                 self._recorder.begin()
                 self._planned = schedule.planned()
             with autocast_cache(enabled=backward):  # all microbatches read the same copies of weights
-                schedule.run(step.forward, self._effects.backward, self._around_backward, self._recorder)
+                schedule.run(step.forward, self._around_backward, self._recorder)
             step.finish()
         computed()
         smallest = step.parts[-1].size

@@ -22,7 +22,6 @@ from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.pipeline.isolation import isolated
 from lightning_3d.pipeline.microbatches import leaves_of, samples_of
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.pipeline.traces import StepCall, Traces
@@ -62,7 +61,7 @@ class Study:
         with suppress(Exception), self._joiner.averaging_by_samples():
             calls = self._traces.calls(name, parts, rest)
             drawn = [(call, self._traces.trace(call)) for call in calls] * _NUM_DRAWS
-            with isolated(self._effects), torch.no_grad():
+            with self._effects.isolated(), torch.no_grad():
                 outputs = [self._run(*example, index) for index, example in enumerate(drawn)]
             sizes = [call.size for call, _ in drawn]
             self._effects.study(0, sizes)
