@@ -162,11 +162,6 @@ def is_refusal_of_hooks(error: RuntimeError) -> bool:
     return str(error).startswith("torch.func.") and "saved tensor hooks" in str(error)
 
 
-def is_refusal_of_compiled_code(error: RuntimeError) -> bool:
-    """Whether torch raised it because gradients of gradients go through compiled code."""
-    return "aot_autograd does not currently support double backward" in str(error)
-
-
 def is_in_backward() -> bool:
     """Whether this thread runs a backward now."""
     return torch._C._current_graph_task_id() != -1
