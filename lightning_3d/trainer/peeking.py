@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
-from lightning_3d.distributed.generator_states import is_generator, set_state, state_of
+from lightning_3d.distributed.generator_states import is_generator, states_kept
 from lightning_3d.model.snapshot import CONTAINERS, refill
 from lightning_3d.trainer.held_generators import held_by
 
@@ -62,7 +62,7 @@ def undisturbed(loader: Any) -> Iterator[None]:
 def _keep(value: Any, stack: ExitStack) -> None:
     """Put this back, apart from what is deeper inside, when the stack ends."""
     if is_generator(value):
-        stack.callback(set_state, value, state_of(value))
+        stack.enter_context(states_kept([value]))
     elif isinstance(value, io.IOBase):
         if not value.closed and value.seekable():
             stack.callback(value.seek, value.tell())
