@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -99,7 +99,7 @@ from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.probes import check_what_is_seen
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
-from lightning_3d.trainer.compiled_code import second_gradients_refused, uncompile, warn_of_compiled
+from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.early_optimizers import EarlyParameters
 from lightning_3d.trainer.finetuning import finetuning_joined
@@ -704,8 +704,7 @@ class ThreeDStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        refused = second_gradients_refused() if self.config.compile.enabled else nullcontext()
-        with self._parts.runner.around_backward(closure_loss, accumulating=self._accumulating), refused:
+        with self._parts.runner.around_backward(closure_loss, accumulating=self._accumulating):
             loss = super().backward(closure_loss, optimizer, *args, **kwargs)
         if not self._module.automatic_optimization:
             self._precision.after_manual_backward()

@@ -19,7 +19,7 @@ from lightning_3d.pipeline.traces import Traces
 from lightning_3d.trace.interception import routed
 from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.zero.engine import RankModule
-from tests.losses import CLASSES, LENGTH, LOSSES, WIDTH, LossNet, labelled
+from tests.losses import CLASSES, LENGTH, LOSSES, LossNet, labelled
 
 KINDS = {
     "summed": (LossKind.SUM, False),
@@ -100,7 +100,7 @@ OTHERS: dict[str, tuple[Using, LossKind]] = {
 def test_kinds_of_losses_of_steps_that_draw_and_pick(name: str) -> None:
     model, kind = OTHERS[name]
     found = _found(model, _batch(8))
-    assert (found.kind, found.failure, found.coupled_inputs) == (kind, None, ())
+    assert (found.kind, found.failure) == (kind, None)
 
 
 def _of_sampled(probabilities: Tensor) -> Tensor:
@@ -128,57 +128,3 @@ def test_labels_of_studies_are_in_the_range_of_the_batch(least: int) -> None:
     assert _found(Using(indexed), [features, labels]).kind == LossKind.MEAN
     assert len(seen) > 3
     assert min(int(labels.min()) for labels in seen) == least
-
-
-def test_inputs_that_couple_samples_are_found() -> None:
-    model = Using(LOSSES["mean"], lambda features: features - features.mean(0))  # type: ignore[arg-type]
-    assert _found(model, _batch(8)).coupled_inputs == ("first",)
-    assert not _found(LossNet("mean"), _batch(8)).coupled_inputs
-
-
-class Centred(LossNet):
-    """Keeps a running mean, of what a block gives or of the batch, and takes it off what a block gives."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__("mean")
-        self.where = where
-        self.register_buffer("center", torch.zeros(WIDTH))
-        self.center: Tensor
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        features, x, routing = x, self.first(x), []
-        for i, block in enumerate(self.blocks):
-            if i == 1:
-                x = self._centred(x, features)
-            x, route = block(x)
-            routing.append(route)
-        logits = self.head(self.norm(x))
-        logits = logits - self._moved(x).sum() if self.where == "after" else logits
-        return {"logits": logits, "pooled": x.mean(1), "routing": torch.stack(routing)}
-
-    def _moved(self, x: Tensor) -> Tensor:
-        return self.center.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
-
-    def _centred(self, x: Tensor, features: Tensor) -> Tensor:
-        if self.where == "kept":  # for other steps
-            before = self.center.clone()
-            self._moved(x)
-            return x - before
-        if self.where == "counted":
-            self.center.add_(1.0)
-            return x - self.center
-        if self.where == "of the batch":
-            self.center.copy_(features.mean().expand(WIDTH))
-            return x - self.center
-        return x - self._moved(x) if self.where == "between" else x
-
-
-@pytest.mark.parametrize(
-    ("where", "expected"),
-    [("between", ("center",)), ("of the batch", ("center",)), ("kept", ()), ("counted", ()), ("after", ())],
-)
-def test_buffers_that_couple_samples_between_blocks_are_told_of(where: str, expected: tuple[str, ...]) -> None:
-    found = _found(Centred(where), _batch(8))
-    assert found.failure is None
-    assert found.coupled_buffers == expected
-    assert not found.coupled_inputs

@@ -53,7 +53,6 @@ from lightning_3d.torch_internals import (
     dispatch,
     distributions,
     dtensor,
-    dynamo,
     fake_tensors,
     joint_graph,
     lightning_helpers,
@@ -164,7 +163,7 @@ def test_hooks_on_saved_tensors_and_checkpoints_are_seen() -> None:
     assert seen == [(False, False), (True, False), (True, True), (True, True)], "the last one computes it again"
 
 
-@canary(autograd, "is_refusal_of_hooks", "is_refusal_of_compiled_code")
+@canary(autograd, "is_refusal_of_hooks")
 def test_refusals_of_torch() -> None:
     def square(x: Tensor) -> Tensor:
         return x.square().sum()
@@ -174,14 +173,6 @@ def test_refusals_of_torch() -> None:
             with pytest.raises(RuntimeError) as hooks:
                 take(torch.ones(2))
             assert autograd.is_refusal_of_hooks(hooks.value)
-    x = torch.ones(2, requires_grad=True)
-    function = dynamo.compiled(torch.sin, backend="aot_eager", mode="default", compiling=contextlib.nullcontext)
-    (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError) as compiled:
-        gradient.sum().backward()
-    assert autograd.is_refusal_of_compiled_code(compiled.value)
-    assert not autograd.is_refusal_of_compiled_code(hooks.value)
-    assert not autograd.is_refusal_of_hooks(compiled.value)
 
 
 @canary(autocast, "autocast_cache")

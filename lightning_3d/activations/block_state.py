@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_3d.activations.own_generators import OwnGenerators
 from lightning_3d.activations.registries import Registries
+from lightning_3d.distributed.generator_states import generators_of, set_state, state_of, states_kept
 from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
@@ -48,7 +48,7 @@ class StateBefore:
         self._snapshot: Snapshot | None = None  # until the forward ends, in which a backward may run
         self._registries = Registries(modules)
         self._drawn_from: RandomStates | None = None
-        self._own_generators = OwnGenerators(modules)
+        self._of_modules = [(generator, state_of(generator)) for generator in generators_of(modules)]
         self.changed_weights: Sequence[Tensor] = ()
         """The weights that the forward changed."""
         self.left_alone: Sequence[tuple[Tensor, int]] = ()
@@ -89,7 +89,6 @@ class StateBefore:
             self._attributes_back(),
             self._registries.back(),
             self._numbers_back(),
-            self._own_generators.back(),
             self._same_weights(),
         ):
             _put_data(self._data)
@@ -127,12 +126,15 @@ class StateBefore:
 
     @contextmanager
     def _numbers_back(self) -> Iterator[None]:
-        if self._drawn_from is None:
-            yield
-            return
-        with self._generators.preserved():
-            self._generators.restore(self._drawn_from)
-            yield
+        with states_kept(generator for generator, _ in self._of_modules):
+            for generator, state in self._of_modules:
+                set_state(generator, state)
+            if self._drawn_from is None:
+                yield
+                return
+            with self._generators.preserved():
+                self._generators.restore(self._drawn_from)
+                yield
 
 
 def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -51,6 +52,17 @@ def set_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+@contextmanager
+def states_kept(generators: Iterable[Any]) -> Iterator[None]:
+    """Put generators back afterwards to where they are now."""
+    states = [(generator, state_of(generator)) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            set_state(generator, state)
 
 
 def packed(generator: Any) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class BlockRunner:
         call = call_of(self.block)
         if CALL in self._hidden:
             call = self._recomputing(self._hidden[CALL])
-        return self._watched(call if self.deferred is None else self._deferring(call, self.deferred))(*args, **kwargs)
+        return self.watched(call if self.deferred is None else self._deferring(call, self.deferred))(*args, **kwargs)
 
     def _check_own_weights(self) -> None:
         """Refuse tensors in place of parameters: hooks put gathered parameters there before the forward."""
@@ -273,7 +273,8 @@ class BlockRunner:
         finally:
             self._is_late = False
 
-    def _watched(self, call: Call) -> Call:
+    def watched(self, call: Call) -> Call:
+        """A call that whoever watches the step sees, too."""
         watch = None if self.route is None else self.route.watch
         return call if watch is None else functools.partial(watch.run, self.fqn, call)
 
@@ -282,8 +283,8 @@ class BlockRunner:
         if self._is_late:
             return self._forward(*args, **kwargs)
         if self.route is not None and (step := self.route.step) is not None:
-            return step.on_block(self, self._watched(self._forward), args, kwargs)
-        return self._joined(self._watched(self._forward), args, kwargs)
+            return step.on_block(self, self.watched(self._forward), args, kwargs)
+        return self._joined(self.watched(self._forward), args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_present()

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_3d.distributed.generator_states import generators_of, set_state, state_of
+from lightning_3d.distributed.generator_states import generators_of, states_kept
 from lightning_3d.torch_internals.modules import BUFFERS
 from lightning_3d.torch_internals.tensors import version_of
 
@@ -209,18 +209,16 @@ def preserved(module: nn.Module, *, without_data: Iterable[nn.Module] = ()) -> I
     """
     untouched = {id(inner) for outer in without_data for inner in outer.modules()}
     modules = list(module.modules())
-    states = [(generator, state_of(generator)) for generator in generators_of(modules)]
     snapshots = [
         Snapshot((inner for inner in modules if id(inner) not in untouched), package=_package_of(type(module))),
         Snapshot((inner for inner in modules if id(inner) in untouched), with_data=False),
     ]
-    try:
-        yield
-    finally:
-        for snapshot in snapshots:
-            snapshot.restore(unseen=True)
-        for generator, state in states:
-            set_state(generator, state)
+    with states_kept(generators_of(modules)):
+        try:
+            yield
+        finally:
+            for snapshot in snapshots:
+                snapshot.restore(unseen=True)
 
 
 def _package_of(cls: type) -> str:

@@ -1,36 +1,31 @@
-"""Values of a training step that are not finite, and which block made them, under ``Trainer(detect_anomaly=True)``.
+"""``Trainer(detect_anomaly=True)``: all ranks raise one error, which names the block that made a NaN.
 
-Nothing is raised where it is found, as other ranks would wait for this one in a schedule or a collective. It is noted,
-the step runs on to the end of its backward, and then all ranks raise alike (``trainer/anomaly.py``). So torch's own
-check, which raises inside of a backward, is off meanwhile, and hooks on the nodes of the graph look at what it would.
-
-[Note: infinities]
-An infinity may be meant: a mask, the logits of choices that are left out. So one is only noted, and counts once
-something else is certain: a NaN, or a loss that is not finite. Then it may be what that comes from, and is told first.
+Torch's own check raises inside of the backward of one rank, for which the others would wait in a schedule or a
+collective. So it is off in steps, hooks look at what it would, and all ranks raise alike after the backward.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import Call
 from lightning_3d.tensor.vocabulary.sharded_output import ShardedOutput
 from lightning_3d.torch_internals.autograd import (
-    backwards_seen,
     frames_of_forward,
     is_in_backward,
     next_node_number,
@@ -46,206 +41,153 @@ _FOLDERS = (*(Path(package.__file__ or "").parent for package in (torch, L)), Pa
 _LIBRARIES = tuple(f'  File "{folder}{os.sep}' for folder in _FOLDERS)
 _NUM_FRAMES = 5
 
+Finding = tuple[tuple[int, ...], str]
+"""What sorts the findings of all ranks (microbatch, replica, phase, stage, piece of code, rank), and the message."""
 
-class Value(IntEnum):
-    """The worst value in some tensors."""
-
-    FINITE = 0
-    INFINITE = 1
-    NAN = 2
-
-    def __str__(self) -> str:
-        return ("finite values", "inf", "nan")[self]
+_FORWARD, _LOSS, _BACKWARD = range(3)
 
 
-class Phase(IntEnum):
-    """The part of a microbatch's computation, in order."""
-
-    FORWARD = 0
-    LOSS = 1
-    BACKWARD = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something that is not finite, on one rank in one microbatch."""
-
-    stage: int
-    microbatch: int
-    num_microbatches: int
-    phase: Phase
-    order: int
-    """Sorts the findings of one stage, microbatch and phase, alike on the ranks that compute it."""
-    gave: Value
-    took: Value = Value.FINITE
-    """The worst value that a block was called with."""
-    block: str | None = None
-    """FQN of the block that computed it; None for code outside of blocks."""
-    after: str | None = None
-    """FQN of the block that ran last on this stage before that code."""
-    parameter: str | None = None
-    """Name in the block of the first parameter that is not finite."""
-    detail: str = ""
-    """Torch's words for a backward that returns NaNs."""
-    frames: tuple[str, ...] = ()
-    """The lines of the user's code that called the forward of that backward, outermost first."""
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether it can't be meant; see [Note: infinities]."""
-        return self.gave == Value.NAN or self.phase == Phase.LOSS
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Sorts the findings of one microbatch as its computation goes through the stages and back."""
-        return self.phase, -self.stage if self.phase == Phase.BACKWARD else self.stage, self.order
-
-
-class StepWatch:
-    """Watches a training step on this rank.
+class AnomalyDetection:
+    """Watches training steps while torch's anomaly mode is on.
 
     Args:
-        router: Shows the calls of the blocks.
-        sees_backward: Whether a NaN in the backward of the loss is an anomaly.
-    """
-
-    def __init__(self, router: Router, *, sees_backward: bool = True) -> None:
-        self._router, self._sees_backward = router, sees_backward
-        self.findings: list[Finding] = []
-
-    @contextmanager
-    def microbatch(self, stage: int, index: int, num_microbatches: int) -> Iterator[MicrobatchWatch]:
-        """Watch the blocks inside, where a stage runs the forward of a microbatch."""
-        watch = MicrobatchWatch(
-            self._router.blocks, self.findings, stage, index, num_microbatches, sees_backward=self._sees_backward
-        )
-        self._router.watch = watch
-        try:
-            with backwards_seen(watch.see_inner_backward):
-                yield watch
-        finally:
-            self._router.watch = None
-
-
-class MicrobatchWatch:
-    """Watches a microbatch on a stage.
-
-    Args:
-        blocks: FQN -> block.
-        findings: Gets the first finding of each kind.
+        stages: FQN of a block -> its pipeline stage.
+        sees_backward: Whether a NaN in a backward is an anomaly; with scaled losses it is an overflow.
     """
 
     def __init__(
-        self,
-        blocks: Mapping[str, nn.Module],
-        findings: list[Finding],
-        stage: int,
-        index: int,
-        num_microbatches: int,
-        *,
-        sees_backward: bool,
+        self, router: Router, mesh: Mesh, stages: Mapping[str, int], num_stages: int, *, sees_backward: bool
     ) -> None:
-        self._sees_backward = sees_backward
-        self._block_of, self._findings, self._phase = blocks, findings, Phase.FORWARD
-        self._found = partial(Finding, stage=stage, microbatch=index, num_microbatches=num_microbatches)
-        self._first_node = next_node_number()
-        self._starts: list[int] = []  # by call of a block: the number of the first node of the graph that it made
-        self._ends: list[int] = []
-        self._blocks: list[str] = []  # by call: FQN
-        self._is_in_block = False
-        self._noted: set[tuple[Phase, bool]] = set()
+        self.router, self.mesh, self.sees_backward = router, mesh, sees_backward
+        self.stages, self.num_stages = stages, num_stages
+        self.findings: list[Finding] = []
+        self._is_on = False
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a step, or its backward, without that torch raises. Errors of the user's code tell what came before."""
+        before = self._is_on
+        self._is_on = before or (torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled())
+        try:
+            with torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False):
+                yield
+        except Exception as error:
+            if self.findings:
+                error.add_note(f"Before that, {min(self.findings)[1]}")
+                self.findings.clear()
+            raise
+        finally:
+            self._is_on = before
+
+    @contextmanager
+    def microbatch(self, stage: int | None, index: int, num_microbatches: int) -> Iterator[MicrobatchWatch | None]:
+        """Watch the forward of a microbatch, on a stage or, if that is None, on all; gives None if the mode is off."""
+        if not (self._is_on and torch.is_grad_enabled()):
+            yield None
+            return
+        self.router.watch = watch = MicrobatchWatch(self, stage, index, num_microbatches)
+        try:
+            yield watch
+        finally:
+            self.router.watch = None
+
+    def error(self) -> StepError | None:
+        """The first finding of any rank, alike on all; every rank calls it inside of ``step``."""
+        if not self._is_on:
+            return None
+        everyone: list[list[Finding]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.findings)
+        self.findings.clear()
+        found = [finding for of_rank in everyone for finding in of_rank]
+        return StepError(min(found)[1]) if found else None
+
+
+class MicrobatchWatch:
+    """Notes the first thing that goes wrong in a microbatch on this rank: in its blocks, its loss or its backward."""
+
+    def __init__(self, detection: AnomalyDetection, stage: int | None, index: int, num_microbatches: int) -> None:
+        self._detection, self._stage, self._index, self._num_microbatches = detection, stage, index, num_microbatches
+        self._phase, self._is_in_block, self._has_found = _FORWARD, False, False
+        self._pieces = [(0, "", "code outside of blocks")]  # of code: number of its first node, block, description
 
     def run(self, fqn: str, call: Call, *args: Any, **kwargs: Any) -> Any:
         """Run the call of a block, and look at what it takes and gives."""
-        if self._is_in_block or is_in_backward():  # seen already, the latter in the forward that is recomputed
+        if self._is_in_block or is_in_backward():  # seen already, the latter in the forward that is computed again
             return call(*args, **kwargs)
-        self._phase = Phase.FORWARD
-        took = worst_value(tree_leaves((args, kwargs)))
-        self._starts.append(next_node_number())
-        self._ends.append(sys.maxsize)
-        self._blocks.append(fqn)
-        self._is_in_block = True
+        self._phase, self._is_in_block = _FORWARD, True
+        took = _worst((args, kwargs))
+        self._pieces.append((next_node_number(), fqn, f"block {fqn}"))
         try:
             output = call(*args, **kwargs)
         finally:
             self._is_in_block = False
-        self._ends[-1] = next_node_number()
-        gave = worst_value(tree_leaves(output))
-        if gave != Value.FINITE:
-            named = self._block_of[fqn].named_parameters()
-            parameter = next((name for name, p in named if worst_value([p]) != Value.FINITE), None)
-            order = len(self._blocks)
-            self._note(
-                self._found(phase=self._phase, order=order, block=fqn, took=took, gave=gave, parameter=parameter)
-            )
+        if _worst(output) == "nan":
+            what = "was given nan, made outside of blocks before it" if took == "nan" else f"made nan out of {took}"
+            self._note(f"block {fqn} {what}{self._spoiled_parameter(fqn)}")
+        self._pieces.append((next_node_number(), fqn, f"code outside of blocks, after block {fqn}"))
         return output
+
+    def _spoiled_parameter(self, fqn: str) -> str:
+        router = self._detection.router
+        named = () if fqn in router.absent else router.blocks[fqn].named_parameters()
+        spoiled = (name for name, parameter in named if _worst(parameter) != "finite values")
+        return next((f" (its parameter {name} is not finite)" for name in spoiled), "")
 
     def see_loss(self, loss: Tensor) -> None:
         """Look at a loss before its backward."""
-        if (value := worst_value([loss])) != Value.FINITE:
-            after = self._blocks[-1] if self._blocks else None
-            self._note(self._found(phase=Phase.LOSS, order=0, after=after, gave=value))
+        self._phase = _LOSS
+        if (value := _worst(loss)) != "finite values":
+            self._note(f"the loss is {value}, made by {self._pieces[-1][2]}")
 
-    def see_inner_backward(self, outputs: Iterable[Any]) -> None:
-        """Let a backward be watched that the user's code runs in the forward."""
-        if self._phase == Phase.FORWARD:
-            self._watch_nodes(outputs)
-
-    def see_backward(self, outputs: Iterable[Any]) -> None:
+    def see_backward(self, outputs: Iterable[Tensor]) -> None:
         """Let the backward of these outputs be watched; their forward is done."""
-        self._phase = Phase.BACKWARD
-        if self._sees_backward:
-            self._watch_nodes(outputs)
-
-    def _watch_nodes(self, outputs: Iterable[Any]) -> None:
-        for node in reachable_nodes(leaf for leaf in outputs if isinstance(leaf, Tensor)):
+        self._phase = _BACKWARD
+        for node in reachable_nodes(outputs) if self._detection.sees_backward else ():
             if node.next_functions:  # else it puts a gradient into a parameter, which several microbatches do
                 watch = partial(self._on_node, node.name(), number_of_node(node), frames_of_forward(node))
                 node.register_hook(watch)  # which does not refer to the node: no garbage collector would see that
 
     def _on_node(self, name: str, number: int, frames: list[str], outputs: Iterable[Any], _: Iterable[Any]) -> None:
-        if (self._phase, True) in self._noted:
+        place = None if self._has_found else next((i for i, x in enumerate(outputs) if _worst(x) == "nan"), None)
+        if place is None:
             return
-        position = next((i for i, output in enumerate(outputs) if worst_value([output]) == Value.NAN), None)
-        if position is None:
-            return
-        call = bisect_right(self._starts, number) - 1
-        is_in_block = call >= 0 and number < self._ends[call]
-        finding = self._found(
-            phase=self._phase,
-            order=self._first_node - number if self._phase == Phase.BACKWARD else len(self._blocks),
-            block=self._blocks[call] if is_in_block else None,
-            after=self._blocks[call] if call >= 0 else None,
-            gave=Value.NAN,
-            detail=f"Function {name!r} returned nan values in its {position}th output",
-            frames=_of_user(frames),
+        piece = bisect_right(self._pieces, number, key=itemgetter(0)) - 1
+        own = [frame for frame in frames if not frame.startswith(_LIBRARIES)][-_NUM_FRAMES:]
+        what = f"the backward of {self._pieces[piece][2]} made nan: Function {name!r} returned nan values in its"
+        self._note(
+            f"{what} {place}th output", piece, "".join(["\nIts forward was called at\n", *own]).rstrip() if own else ""
         )
-        self._note(finding)
 
-    def _note(self, finding: Finding) -> None:
-        if (finding.phase, finding.is_certain) not in self._noted:
-            self._noted.add((finding.phase, finding.is_certain))
-            self._findings.append(finding)
+    def _note(self, what: str, piece: int = -1, frames: str = "") -> None:
+        if self._has_found:
+            return
+        self._has_found = True
+        detection, rank, fqn = self._detection, dist.get_rank(), self._pieces[piece][1]
+        way = -1 if self._phase == _BACKWARD else 1
+        stage = detection.stages.get(fqn, 0) if self._stage is None else self._stage
+        along = (way * (self._stage or 0), way * (piece % len(self._pieces)), int(fqn in detection.router.absent))
+        message = (
+            f"{what}: pipeline stage {stage} of {detection.num_stages}, microbatch {self._index} of"
+            f" {self._num_microbatches}, rank {rank}, counted from 0. Trainer(detect_anomaly=True) found it before the"
+            " optimizer's step: the weights are those that made it. Look at what goes into that code there; a lower"
+            f" learning rate, clipped gradients or float32 for what overflows are common cures.{frames}"
+        )
+        detection.findings.append(((self._index, detection.mesh.dp_rank, self._phase, *along, rank), message))
 
 
 @torch.no_grad()
-def worst_value(leaves: Iterable[Any]) -> Value:
-    """The worst floating value in this rank's parts of these tensors; other leaves count as finite."""
-    worst = Value.FINITE
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            continue
-        values = _values(leaf)
-        if values.is_meta or values.isfinite().all():
-            continue
-        if values.isnan().any():
-            return Value.NAN
-        worst = Value.INFINITE
-    return worst
+def _worst(tree: Any) -> str:
+    """The worst of this rank's floating values: "finite values", "inf" or "nan"."""
+    found = "finite values"
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            values = _local_values(leaf)
+            if not values.is_meta and not values.isfinite().all():
+                found = "nan" if values.isnan().any() or found == "nan" else "inf"
+    return found
 
 
-def _values(tensor: Tensor) -> Tensor:
-    """All values that this rank has of a tensor, without a collective."""
+def _local_values(tensor: Tensor) -> Tensor:
     tensor = untransformed(tensor)
     if isinstance(tensor, ShardedOutput):
         tensor = tensor.local
@@ -254,9 +196,3 @@ def _values(tensor: Tensor) -> Tensor:
     if tensor.layout != torch.strided or tensor.is_nested:
         tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor
-
-
-def _of_user(frames: list[str]) -> tuple[str, ...]:
-    """The innermost frames outside of torch, Lightning and this package."""
-    own = [frame for frame in frames if not frame.startswith(_LIBRARIES)]
-    return tuple(own[-_NUM_FRAMES:])

@@ -190,8 +190,6 @@ def _stricter(first: LossFound, second: LossFound) -> LossFound:
         averages={name: how for name, how in both.items() if name not in unjoined},
         unjoined=tuple(sorted(unjoined)),
         denominator=first.denominator if first.denominator == second.denominator else None,
-        coupled_inputs=first.coupled_inputs or second.coupled_inputs,
-        coupled_buffers=first.coupled_buffers or second.coupled_buffers,
         failure=first.failure or second.failure,
     )
 
@@ -221,18 +219,5 @@ def _tell(name: str, found: LossFound, num_replicas: int) -> None:
             "point values are taken for means over samples. If the loss is none, set pipeline.loss to 'sum' or 'whole'."
         )
         return
-    if found.coupled_inputs:
-        rank_zero_warn(
-            f"{name} gives {found.coupled_inputs[0]} a tensor in which samples of the batch are coupled, as by"
-            " normalising inputs by their mean. Each microbatch computes its own, so that results differ from those of"
-            " one process, as they do between the replicas of DDP. Compute it in the dataset, or of each sample alone."
-        )
-    if found.coupled_buffers:
-        rank_zero_warn(
-            f"{name} changes the buffer {found.coupled_buffers[0]} by its batch, and gives a block what comes of it."
-            " Each microbatch changes it by its own samples, so that results differ from those of one process, as they"
-            " do between the replicas of DDP; at the end of the step the changes are joined. Use"
-            " pipeline.num_microbatches=1, or let blocks get the buffer of before the step."
-        )
     if found.kind == LossKind.WHOLE:  # the others cost next to nothing
         rank_zero_info("\n".join(_texts(name, found, num_replicas)))

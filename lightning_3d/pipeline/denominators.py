@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
-from lightning_3d.model.block_runner import BlockRunner, Call
+from lightning_3d.model.block_runner import Call
 from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
@@ -96,8 +96,6 @@ class WatchedTail(_NotedTail):
 
     def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw) -> None:
         super().__init__(router, flow, received, draw)
-        self.fed: list[tuple[str, Tensor]] = []
-        """See ``coupled_inputs.py``."""
         self.has_kink = False
         """Whether a number that comes of blocks is bent at some value, as by ``loss.clamp(max=1)``: random outputs need
         not show it.
@@ -124,14 +122,6 @@ class WatchedTail(_NotedTail):
         meta = self._flow.trace.tensors[output]
         tensors = [value for value in values if isinstance(value, Tensor)]
         return next(tensor for tensor in tensors if (tensor.shape, tensor.dtype) == (meta.shape, meta.dtype))
-
-    @override
-    def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf not in self._ids]
-        of_batch = [t for t in tensors if t.is_floating_point() and t.ndim and not t.requires_grad]
-        # Copies: of frozen parameters at ZeRO stage 3 the data is freed after the run.
-        self.fed += [(runner.fqn, tensor.clone()) for tensor in of_batch if not isinstance(tensor, nn.Parameter)]
-        return super().on_block(runner, call, args, kwargs)
 
 
 class GhostTail(_NotedTail):

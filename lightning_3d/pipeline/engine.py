@@ -20,7 +20,7 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import BatchError, StepError, ThreeDError, TraceError
-from lightning_3d.pipeline.anomaly import StepWatch
+from lightning_3d.pipeline.anomaly import AnomalyDetection
 from lightning_3d.pipeline.batch_loss import BatchLoss
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.norms import Norms
@@ -107,6 +107,7 @@ class PipelineEngine:
         device: torch.device,
         around_backward: AroundBackward,
         wait: Wait,
+        anomalies: AnomalyDetection,
         unsplit: Collection[int] = (),
         before_forward: Callable[[int], None] = lambda stage: None,
         has_budget: bool = False,
@@ -143,6 +144,7 @@ class PipelineEngine:
             effects=self._effects,
             joiner=self._joiner,
             randomness=randomness,
+            anomalies=anomalies,
             before_forward=before_forward,
         )
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
@@ -157,7 +159,6 @@ class PipelineEngine:
         number: int,
         backward: bool,
         loss_scale: float = 1.0,
-        watch: StepWatch | None = None,
         computed: Callable[[], None] = lambda: None,
     ) -> Any:
         """Run ``module.<name>(batch, *rest)`` in microbatches on all stages.
@@ -167,7 +168,6 @@ class PipelineEngine:
             number: Counts the steps, for their random numbers.
             backward: Whether to run the backward too; gradients are left in the parameters, not reduced.
             loss_scale: The factor of losses in the backward, and so of gradients.
-            watch: Watches the step.
             computed: Called when all microbatches are computed on this rank; if it raises, it has to do so on all.
 
         Returns:
@@ -176,7 +176,7 @@ class PipelineEngine:
         Raises:
             TraceError: with ``lacks_data`` on all ranks, where stages can't follow the step, of which nothing stays.
         """
-        step = self._step(name, batch, rest, number=number, backward=backward, loss_scale=loss_scale, watch=watch)
+        step = self._step(name, batch, rest, number=number, backward=backward, loss_scale=loss_scale)
         schedule = self._schedule(step)
         with self._effects.begin(number):
             if self._recorder is not None:
@@ -184,7 +184,7 @@ class PipelineEngine:
                 self._recorder.begin()
                 self._planned = schedule.planned()
             with autocast_cache(enabled=backward):  # all microbatches read the same copies of weights
-                schedule.run(step.forward, self._effects.backward, self._around_backward, self._recorder)
+                schedule.run(step.forward, self._around_backward, self._recorder)
             step.finish()
         computed()
         reports = share(

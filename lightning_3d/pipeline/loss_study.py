@@ -20,14 +20,11 @@ from typing_extensions import override
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.reals import as_reals
-from lightning_3d.pipeline.coupled_buffers import coupled_buffers
-from lightning_3d.pipeline.coupled_inputs import coupled_inputs
 from lightning_3d.pipeline.denominators import TAIL, read
 from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import HostNumbersAlike, StepEffects
-from lightning_3d.pipeline.isolation import isolated
 from lightning_3d.pipeline.joints import Joint, received_joints
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
 from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
@@ -58,10 +55,6 @@ class LossFound:
     """Names of those that can't be joined."""
     denominator: int | None = None
     """Which of the numbers that the step divides by shows the weights of a weighted loss."""
-    coupled_inputs: tuple[str, ...] = ()
-    """FQNs of blocks that get numbers in which samples are coupled already."""
-    coupled_buffers: tuple[str, ...] = ()
-    """FQNs of buffers that it changes by its batch, and from which blocks get something (``coupled_buffers.py``)."""
     failure: str | None = None
     """Why the step could not be studied."""
 
@@ -163,7 +156,7 @@ class LossStudy:
         """
         try:
             self._trace(self._halves(call, samples_of(call.batch, 0, 2 * size)))
-            with isolated(self._effects):
+            with self._effects.isolated():
                 return self._find(call, 2 * size)
         except Exception as error:
             return LossFound(kind=LossKind.MEAN, failure=f"{type(error).__name__}: {error}")
@@ -179,7 +172,7 @@ class LossStudy:
         if shown is not None and (name in self._trusted or _are_close(shown, shares, _EXACT)):
             return shown
         self._trace((*parts, whole))
-        with isolated(self._effects):
+        with self._effects.isolated():
             compared = self._compare(whole, parts, seed=0)
         if not compared.is_finite:
             return shares  # it is no number in one process, too
@@ -203,7 +196,7 @@ class LossStudy:
         def find() -> Sequence[int]:
             for call in (*parts, whole):
                 self._runs.flow(call)  # traced apart
-            with isolated(self._effects):
+            with self._effects.isolated():
                 return self._find_views(whole, parts)
 
         return cached(self._views, _kinds(whole, parts), find)
@@ -216,7 +209,7 @@ class LossStudy:
         if found.denominator is None or parts[0].name in self._distrusted:
             return None
         self._trace(parts)
-        with isolated(self._effects):
+        with self._effects.isolated():
             of_parts = [self._runs.denominators(part) for part in parts]
         return _shares(read(of_parts), found.denominator)
 
@@ -234,7 +227,6 @@ class LossStudy:
     def _find(self, call: StepCall, size: int) -> LossFound | None:
         self._trials.fits = {}
         compared: list[_Comparison] = []
-        coupled_before: tuple[str, ...] = ()
         for draw in range(_SIGNED + 1):
             is_mixed = _NUM_DRAWS <= draw < _SIGNED
             batch = _mixed(call.batch, draw) if is_mixed else call.batch
@@ -249,10 +241,7 @@ class LossStudy:
                 continue  # the step does not take such data, or such outputs of blocks
             if comparison.is_finite and (draw < _SIGNED or comparison.is_smooth):  # else no label may be valid in both
                 self._learn(call.name, comparison)
-                if not compared and not is_mixed:
-                    coupled_before = coupled_inputs(comparison.whole.fed, [part.fed for part in comparison.parts])
-                comparison = comparison.without_tensors()
-                compared.append(comparison)
+                compared.append(comparison.without_tensors())
         if not compared:
             return None
         denominators = set.intersection(*(comparison.denominators for comparison in compared))
@@ -266,8 +255,6 @@ class LossStudy:
             averages={value: min(hows, key=_PREFERRED.index) for value, hows in self._trials.fits.items() if hows},
             unjoined=tuple(value for value, hows in self._trials.fits.items() if not hows),
             denominator=min(denominators & known, default=None),
-            coupled_inputs=coupled_before,
-            coupled_buffers=coupled_buffers(self._runs.flow(compared[-1].call).trace),
         )
 
     def _compare(self, whole: StepCall, parts: Sequence[StepCall], *, seed: int, is_mixed: bool = False) -> _Comparison:

@@ -6,8 +6,8 @@ and the shapes that cross are static, since the trace knows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,9 +37,6 @@ _MULTI = {
 
 Forward = Callable[[int, int, tuple[Tensor, ...]], Any]
 """(stage, index of the microbatch, received tensors) -> tensors to send, or the weighted loss on the last stage."""
-
-Backward = Callable[[int, int], AbstractContextManager[None]]
-"""(stage, index of the microbatch) -> context of its backward, and of each piece of one that is split."""
 
 AroundBackward = Callable[..., AbstractContextManager[None]]
 """(stage, is_last=whether it is the stage's last one in the step) -> context of the backward of a microbatch."""
@@ -95,14 +92,12 @@ class Schedule:
     def run(
         self,
         forward: Forward,
-        backward: Backward,
         around_backward: AroundBackward,
         recorder: SpanRecorder | None = None,
     ) -> None:
         """Run all microbatches, forward and backward.
 
         Args:
-            backward: Gives the context of each backward.
             around_backward: Gives the context of each backward that is in one piece.
             recorder: Measures the computations.
 
@@ -110,7 +105,7 @@ class Schedule:
             BaseException: what ``forward`` or the backward raised, without torch's words around it.
         """
         for stage in self._stages:
-            stage.recorder, stage.backward, stage.around_backward = recorder, backward, around_backward
+            stage.recorder, stage.around_backward = recorder, around_backward
         failure = None
         try:
             self._schedule.step(index=self._indices, run=forward, target=self._indices, return_outputs=False)
@@ -158,7 +153,6 @@ class _Stage(ShapedStage):
     """A stage whose computations can be measured."""
 
     recorder: SpanRecorder | None = None
-    backward: Backward
     around_backward: AroundBackward
 
     def __init__(
@@ -192,11 +186,9 @@ class _Stage(ShapedStage):
             return nullcontext()
         return self.recorder.measure(kind, self.stage_index, microbatch)
 
-    @contextmanager
-    def _backward(self, microbatch: int) -> Iterator[None]:
+    def _backward(self) -> AbstractContextManager[None]:
         """The context of a backward, which is outside of the step's autocast as one that comes after the step is."""
-        with torch.autocast(self.device.type, enabled=False), self.backward(self.stage_index, microbatch):
-            yield
+        return torch.autocast(self.device.type, enabled=False)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._measured("forward", fwd_chunk_id):
@@ -207,10 +199,10 @@ class _Stage(ShapedStage):
     ) -> None:
         computes = self.has_backward and full_backward  # torch calls it in evaluations, too
         around = self.around_backward(self.stage_index, is_last=last_backward) if computes else nullcontext()
-        backward = self._backward(bwd_chunk_id) if self.has_backward else nullcontext()
+        backward = self._backward() if self.has_backward else nullcontext()
         with self._measured("backward" if full_backward else "input", bwd_chunk_id), backward, around:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._measured("weight", bwd_chunk_id), self._backward(bwd_chunk_id):
+        with self._measured("weight", bwd_chunk_id), self._backward():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)

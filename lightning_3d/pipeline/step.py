@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import TraceError
-from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
+from lightning_3d.pipeline.anomaly import AnomalyDetection, MicrobatchWatch
 from lightning_3d.pipeline.batch_loss import Decision
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
@@ -55,6 +55,7 @@ class Stages:
     effects: StepEffects
     joiner: Joiner
     randomness: StepRandomness
+    anomalies: AnomalyDetection
     before_forward: Callable[[int], None]
     """Told which stage runs a microbatch now."""
 
@@ -74,7 +75,6 @@ class PipelineStep:
     number: int
     """Counts the steps, for their random numbers."""
     backward: bool
-    watch: StepWatch | None
     loss_scale: float
     outputs: dict[int, Any] = field(default_factory=dict)
     """Microbatch -> what the step returned for it, filled on the last stage; a tail has only one."""
@@ -144,9 +144,7 @@ class PipelineStep:
         return loss if self.loss_scale == 1.0 else loss.float() * self.loss_scale
 
     def _watched(self, stage: int, index: int) -> AbstractContextManager[MicrobatchWatch | None]:
-        if self.watch is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self.watch.microbatch(min(stage, self.stages.last), index, len(self.parts))
+        return self.stages.anomalies.microbatch(min(stage, self.stages.last), index, len(self.parts))
 
     def _run(self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor]) -> Any:
         views = [tensor.view_as(tensor) for tensor in received]  # of leaves autocast would keep copies, as of weights

@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_3d.errors import StepError
-from lightning_3d.pipeline.coupled_inputs import Fed
 from lightning_3d.pipeline.denominators import TAIL, GhostTail, WatchedTail, is_like_input, read
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
@@ -40,8 +39,6 @@ class TailRun:
     """Whether no shape depended on data."""
     has_kink: bool
     """Whether a number that comes of blocks is bent at some value."""
-    fed: Fed
-    """Tensors that blocks got."""
     loss: Tensor
     of_received: Sequence[Tensor | None]
     """Gradients of what it got from blocks."""
@@ -50,7 +47,7 @@ class TailRun:
 
     def without_tensors(self) -> TailRun:
         """The same, but for the loss, without what takes memory."""
-        return replace(self, output=None, fed=(), of_received=(), of_parameters=())
+        return replace(self, output=None, of_received=(), of_parameters=())
 
 
 class TailRuns:
@@ -126,7 +123,6 @@ class TailRuns:
             output=output,
             denominators=read([run.denominators])[0],
             has_kink=run.has_kink,
-            fed=run.fed,
             is_traced=flow.trace.stopped_by is None,
             loss=loss.detach(),
             of_received=[next(of_trained) if tensor.requires_grad else None for tensor in received],

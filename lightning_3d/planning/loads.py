@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any, Literal, TypeVar
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -25,6 +24,7 @@ from lightning_3d.model.blocks import kind_of
 from lightning_3d.model.deferred import DeferredTensor
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.planning.partition import StageLoad, additive
+from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.trace.fake_blocks import random_like, with_state
 from lightning_3d.trace.ghost import TensorMeta
@@ -196,7 +196,7 @@ def _measured(
 
         return run(differentiable)
 
-    with isolate_rng(), preserved(block):
+    with random_states_kept(), preserved(block):
         return with_state(block, _state_on(block, device), call)
 
 

@@ -1,8 +1,7 @@
 """Autograd behind the back of torch's function modes: checkpoints, the recorded graph.
 
-Owns two workarounds. The generator behind non-reentrant activation checkpoints is the one place to step in there;
-reentrant ones are an autograd function. And ``Tensor.backward`` and ``autograd.grad`` both call a function of the
-module ``torch.autograd`` that can be replaced.
+The generator behind non-reentrant activation checkpoints is the one place to step in there; reentrant ones are an
+autograd function.
 """
 
 from __future__ import annotations
@@ -112,18 +111,6 @@ def frames_of_forward(node: Node) -> list[str]:
     return frames
 
 
-def backwards_seen(see: Callable[[Iterable[Any]], None]) -> AbstractContextManager[None]:
-    """Show the outputs of every backward that begins inside to ``see``, before it runs."""
-    name = "_engine_run_backward"
-    present = vars(torch.autograd)[name]
-
-    def run(outputs: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        see(outputs)
-        return present(outputs, *args, **kwargs)
-
-    return attributes_replaced(torch.autograd, {name: run})
-
-
 def has_reentrant_checkpoints(outputs: Iterable[Tensor | GradientEdge | None], since: int = 0) -> bool:
     """Whether the backward of these outputs runs other backwards inside, of reentrant checkpoints.
 
@@ -173,11 +160,6 @@ def is_cast_of_leaf(tensor: Tensor) -> bool:
 def is_refusal_of_hooks(error: RuntimeError) -> bool:
     """Whether torch raised it because hooks see the tensors that the graph keeps."""
     return str(error).startswith("torch.func.") and "saved tensor hooks" in str(error)
-
-
-def is_refusal_of_compiled_code(error: RuntimeError) -> bool:
-    """Whether torch raised it because gradients of gradients go through compiled code."""
-    return "aot_autograd does not currently support double backward" in str(error)
 
 
 def is_in_backward() -> bool:

@@ -238,7 +238,7 @@ class Router:
     ) -> None:
         self.step: Step | None = None
         self.watch: Watch | None = None
-        self.blocks, self._absent, self._compiled = blocks, absent, compiled
+        self.blocks, self.absent, self._compiled = blocks, absent, compiled
         self._guards = AttributeGuards(lambda: self.step is not None)
 
     @contextmanager
@@ -250,7 +250,7 @@ class Router:
                 runner = running(block)
                 assert runner.route is None, f"{fqn} is routed already"
                 runners.append(runner)
-                runner.fqn, runner.route, runner.is_absent = fqn, self, fqn in self._absent
+                runner.fqn, runner.route, runner.is_absent = fqn, self, fqn in self.absent
                 if not runner.is_absent and runner.sharded is None:
                     runner.dense = self._compiled(block)
             yield
@@ -262,7 +262,7 @@ class Router:
 
     def guard(self, attributes: Mapping[str, frozenset[str]]) -> None:
         """Refuse that glue reads these attributes (block FQN -> names in it) of blocks that are absent."""
-        for fqn in self._absent & attributes.keys():
+        for fqn in self.absent & attributes.keys():
             self._guards.add(fqn, self.blocks[fqn], attributes[fqn])
 
 

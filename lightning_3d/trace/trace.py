@@ -55,8 +55,6 @@ class TracedCall:
     """Tensor that shares memory with one that an in-place call changes -> id of its new value."""
     entangled: frozenset[int] = frozenset()
     """Ids of tensors consumed that share memory with another one of them, and change in place."""
-    changed_buffers: frozenset[str] = frozenset()
-    """FQNs of buffers outside of blocks that it changes, or reads after the batch has changed them."""
     side: SideOutputs = field(default_factory=SideOutputs)
     """Outputs of the block besides its return value."""
 

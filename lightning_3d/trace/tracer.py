@@ -130,10 +130,8 @@ class _Tracer(StepMode):
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
         self._num_calls: dict[str, int] = {}
-        self._names: dict[Tensor, frozenset[str]] = {}
-        self._changed_by_batch: set[Tensor] = set()  # of the module
+        self._state = {tensor for _, tensor, _ in named_state(module)}
         for name, tensor, _ in named_state(module):
-            self._names[tensor] = self._names.get(tensor, frozenset()) | {name}
             self._fakes.of_state(tensor)
             if isinstance(tensor, nn.Parameter) or tensor in self._blocks.tensors:
                 self._sources[tensor] = frozenset({name})
@@ -181,7 +179,7 @@ class _Tracer(StepMode):
 
     @override
     def __torch_function__(self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in DEVICE_GETTERS and args[0] in self._names:
+        if func in DEVICE_GETTERS and args[0] in self._state:
             return func(self._fakes.of_state(args[0]))  # parameters are moved after the trace
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -199,7 +197,7 @@ class _Tracer(StepMode):
         self._check_followed(tensors, name)
         is_recorded = any(tensor in self._ids for tensor in tensors)
         if not is_recorded and not any(tensor in self._sources for tensor in tensors):
-            return self._run_on_batch(func, args, kwargs, tensors)
+            return func(*args, **kwargs)
         if is_recorded and func in DIFFERENTIATING and self._fakes.fake_mode is not None:
             raise gradient_refused(name)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
@@ -221,16 +219,6 @@ class _Tracer(StepMode):
                 " layers are: a pipeline can't cut between them. Use pipeline_parallel_size=1.",
                 lacks_data=True,
             )
-
-    def _run_on_batch(self, func: Call, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-        """Make a call without tensors of blocks; note buffers that it changes by data of the batch."""
-        buffers = {tensor for tensor in tensors if tensor in self._names and not tensor.is_inference()}
-        if not buffers or all(tensor in self._names for tensor in tensors):
-            return func(*args, **kwargs)
-        versions = {buffer: version_of(buffer) for buffer in buffers}
-        output = func(*args, **kwargs)
-        self._changed_by_batch |= {buffer for buffer, version in versions.items() if version_of(buffer) != version}
-        return output
 
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fqn, block = runner.fqn, runner.block
@@ -325,8 +313,6 @@ class _Tracer(StepMode):
         changed = {
             i: fakes[i] for i in _positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]
         }
-        written = {leaves[i] for i in changed if not (leaves[i] in self._ids or isinstance(leaves[i], nn.Parameter))}
-        written |= {leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf in self._changed_by_batch}
         aliased = self._retag_aliases([(leaves[i], fake) for i, fake in changed.items()], where) if changed else {}
         entangled = self._entangled([(leaves[i], fake) for i, fake in changed.items()])
         mutated = {i: self._new_id(leaves[i], fake) for i, fake in changed.items()}
@@ -348,7 +334,6 @@ class _Tracer(StepMode):
                     is_random=randomness.seen,
                     aliased=aliased,
                     entangled=entangled,
-                    changed_buffers=frozenset[str]().union(*(self._names.get(leaf, frozenset()) for leaf in written)),
                     side=side[0] if side else SideOutputs(),
                 )
             )

@@ -62,8 +62,6 @@ def example_batch(trainer: Trainer) -> Any:
 
 
 def _first_batch(loader: Any) -> Any:
-    if isinstance(loader, Peeked):
-        return loader.peek()
     with undisturbed(loader):
         return _fetched(loader)
 

@@ -1,19 +1,14 @@
 """Modules that the user compiled: they run eagerly where steps meet stand-ins for tensors of other ranks, and where a
-LightningModule was compiled as a whole. And what compiled blocks can't do.
+LightningModule was compiled as a whole.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
-from lightning_3d.errors import StepError
-from lightning_3d.torch_internals.autograd import is_refusal_of_compiled_code
 from lightning_3d.torch_internals.lightning_helpers import is_compiled_whole
 from lightning_3d.torch_internals.modules import is_compiled
 
@@ -40,21 +35,3 @@ def warn_of_compiled(module: nn.Module) -> None:
             f"{names}: compiled by torch.compile, but run eagerly, as steps with a pipeline or tensor parallel meet"
             " tensors that other ranks hold. compile.enabled=true compiles blocks in every layout."
         )
-
-
-@contextmanager
-def second_gradients_refused() -> Iterator[None]:
-    """Say which setting keeps a backward inside from going through gradients.
-
-    Raises:
-        StepError: it goes through those of compiled blocks.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_refusal_of_compiled_code(error):
-            raise
-        raise StepError(
-            "A loss depends on gradients that went through compiled blocks (create_graph=True), and torch.compile has"
-            " no gradients of gradients. Set compile.enabled=False."
-        ) from error

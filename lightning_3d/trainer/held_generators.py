@@ -1,8 +1,10 @@
-"""Generators of random numbers that dataloaders, samplers, datasets and modules hold."""
+"""What dataloaders, samplers, datasets and modules hold: among it are generators of random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+from collections import deque
+from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -12,14 +14,15 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.generator_states import is_generator
 
-_LEAVES = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None), nn.Module, LightningDataModule, Trainer)
-_MOST_ENTRIES = 1_000
+_DATA = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None))
+_LEAVES = (*_DATA, nn.Module, LightningDataModule, Trainer, type, FunctionType, ModuleType)
+_MOST_ENTRIES = 10_000
 """Entries of a container up to which they are looked into: more are data."""
 
 
 def generators_of_loaders(loaders: Any) -> list[Any]:
     """All that are found from dataloaders, in an order that is the same for the same loaders."""
-    return list(_found(loaders, {}))
+    return [held for held in held_by(loaders) if is_generator(held)]
 
 
 def generators_of_modules(module: nn.Module) -> dict[str, Any]:
@@ -32,19 +35,21 @@ def generators_of_modules(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _found(value: Any, seen: dict[int, Any]) -> Iterator[Any]:
-    if isinstance(value, (*_LEAVES, type, FunctionType, ModuleType)) or id(value) in seen:
+def held_by(value: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """A value and all that it holds: containers, generators of random numbers, files, and objects with attributes."""
+    seen = {} if seen is None else seen
+    if isinstance(value, _LEAVES) or id(value) in seen:
         return
-    seen[id(value)] = value
-    if is_generator(value):
-        yield value
-        return
+    seen[id(value)] = value  # alive, so that its id stays its own
     inner: Any = ()
-    if isinstance(value, Mapping):
-        inner = value.values() if len(value) <= _MOST_ENTRIES else ()
-    elif isinstance(value, list | tuple | set):
-        inner = value if len(value) <= _MOST_ENTRIES else ()
+    if is_generator(value) or isinstance(value, io.IOBase):
+        yield value
+    elif isinstance(value, dict | tuple | list | deque | set):
+        if len(value) <= _MOST_ENTRIES:
+            yield value
+            inner = value.values() if isinstance(value, dict) else value
     elif isinstance(attributes := getattr(value, "__dict__", None), dict):
+        yield value
         inner = [attributes[name] for name in attributes if name != "_iterator"]  # a DataLoader's, with its workers
     for entry in list(inner):
-        yield from _found(entry, seen)
+        yield from held_by(entry, seen)

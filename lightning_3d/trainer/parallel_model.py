@@ -35,6 +35,7 @@ from lightning_3d.distributed.rng import Generators, StepRandomness, join_replic
 from lightning_3d.model.block_runner import Dense, running
 from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.model.initial_weights import check_same_model, move_buffers, move_parameters, place_weights
+from lightning_3d.pipeline.anomaly import AnomalyDetection
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
@@ -48,7 +49,6 @@ from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import set_device
 from lightning_3d.trace.interception import Router
-from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.budget import Budget, accumulates
 from lightning_3d.trainer.full_params import full_params
@@ -215,7 +215,8 @@ def make_parallel(
         device=device,
     )
     scales = precision.scales_losses
-    anomalies = AnomalyDetection(router, mesh, plan.num_stages, device, scales_losses=scales)
+    of_blocks = {block.fqn: block.stages[0] for block in plan.blocks}
+    anomalies = AnomalyDetection(router, mesh, of_blocks, plan.num_stages, sees_backward=not scales)
     tables = tables_in(module, blocks, config)
     products = traced_products(tables, plan, observed.trace)
     heads = fused_heads(plan, blocks, tables, products, config, mesh)
@@ -232,6 +233,7 @@ def make_parallel(
             device=device,
             around_backward=zero.stage_backward,
             wait=wait,
+            anomalies=anomalies,
             unsplit=unsplit,
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
             has_budget=config.activations.plans_memory,

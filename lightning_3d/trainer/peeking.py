@@ -1,157 +1,81 @@
 """Looking at the first batch of a dataloader, which goes on as if nobody had.
 
 Dataloaders, samplers and datasets may keep where they are: in attributes, in lists, in generators of random numbers and
-in open files. All of that is put back. An iterator, as of a generator function, can't be; it notes what it gives, and
-another that begins with that takes its place.
+in open files. All of that is put back. An iterator, as of a generator function, can't be; one that gives again what
+was taken of it takes its place.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-import random
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
-import torch
-from lightning.pytorch import LightningDataModule, Trainer
-from torch import Tensor, nn
-
+from lightning_3d.distributed.generator_states import is_generator, states_kept
 from lightning_3d.model.snapshot import CONTAINERS, refill
+from lightning_3d.trainer.held_generators import held_by
 
-_DATA = (Tensor, np.ndarray, str, bytes, int, float, complex, type(None))
-_LEAVES = (*_DATA, nn.Module, LightningDataModule, Trainer, type, FunctionType, ModuleType)
-"""Kinds of values that looking at a batch does not change."""
 
-_MOST_ENTRIES = 10_000
-"""Entries of a container up to which they are looked into: more are data."""
+class Peeked(Iterator[Any]):
+    """An iterator, which may be its own dataloader, that can be looked at without losing what it gave."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator, self._given = iterator, list[Any]()
+        self._is_looked_at = False
+
+    def __next__(self) -> Any:
+        value = next(self._iterator)
+        if self._is_looked_at:
+            self._given.append(value)
+        return value
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """What it gives inside, it gives again afterwards."""
+        self._is_looked_at = True
+        try:
+            yield
+        finally:
+            self._iterator = chain(self._given, self._iterator)
+            self._is_looked_at, self._given = False, []
+
+
+def is_used_up(loader: Any) -> bool:
+    """Whether it is an iterator that nothing puts back: a generator, say."""
+    return isinstance(loader, Iterator) and not hasattr(loader, "__dict__") and not isinstance(loader, io.IOBase)
 
 
 @contextmanager
 def undisturbed(loader: Any) -> Iterator[None]:
     """Let batches of a dataloader be fetched inside; afterwards it is as before."""
     with ExitStack() as stack:
-        _Kept(stack).keep(loader)
+        if isinstance(loader, Peeked):
+            stack.enter_context(loader.looked_at())
+        for held in list(held_by(loader)):
+            _keep(held, stack)
         yield
 
 
-def is_used_up(loader: Any) -> bool:
-    """Whether it is an iterator that nothing puts back: a generator, say."""
-    return isinstance(loader, Iterator) and not hasattr(loader, "__dict__")
-
-
-class Peeked:
-    """An iterator that is its own dataloader, and can be looked at without losing what it gave.
-
-    Args:
-        iterator: Gives each batch once.
-    """
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator = iterator
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._iterator
-
-    def peek(self) -> Any:
-        """The next batch, which it gives again."""
-        batch = next(self._iterator)
-        self._iterator = chain([batch], self._iterator)
-        return batch
-
-
-class _Noting:
-    """An iterator that notes what it gave."""
-
-    def __init__(self, iterator: Iterator[Any]) -> None:
-        self._iterator, self.given = iterator, list[Any]()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self.given.append(next(self._iterator))
-        return self.given[-1]
-
-    def again(self) -> Iterator[Any]:
-        """An iterator that gives all of it."""
-        return chain(self.given, self._iterator)
-
-
-class _Kept:
-    """Puts objects back to what they are now.
-
-    Args:
-        stack: Does it when it ends.
-    """
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack, self._seen = stack, dict[int, Any]()
-
-    def keep(self, value: Any) -> None:
-        """Put this back, and all in it."""
-        if isinstance(value, _LEAVES) or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value  # alive, so that its id stays its own
-        if (restore := _restorer(value)) is not None:
-            self._stack.callback(restore)
-        elif isinstance(value, CONTAINERS):
-            if len(value) <= _MOST_ENTRIES:
-                before = copy.copy(value)
-                self._stack.callback(refill, value, before)
-                self._keep_entries(value, before)
-        elif isinstance(value, tuple):
-            for entry in value:
-                self.keep(entry)
-        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
-            before = dict(attributes)
-            self._stack.callback(_refilled, attributes, before)
-            self._keep_entries(attributes, before)
-
-    def _keep_entries(self, container: Any, before: Any) -> None:
-        """Keep what is in a container, which is refilled with ``before`` after that."""
+def _keep(value: Any, stack: ExitStack) -> None:
+    """Put this back, apart from what is deeper inside, when the stack ends."""
+    if is_generator(value):
+        stack.enter_context(states_kept([value]))
+    elif isinstance(value, io.IOBase):
+        if not value.closed and value.seekable():
+            stack.callback(value.seek, value.tell())
+    elif isinstance(value, CONTAINERS) or hasattr(value, "__dict__"):  # tuples stay as they are
+        container: Any = value if isinstance(value, CONTAINERS) else vars(value)
+        before = copy.copy(container)
+        stack.callback(refill, container, before)
         keys: Iterable[Any] = ()
         if isinstance(container, MutableMapping):
             keys = list(container)
         elif isinstance(container, MutableSequence):
             keys = range(len(container))
         for key in keys:
-            entry = container[key]
-            if is_used_up(entry) and not isinstance(entry, io.IOBase):
-                container[key] = noting = _Noting(entry)
-                self._stack.callback(_put_again, before, key, noting)
-            else:
-                self.keep(entry)
-
-
-def _restorer(value: Any) -> Callable[[], Any] | None:
-    """Puts back the state of a generator of random numbers, or the place in a file."""
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-        return lambda: value.set_state(state)
-    if isinstance(value, random.Random):
-        drawn = value.getstate()
-        return lambda: value.setstate(drawn)
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator.state
-        return lambda: setattr(value.bit_generator, "state", bits)
-    if isinstance(value, np.random.RandomState):
-        legacy = value.get_state()
-        return lambda: value.set_state(legacy)
-    if isinstance(value, io.IOBase) and not value.closed and value.seekable():
-        place = value.tell()
-        return lambda: value.seek(place)
-    return None
-
-
-def _refilled(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    attributes.clear()
-    attributes.update(before)
-
-
-def _put_again(before: Any, key: Any, noting: _Noting) -> None:
-    before[key] = noting.again()
+            if is_used_up(container[key]):
+                before[key] = container[key] = peeked = Peeked(container[key])
+                stack.enter_context(peeked.looked_at())

@@ -24,7 +24,6 @@ from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import BatchError
 from lightning_3d.torch_internals import data_loops
 from lightning_3d.trainer.held_generators import generators_of_loaders, generators_of_modules
-from lightning_3d.trainer.peeking import Peeked
 
 
 class Resuming:
@@ -113,7 +112,7 @@ class Resuming:
 
     def _iterate(self, fetcher: data_loops.Fetcher) -> None:
         self._note_iterator()
-        if not any(map(_gives_once, data_loops.training_loaders(self._trainer))):
+        if not any(isinstance(loader, Iterator) for loader in data_loops.training_loaders(self._trainer)):  # gives once
             iter(fetcher)
 
     def _note_iterator(self) -> None:
@@ -130,7 +129,3 @@ class Resuming:
                 f"The dataloaders hold {len(self._of_loaders)} generators of random numbers, which are not the"
                 f" {len(states)} that the checkpoint has states of: the order of their samples is another one."
             )
-
-
-def _gives_once(loader: Any) -> bool:
-    return isinstance(loader, Iterator | Peeked)

@@ -1,25 +1,15 @@
-"""The settings that every rank has to share, compared once: a rank that clips, saves or stops alone is waited for."""
+"""The settings that every rank has to share: a rank that clips, saves or stops alone is waited for."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
-)
+from lightning.pytorch import LightningModule, Trainer, callbacks
 from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -28,93 +18,76 @@ from lightning_3d.errors import ConfigError
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 
 _OF_ALL_RANKS = (
-    BaseFinetuning,
-    Checkpoint,
-    EarlyStopping,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-    Timer,
-    WeightAveraging,
+    callbacks.BaseFinetuning,
+    callbacks.Checkpoint,
+    callbacks.EarlyStopping,
+    callbacks.GradientAccumulationScheduler,
+    callbacks.LearningRateFinder,
+    callbacks.ModelPruning,
+    callbacks.StochasticWeightAveraging,
+    callbacks.Timer,
+    callbacks.WeightAveraging,
 )
 """Callbacks that change training, or run collectives. Others may be on some ranks only, such as a progress bar."""
 
-_FLAGS = (
-    "precision",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "max_epochs",
-    "min_epochs",
-    "max_steps",
-    "min_steps",
-    "max_time",
-    "check_val_every_n_epoch",
-    "val_check_interval",
-    "num_sanity_val_steps",
-    "limit_train_batches",
-    "limit_val_batches",
-    "limit_test_batches",
-    "limit_predict_batches",
-    "overfit_batches",
-    "fast_dev_run",
-    "reload_dataloaders_every_n_epochs",
-)
+_OF_EACH_RANK = {"logger", "default_root_dir", "log_every_n_steps"}
+"""Settings of the Trainer that may differ."""
 
 
 def check_same_settings(trainer: Trainer, config: ThreeDConfig) -> None:
-    """Check that all ranks have the same settings, before hooks rely on it. Every rank calls it.
+    """Check that all ranks have the same settings, before hooks rely on it.
 
     Raises:
-        ConfigError: names the setting, its values and the ranks; on all ranks.
+        ConfigError: as ``check_same``.
     """
-    callbacks = [callback for callback in callbacks_of(trainer) if isinstance(callback, _OF_ALL_RANKS)]
-    settings = {
-        "strategy": str(config),
-        "what the Trainer runs": str(trainer.state.fn),
-        "callbacks": _listed([callback.state_key for callback in callbacks]),
-    }
-    flags: Mapping[str, object] = {name: getattr(trainer, name, None) for name in _FLAGS}
-    _compare(settings | {f"Trainer({name}=...)": str(value) for name, value in flags.items()})
+    shared = [callback.state_key for callback in callbacks_of(trainer) if isinstance(callback, _OF_ALL_RANKS)]
+    names = [name for name in inspect.signature(Trainer).parameters if name not in _OF_EACH_RANK]
+    flags = {name: getattr(trainer, name, None) for name in names}
+    plain = {f"Trainer({name}=...)": [str(v)] for name, v in flags.items() if isinstance(v, int | float | str | None)}
+    check_same(
+        {"strategy": [str(config)], "what the Trainer runs": [str(trainer.state.fn)], "callbacks": shared} | plain
+    )
 
 
 def check_same_training(module: LightningModule) -> None:
-    """Check that all ranks train the same parameters in the same way, as hooks have left them. Every rank calls it.
+    """Check that all ranks train the same parameters in the same way, as hooks have left them.
 
     Raises:
-        ConfigError: as ``check_same_settings``.
+        ConfigError: as ``check_same``.
     """
     frozen = [fqn for fqn, parameter in module.named_parameters() if not parameter.requires_grad]
-    automatic = str(module.automatic_optimization)
-    _compare({"frozen parameters": _listed(frozen), "automatic_optimization": automatic})
+    check_same({"frozen parameters": frozen, "automatic_optimization": [str(module.automatic_optimization)]})
 
 
 def check_same_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Check that all ranks step in the same way: a collective of a step that one rank makes alone is waited for.
+    """Check that all ranks step in the same way.
 
     Raises:
-        ConfigError: as ``check_same_settings``.
+        ConfigError: as ``check_same``.
     """
     groups = [
         f"{type(optimizer).__name__}, group {index} of {len(optimizer.param_groups)}: {_settings(group)}"
         for optimizer in optimizers
         for index, group in enumerate(optimizer.param_groups)
     ]
-    _compare({"optimizers": _listed(groups)})
+    check_same({"optimizers": groups})
 
 
 def _settings(group: Mapping[str, Any]) -> str:
-    shown = {name: value for name, value in group.items() if isinstance(value, int | float | str | tuple)}
-    return ", ".join(f"{name}={value}" for name, value in shown.items())
+    return ", ".join(f"{name}={value}" for name, value in group.items() if isinstance(value, int | float | str | tuple))
 
 
-def _compare(mine: dict[str, str]) -> None:
+def check_same(mine: Mapping[str, Sequence[str]]) -> None:
+    """Compare settings (name -> lines) over all ranks; every rank calls it.
+
+    Raises:
+        ConfigError: names the setting, the lines that differ and the ranks; on all ranks.
+    """
     sums = gather_numbers(zlib.crc32(json.dumps(mine).encode()))
     other = next((rank for rank, value in enumerate(sums) if value != sums[0]), None)
     if other is None:
         return
-    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    everyone: list[Mapping[str, Sequence[str]]] = [{} for _ in sums]
     dist.all_gather_object(everyone, mine)
     first, second = everyone[0], everyone[other]
     name = next(name for name in first if first[name] != second[name])
@@ -124,11 +97,6 @@ def _compare(mine: dict[str, str]) -> None:
     )
 
 
-def _listed(names: list[str]) -> str:
-    return "\n".join(names)
-
-
-def _without(text: str, other: str) -> str:
-    """The lines of a setting that differ, in one."""
-    lines = [line for line in text.splitlines() if line not in other.splitlines()]
-    return ", ".join(lines[:3]) + (", ..." if len(lines) > 3 else "") if lines else "none of these"
+def _without(lines: Sequence[str], others: Sequence[str]) -> str:
+    left = [line for line in lines if line not in others]
+    return ", ".join(left[:3]) + (", ..." if left[3:] else "") or "none of these"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import SplitError, StepError, TraceError
-from lightning_3d.pipeline.anomaly import MicrobatchWatch, StepWatch
+from lightning_3d.pipeline.anomaly import AnomalyDetection, MicrobatchWatch
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
@@ -24,7 +23,6 @@ from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.world_collectives import world_collectives_refused
-from lightning_3d.trainer.anomaly import AnomalyDetection
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.gradients import Gradients
@@ -84,19 +82,14 @@ class WholeModelRunner(StepRunner):
     ) -> None:
         self._heads, self._inline = heads, inline
         self._module, self._zero, self._randomness, self._anomalies = module, zero, randomness, anomalies
-        self._watch: StepWatch | None = None  # of the last training step
-        self._watched: MicrobatchWatch | None = None  # its one microbatch
+        self._watch: MicrobatchWatch | None = None  # of the last training step
         self._steps_by_hand = False  # inside of a training step with manual optimization
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         self._zero.set_accumulating(accumulating)
         self._steps_by_hand = not self._module.automatic_optimization
-        self._watch = self._anomalies.new_watch()
-        if self._watch is None:
+        with self._anomalies.step(), self._anomalies.microbatch(None, 0, 1) as self._watch:
             output = self._run("training_step", batch, rest, number=number)
-        else:
-            with self._anomalies.watching(self._watch), self._watch.microbatch(0, 0, 1) as self._watched:
-                output = self._run("training_step", batch, rest, number=number)
         if not self._module.automatic_optimization:
             self._steps_by_hand = False
             self._zero.leave_step()
@@ -122,22 +115,16 @@ class WholeModelRunner(StepRunner):
     def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
         self._zero.set_accumulating(accumulating)
         self._zero.before_backward(loss)
-        if self._watch is None or self._watched is None:
+        if self._watch is not None:
+            self._watch.see_loss(loss)
+            self._watch.see_backward([loss])
+        with self._anomalies.step():
             yield
-            self._after_backward()
-            return
-        self._watched.see_loss(loss)
-        self._watched.see_backward([loss])
-        with self._anomalies.watching(self._watch):
-            yield
-        self._after_backward()
-        if (error := self._anomalies.error(self._watch)) is not None:
-            raise error
-
-    def _after_backward(self) -> None:
-        self._zero.after_backward()
-        if not self._steps_by_hand:
-            self._zero.leave_step()
+            self._zero.after_backward()
+            if not self._steps_by_hand:
+                self._zero.leave_step()
+            if (error := self._anomalies.error()) is not None:
+                raise error
 
     def after_optimizer_step(self) -> None:
         if self._inline is not None:
@@ -198,16 +185,12 @@ class PipelineRunner(StepRunner):
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
 
     def _run(self, batch: Any, rest: Sequence[Any], number: int, loss_scale: float) -> Any:
-        run = partial(
-            self._engine.run, "training_step", batch, rest, number=number, backward=True, loss_scale=loss_scale
-        )
-        if (watch := self._anomalies.new_watch()) is None:
-            return run()
-        with self._anomalies.watching(watch):
-            return run(watch=watch, computed=partial(self._raise_if_found, watch))
+        settings: dict[str, Any] = {"number": number, "backward": True, "loss_scale": loss_scale}
+        with self._anomalies.step():
+            return self._engine.run("training_step", batch, rest, computed=self._raise_if_found, **settings)
 
-    def _raise_if_found(self, watch: StepWatch) -> None:
-        if (error := self._anomalies.error(watch)) is not None:
+    def _raise_if_found(self) -> None:
+        if (error := self._anomalies.error()) is not None:
             self._zero.end_step()
             raise error
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.pipeline.batch_loss import BatchLoss, Decision
-from lightning_3d.pipeline.effects.running_statistics import seen
+from lightning_3d.pipeline.effects import norms
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.zero import fully_sharded
 from lightning_3d.zero.gradients import Gradients
@@ -290,7 +290,8 @@ def _save_no_momentum(checkpoint: dict[str, Any]) -> None:
 
 
 def _see_one_microbatch(patch: Patch) -> None:
-    _everywhere(patch, seen, lambda norm, calls: seen(norm, calls[:1]))
+    of_batch = norms._of_batch
+    patch.setattr(norms, "_of_batch", lambda norm, calls: of_batch(norm, calls[:1]))
 
 
 def _draw_again(patch: Patch) -> None:

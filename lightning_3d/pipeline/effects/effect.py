@@ -8,7 +8,6 @@ per batch, to its end. An effect makes up for the difference:
         with effect.microbatch(place):                every microbatch on every stage of this rank: nothing stays
             found = effect.collect(place)             at the end of the user's code: the tensors that it gave
             effect.keep(place, found)                 the same with the data behind ghosts filled in
-        with effect.backward(stage, microbatch):      its backward
     joined = effect.join(stage, sizes)                what one step on the whole batch would have done
     effect.apply(joined, is_own=...)                  on every rank, for every stage that reports
 
@@ -58,10 +57,6 @@ class Effect:
 
     def microbatch(self, place: Place) -> AbstractContextManager[None]:
         """Around the user's step on one microbatch; leaves no change behind."""
-        return nullcontext()
-
-    def backward(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Around the backward of a microbatch on a stage, or a piece of it, which may run code of blocks again."""
         return nullcontext()
 
     def collect(self, place: Place) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_3d.distributed.generator_states import generators_of, set_state, state_of
+from lightning_3d.distributed.generator_states import generators_of, state_of, states_kept
 from lightning_3d.pipeline.effects.effect import Effect, Place
 
 
@@ -31,13 +31,10 @@ class OwnGenerators(Effect):
     @override
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
-        states = [(generator, state_of(generator)) for generator in generators_of(self._module.modules())]
-        self._starts = [(generator, _digest(state)) for generator, state in states]
-        try:
+        generators = generators_of(self._module.modules())
+        self._starts = [(generator, _digest(state_of(generator))) for generator in generators]
+        with states_kept(generators):
             yield
-        finally:
-            for generator, state in states:
-                set_state(generator, state)
 
     @override
     @contextmanager

@@ -97,14 +97,6 @@ class StepEffects:
                 stack.enter_context(effect.microbatch(place))
             yield
 
-    @contextmanager
-    def backward(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Around the backward of a microbatch on a stage."""
-        with ExitStack() as stack:
-            for effect in self._effects:
-                stack.enter_context(effect.backward(stage, microbatch))
-            yield
-
     def collect(self, place: Place) -> list[Any]:
         """The tensors that each effect collects."""
         return [effect.collect(place) for effect in self._effects]
@@ -134,6 +126,12 @@ class StepEffects:
         for i, effect in enumerate(self._effects):
             for of_stage, is_own in joined:
                 effect.apply(of_stage[i], is_own=is_own)
+
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        """Study steps inside, on this rank alone: nothing that they do stays."""
+        with random_states_kept(), self.begin(0):
+            yield
 
     # ---- TracedEffects
 

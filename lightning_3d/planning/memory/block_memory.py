@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,6 +18,7 @@ from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.plan.planned_forward import PlannedForward
 from lightning_3d.torch_internals.dispatch import GROUPED_MM, SCALED_GROUPED_MM
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
+from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 
 
 def _flops_of_grouped(input: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
@@ -81,7 +81,7 @@ def measure_memory(
     Raises:
         Exception: of the block, which can't run without data.
     """
-    with isolate_rng(), preserved(block), on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
+    with random_states_kept(), preserved(block), on_fake_tensors(FakeTensorMode(allow_non_fake_inputs=True)):
         run = BlockRun(block, inputs, device, None if tensor is None else PlannedForward(tensor))
         with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             forward_alone = run.alone()

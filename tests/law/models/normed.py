@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from tests.models import Regression
@@ -66,19 +65,15 @@ class Beside(nn.Module):
         return x + 0 * self.norm(x)
 
 
-class Recomputed(nn.Module):
-    """Norms under a checkpoint: in one process a recomputed call counts again."""
+class Layer(nn.Module):
+    """A layer with one norm beside it."""
 
-    def __init__(self, *, is_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.is_reentrant = is_reentrant
         self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)
 
-    def _inner(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x)) + 0 * self.norm(x)
-
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._inner, x, use_reentrant=self.is_reentrant)  # type: ignore[no-any-return]
+        return torch.tanh(self.layer(x)) + 0 * self.norm(x)
 
 
 class NormNet(Regression):
@@ -89,8 +84,7 @@ class NormNet(Regression):
         self.before, self.between = (nn.BatchNorm1d(WIDTH, affine=False) for _ in range(2))
         self.after = nn.BatchNorm1d(WIDTH, affine=False, momentum=None)
         self.shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), Beside(nn.BatchNorm1d(WIDTH, momentum=None)))
-        self.blocks = nn.ModuleList([Recomputed(is_reentrant=False), Norms(), Recomputed(is_reentrant=True)])
-        self.checkpointed = nn.BatchNorm1d(WIDTH)
+        self.blocks = nn.ModuleList([Layer(), Norms(), Layer()])
         self.head = nn.Linear(WIDTH, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,6 +92,5 @@ class NormNet(Regression):
         for i, block in enumerate(self.blocks):
             x = block(x)
             x = x + 0 * self.between(x) if i < 2 else x
-        x = x + 0 * checkpoint(self.checkpointed, x, use_reentrant=False)
         y: Tensor = self.head(self.shared(x))
         return y + 0 * self.after(torch.cat([y, y], -1))[:, :4]
