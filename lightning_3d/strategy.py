@@ -110,7 +110,6 @@ from lightning_3d.trainer.laid_out import Layout, has_layout, has_some_layout, i
 from lightning_3d.trainer.last_step import is_last_step
 from lightning_3d.trainer.launcher import Launcher
 from lightning_3d.trainer.memory_meter import MemoryMeter
-from lightning_3d.trainer.module_names import leave_out_module_names
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.pending_gradients import gradients_seen
@@ -134,7 +133,6 @@ from lightning_3d.trainer.synced_norms import check_synced, sync_norms
 from lightning_3d.trainer.user_clipping import clipping_joined
 from lightning_3d.trainer.user_collectives import UserCollectives
 from lightning_3d.trainer.whole_modules import modules_whole
-from lightning_3d.trainer.world_size import warn_of_copies
 from lightning_3d.waits import Waits
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.plain_parameters import PlainParameters
@@ -293,15 +291,7 @@ class ThreeDStrategy(ParallelStrategy):
     @property
     def num_processes(self) -> int:
         """Processes on this node."""
-        warn_of_copies(self._mesh, "num_processes")
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        """Number of all ranks, as in every strategy."""
-        warn_of_copies(self._mesh, "world_size")
-        return super().world_size
 
     @property
     def process_group_backend(self) -> str | None:
@@ -526,7 +516,7 @@ class ThreeDStrategy(ParallelStrategy):
             if self.mesh.shape.is_model_parallel:
                 warn_of_compiled(self._module)
             if self.mesh.shape.is_model_parallel or self.config.activations.plans_memory:
-                leave_out_module_names(trainer)
+                lightning_helpers.leave_out_module_names(trainer)
             wait = Waits(trainer, lambda: self._is_stepping)
             with wait(f"Making {type(self._module).__name__} parallel"):
                 self._parallel = make_parallel(
