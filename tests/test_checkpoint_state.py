@@ -23,7 +23,7 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
 from lightning_3d.checkpoint import (
     full_model_state,
-    full_optimizer_state,
+    grouped_optimizer_state,
     is_sharded_checkpoint,
     load_full,
     load_optimizers,
@@ -33,6 +33,7 @@ from lightning_3d.checkpoint import (
     read_full,
     read_sharded,
     saved_optimizers,
+    whole_optimizer_state,
     write_full,
 )
 from lightning_3d.errors import CheckpointError
@@ -86,15 +87,14 @@ def save(folder: Path) -> None:
     model, optimizers, pp = trained()
     states = [optimizer_state(model, optimizer) for optimizer in optimizers]
     save_sharded(folder / "sharded", {"state_dict": model_state(model), "optimizer_states": states, "epoch": 3}, pp)
-    full = {
-        "state_dict": full_model_state(model, pp),
-        "optimizer_states": [full_optimizer_state(model, optimizer, pp) for optimizer in optimizers],
-        "epoch": 3,
-    }
+    parts = [grouped_optimizer_state(model, optimizer) for optimizer in optimizers]
+    wholes = [whole_optimizer_state(own, model, opt, pp) for own, opt in zip(parts, optimizers, strict=True)]
+    full = {"state_dict": full_model_state(model, pp), "optimizer_states": wholes, "epoch": 3}
     if dist.get_rank() == 0:
         torch.save(full, folder / "full.ckpt")
     else:
-        assert full == {"state_dict": {}, "optimizer_states": [{}] * len(optimizers), "epoch": 3}
+        assert full["state_dict"] == {}
+        assert [whole["state"] for whole in wholes] == [{}] * len(optimizers)
     dist.barrier()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +28,7 @@ from lightning_3d.checkpoint.manifest import checksummed
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
     filled_from,
-    grouped_optimizer_state,
+    has_no_parameters,
     held_names,
     like_state,
     model_state,
@@ -41,7 +40,6 @@ from lightning_3d.checkpoint.own_state import (
 )
 from lightning_3d.tensor.placement import marked
 from lightning_3d.torch_internals.stored_file import save_from
-from lightning_3d.zero.shard import NO_SHARDS, Shards
 
 # ------------------------------------------------------------------------------------------------------------- gather
 
@@ -71,36 +69,6 @@ def full_model_state(module: nn.Module, pp: DeviceMesh | None, gathered: Gather 
     return like_state(state, {fqn: full[source] for fqn, source in sources.items() if source in full})
 
 
-def full_optimizer_state(
-    module: nn.Module,
-    optimizer: Optimizer | LightningOptimizer,
-    pp: DeviceMesh | None,
-    shards: Shards = NO_SHARDS,
-    dp: DeviceMesh | None = None,
-) -> dict[str, Any]:
-    """The full `optimizer.state_dict()`, of all stages, keyed by torch's indices; a collective of all ranks.
-
-    Args:
-        module: The whole module; the same that `optimizer` was made for.
-        optimizer: An optimizer whose parameters come in the same order on all ranks.
-        pp: The pp axis through this rank; None without pipeline parallel.
-        shards: As in `optimizer_state`.
-        dp: The axis of the data-parallel ranks that share the training state, through this rank; None if each has its
-            part of all states.
-
-    Returns:
-        On global rank 0 `{"state": {index: {name: CPU tensor}}, "param_groups": [...]}`. Elsewhere `{}`.
-
-    Raises:
-        CheckpointError: As `optimizer_state`, or a placement that can't be gathered; on all ranks.
-
-    """
-    own: dict[str, Any] = {}
-    with failing_alike("gather the optimizer's state"):
-        own = grouped_optimizer_state(module, optimizer, shards)
-    return whole_optimizer_state(own, module, optimizer, pp, dp)
-
-
 def whole_optimizer_state(
     own: Mapping[str, Any],
     module: nn.Module,
@@ -109,25 +77,32 @@ def whole_optimizer_state(
     dp: DeviceMesh | None = None,
     gathered: Gather = gather,
 ) -> dict[str, Any]:
-    """The same as `full_optimizer_state`, of what `grouped_optimizer_state` returned.
+    """The full `optimizer.state_dict()`, of all stages, keyed by torch's indices; a collective of all ranks.
 
     Args:
-        own: That.
-        module: As there.
-        optimizer: As there.
-        pp: As there.
-        dp: As there.
+        own: This rank's part, from `grouped_optimizer_state`.
+        module: The whole module; the same that `optimizer` was made for.
+        optimizer: An optimizer whose parameters come in the same order on all ranks.
+        pp: The pp axis through this rank; None without pipeline parallel.
+        dp: The axis of the data-parallel ranks that share the training state, through this rank; None if each has its
+            part of all states.
         gathered: Brings the values to rank 0.
 
+    Returns:
+        `{"state": {index: {name: CPU tensor}}, "param_groups": [...]}`, without states but on global rank 0.
+
+    Raises:
+        CheckpointError: A placement that can't be gathered; on all ranks.
+
     """
+    if has_no_parameters(optimizer):
+        return {**own}
     flat = {(fqn, name): value for fqn, values in own["state"].items() for name, value in values.items()}
     grouped = {}
     with failing_alike("gather the optimizer's state"):
         grouped = states_in_grouped_order(own["state"], marked(module))
         check_placements({f"{name} of {fqn}": value for (fqn, name), value in flat.items()})
     full = gathered(flat, pp, dp, grouped)
-    if dist.get_rank() != 0:
-        return {}
     index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
     state: dict[int, dict[str, Any]] = {}
     for (fqn, name), value in sorted(full.items(), key=lambda item: index[item[0][0]]):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -45,11 +44,6 @@ def gather_ranks(own: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     values = {digest: value for of_rank in everyone for digest, value in of_rank.items()}
     return [{name: values[digest] for name, digest in of_rank.items()} for of_rank in digests]
-
-
-def mesh_entry(shape: MeshShape) -> dict[str, int]:
-    """A mesh, for a checkpoint."""
-    return asdict(shape)
 
 
 def of_this_rank(run: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:

@@ -90,6 +90,10 @@ class ZeroConfig:
         _check_offload(self)
         _check_zero(self)
 
+    def is_fully_sharded(self, num_replicas: int) -> bool:
+        """Whether each rank holds shards of the parameters, or they lie elsewhere than on the device."""
+        return self.stage == 3 and (num_replicas > 1 or self.offload_params != "none")
+
     @property
     def dtype(self) -> torch.dtype | None:
         """``communication_dtype``; None for that of the gradients."""

@@ -1,4 +1,4 @@
-"""Whether a pipeline runs steps in microbatches or inline, and why."""
+"""Whether a pipeline runs steps in microbatches or inline, and why; and what its loss is, for people."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from lightning.pytorch import LightningModule
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.errors import ThreeDError
+
+_LOSSES = {
+    "auto": "that of the whole batch, as on one device; the first step shows how the microbatches' losses make it up",
+    "mean": "the mean over samples of the microbatches' losses",
+    "sum": "the sum of the microbatches' losses",
+    "whole": "computed once, on the whole batch, while the activations of all microbatches are held",
+}
 
 
 def reason_for_inline(module: LightningModule, config: ThreeDConfig) -> str | None:
@@ -41,3 +48,8 @@ def inline_text(why: str) -> str:
         "steps run inline, on the whole batch, and each block where its weights are, so that one rank of the pipeline"
         f" computes at a time: {why}"
     )
+
+
+def loss_text(setting: str) -> str:
+    """A line for people on ``pipeline.loss``: how the loss of a batch comes from those of its microbatches."""
+    return f"loss: {_LOSSES[setting]} (pipeline.loss={setting})"

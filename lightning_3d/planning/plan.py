@@ -20,9 +20,8 @@ from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.planning.assignment import StagePlan, assign_stages
-from lightning_3d.planning.inline_mode import inline_text
+from lightning_3d.planning.inline_mode import inline_text, loss_text
 from lightning_3d.planning.loads import Unit, num_parameters
-from lightning_3d.planning.loss_text import loss_text
 from lightning_3d.planning.memory.table import RankMemory, memory_table
 from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
@@ -187,7 +186,7 @@ class Plan:
         if self.inline is not None:
             tables.append(inline_text(self.inline))
         elif self.shape.pp > 1:
-            tables.append(loss_text(self.loss, self.num_microbatches))
+            tables.append(loss_text(self.loss))
             tables.extend(self.losses)
         for mode in ("selective", "full"):
             if recomputed := [(block.fqn, block.kind) for block in self.blocks if block.recompute == mode]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_3d.planning.inline_mode import inline_text
-from lightning_3d.planning.loss_text import loss_in_short
+from lightning_3d.planning.inline_mode import inline_text, loss_text
 from lightning_3d.planning.memory.table import size_text
 from lightning_3d.planning.memory.timeline import HeldMemory
 from lightning_3d.planning.plan import Plan, folded
@@ -32,7 +31,7 @@ def layout_text(plan: Plan, most: HeldMemory, num_sharing: int) -> str:
     if shape.tp > 1:
         lines.append(_tensor(plan))
     if shape.pp > 1 and plan.inline is None:
-        lines.append(f"loss: {loss_in_short(plan.loss)}")
+        lines.append(loss_text(plan.loss))
     if plan.batch_norms and (norms := _batch_norms(plan)):
         lines.append(norms)
     lines.append(

@@ -39,6 +39,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -161,18 +162,22 @@ def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
     return strategy._layer_sync
 
 
-def leave_out_module_names(trainer: Trainer) -> bool:
-    """Let the Trainer's PyTorchProfiler record no names of modules; returns whether it would have.
+def leave_out_module_names(trainer: Trainer) -> None:
+    """Let the Trainer's PyTorchProfiler record no names of modules, with a warning.
 
-    It pairs a hook before each module's forward with one after it.
+    It pairs a hook before each module's forward with one after it, but traces, and other ranks, run one of both.
     """
     profiler = vars(trainer)["profiler"]
     if not isinstance(profiler, PyTorchProfiler) or not profiler._record_module_names:
-        return False
+        return
     profiler._record_module_names = False
     if profiler._register is not None:
         profiler._register.__exit__(None, None, None)
-    return True
+    rank_zero_warn(
+        "PyTorchProfiler records operators, but no names of modules with a pipeline, tensor parallel or"
+        " activations.budget, where forwards of some of them are traced or run on other ranks."
+        " record_module_names=False leaves out this warning."
+    )
 
 
 @contextmanager

@@ -6,7 +6,9 @@ one that is finetuned from another's backbone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -15,8 +17,13 @@ import torch
 from torch import nn
 
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.errors import StepError
+from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.planning.plan import Plan
-from lightning_3d.trainer.full_params import stay_whole
+from lightning_3d.ranks.rendezvous import Rendezvous
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
+from lightning_3d.trainer.full_params import full_params, stay_whole, tensors_kept
+from lightning_3d.trainer.held_parts import copy_in, is_held_as
 from lightning_3d.zero.gathered import reshard_units
 
 LAYOUT = "_lightning_3d_layout"
@@ -51,24 +58,77 @@ def lay_out(layout: Layout) -> None:
         vars(inner)[LAYOUT] = layout
 
 
-def has_layout(module: nn.Module, layout: Layout | None) -> bool:
-    """Whether it is this one that the model has."""
-    return layout is not None and vars(module).get(LAYOUT) is layout
-
-
 def has_some_layout(module: nn.Module) -> bool:
     """Whether any of its modules has one, of whichever Trainer."""
     return any(LAYOUT in vars(inner) for inner in module.modules())
 
 
-def is_laid_out(module: nn.Module, layout: Layout | None) -> bool:
+def check_layout(module: nn.Module, layout: Layout | None, what: str) -> None:
+    """Raise if a model has not the layout of a Trainer.
+
+    Args:
+        what: What was done, for the message.
+
+    Raises:
+        StepError: the model has none yet, or that of another Trainer.
+    """
+    if layout is None:
+        raise StepError(
+            f"No run of this Trainer has set up {type(module).__name__}, and {what}. Call fit, validate, test or"
+            " predict before."
+        )
+    if vars(module).get(LAYOUT) is not layout:
+        raise StepError(
+            f"{type(module).__name__} has got the layout of another Trainer since this one ran it, and {what} by this"
+            " one. Do it by the Trainer that ran it last."
+        )
+
+
+def is_laid_out(module: nn.Module, layout: Layout) -> bool:
     """Whether it is this one that the model has, with the modules and parameters that it had: others may have been put
     in between two runs.
     """
-    if layout is None or not has_layout(module, layout):
-        return False
     now, before = [*module.modules(), *_parameters(module)], [*layout.modules, *layout.parameters]
-    return len(now) == len(before) and all(map(is_, now, before))
+    return vars(module).get(LAYOUT) is layout and len(now) == len(before) and all(map(is_, now, before))
+
+
+@contextmanager
+def summoned(
+    layout: Layout, module: nn.Module | None, rendezvous: Rendezvous, *, is_in_parts: bool, writeback: bool
+) -> Iterator[None]:
+    """Let a model be plain and whole on every rank inside; every rank enters and leaves.
+
+    Args:
+        module: The model (by default), a module in it, or a copy of it.
+        is_in_parts: Whether ranks hold parts of it.
+        writeback: Whether what is written inside stays.
+
+    Raises:
+        StepError: the module is none of these, or a copy from before the model had this layout.
+    """
+    root = layout.module
+    module = root if module is None else module
+    if all(module is not inner for inner in root.modules()):
+        name = type(root).__name__
+        if (copied := copy_in(module, root)) is None:
+            raise StepError(
+                f"{type(module).__name__} is not the {name} that this strategy trains, nor a module in it, nor a copy"
+                " of it."
+            )
+        if not is_held_as(copied, root):
+            raise StepError(
+                f"This copy of {name} has the parts that another Trainer gave the model, which has another layout now."
+                f" Copy the model {SUMMON}."
+            )
+        root = copied
+    if is_in_parts:
+        rendezvous.meet(range(layout.mesh.shape.world_size), "summon_full_params")
+    if writeback and not is_in_parts:
+        context = tensors_kept(root, module)
+    else:
+        context = full_params(root, module, layout.plan, layout.mesh, layout.device, writeback=writeback)
+    with context:
+        yield
 
 
 def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
@@ -86,6 +146,31 @@ def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
             stay_whole(held, layout.plan, layout.mesh, layout.device)
         for inner in layout.modules:
             vars(inner).pop(LAYOUT, None)
+
+
+def modules_whole(
+    checkpoint: Mapping[str, Any], model: nn.Module, summoned: AbstractContextManager[None], *, is_saved_here: bool
+) -> dict[str, Any]:
+    """A checkpoint with whole copies in place of modules of the model, as ``save_hyperparameters()`` puts them there;
+    every rank calls it.
+
+    Args:
+        summoned: Lets the model be whole on every rank inside.
+        is_saved_here: Whether this rank writes them.
+    """
+    inner, memo = set(model.modules()), dict[int, Any]()
+
+    def is_inner(leaf: object) -> bool:
+        return isinstance(leaf, nn.Module) and leaf in inner
+
+    def copied(leaf: Any) -> Any:
+        if not is_inner(leaf):
+            return leaf
+        return copy.deepcopy(leaf, memo) if is_saved_here else None
+
+    places = [key for key, value in checkpoint.items() if any(map(is_inner, tree_leaves(value)))]
+    with summoned if places else nullcontext():
+        return {**checkpoint, **{key: tree_map(copied, checkpoint[key]) for key in places}}
 
 
 def _parameters(module: nn.Module) -> list[nn.Parameter]:

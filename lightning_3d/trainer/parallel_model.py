@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
 
 from lightning_3d.activations.kept_tensor import KeptTensor
 from lightning_3d.activations.offload import Offload
@@ -26,9 +25,7 @@ from lightning_3d.activations.partitioned_inputs import PartitionedInputs
 from lightning_3d.activations.recomputation import Recomputation
 from lightning_3d.activations.selective import is_costly
 from lightning_3d.activations.transfers import SideStreams
-from lightning_3d.config.compile import CompileConfig
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
@@ -40,39 +37,40 @@ from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget.step_memory import step_memory
-from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
-from lightning_3d.torch_internals.lightning_helpers import set_device
+from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.budget import Budget, accumulates
+from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.full_params import full_params
-from lightning_3d.trainer.heads import fused_heads, tables_in, traced_products
-from lightning_3d.trainer.held_parts import holds_parts
+from lightning_3d.trainer.heads import TracedProducts, fused_heads, tables_in, traced_products
+from lightning_3d.trainer.held_parts import answer_for_parts, holds_parts
+from lightning_3d.trainer.laid_out import Layout, lay_out
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.stage_calls import StageCalls
-from lightning_3d.trainer.step_planner import StepPlanner
+from lightning_3d.trainer.step_planner import Planned, StepPlanner
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
 from lightning_3d.waits import CountedWait, Wait
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.fully_sharded import FullySharded, is_shardable
 from lightning_3d.zero.gradients import Gradients
-from lightning_3d.zero.optimizer_kind import OptimizerKind, is_known
 from lightning_3d.zero.plain_parameters import PlainParameters
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ParallelModel:
     """The model as this rank trains it."""
 
     plan: Plan
+    """Says more when there are optimizers, and when steps have run."""
     zero: Zero
     gradients: Gradients
     router: Router
@@ -85,46 +83,16 @@ class ParallelModel:
     keep_little: Callable[[Plan], None]
     """Lets blocks be computed again in their backwards, and offload what they keep, as a plan says."""
     budget: Budget | None
-    losses: Callable[[], tuple[str, ...]]
-    """Gives a line for each step that has shown how its loss comes from microbatches."""
     compiling: CountedWait
     """For blocks that were compiled."""
+    layout: Layout
+    is_told: bool = False
+    """Whether rank 0 has said what layout is running."""
 
     @property
     def present_plan(self) -> Plan:
         """The plan, with what the steps so far have shown of heads, losses and gathered weights."""
-        return replace(self.plan, heads=self.heads.texts, losses=self.losses(), gathers=self.zero.gathers)
-
-    def with_optimizers(
-        self, kinds: Mapping[Optimizer, OptimizerKind], module: nn.Module, config: ZeroConfig
-    ) -> ParallelModel:
-        """The same with a plan that says who steps what, when that is divided."""
-        stages = {parameter: self.plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
-        optimizers = []
-        for optimizer, kind in kinds.items():
-            found: KindFound = "known" if is_known(optimizer) else "tried on small tensors"
-            found = found if config.optimizer_steps == "auto" else "set by zero.optimizer_steps"
-            optimizers.append(plan_optimizer(optimizer, kind, found, self.zero, stages))
-        return replace(self, plan=replace(self.plan, optimizers=tuple(optimizers)))
-
-    def within_budget(
-        self,
-        kinds: Mapping[Optimizer, OptimizerKind],
-        module: nn.Module,
-        config: ThreeDConfig,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> ParallelModel:
-        """The same with a plan of what is recomputed so that every rank fits, where there is a budget.
-
-        Raises:
-            PlanError: a rank does not fit.
-        """
-        if self.budget is None or self.plan.memory:
-            return self
-        plan = self.budget.plan(self.plan, module, self.zero, kinds, config, mesh, device)
-        self.keep_little(plan)
-        return replace(self, plan=plan)
+        return replace(self.plan, heads=self.heads.texts, losses=self.runner.losses, gathers=self.zero.gathers)
 
 
 def make_parallel(
@@ -147,82 +115,139 @@ def make_parallel(
     check_same_model(module)
     move_buffers(module, device)
     join_replica(mesh, device)
-    compiling = CountedWait(wait)
     planned = StepPlanner(trainer, module, mesh.shape, precision, device, wait).plan(config)
-    config, step, observed, plan = planned.config, planned.step, planned.observed, planned.plan
-    generators = Generators(device)  # user code that runs before training draws no numbers of it
-    blocks = plan.blocks_in(module)
-    if mesh.shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
-        with generators.preserved():
-            observed = planned.observer.of_blocks(blocks)
-    is_microbatched = mesh.shape.pp > 1 and plan.inline is None
-    is_fully_sharded = config.zero.stage == 3 and (mesh.shape.dp > 1 or config.zero.offload_params != "none")
-    first = torch.device("cpu") if is_fully_sharded or mesh.shape.tp > 1 else device  # and then block by block
+    making = _Making(trainer, module, planned, mesh, precision, device, wait, rendezvous)
     with wait("Placing weights"):
-        place_weights(module, partial(plan.holds, mesh.pp_rank), device, parameters_on=first)
-    set_device(module, device=device)
-    if mesh.shape.tp > 1:
-        compiler = BlockCompiler(mesh.axis("tp"), config.compile, compiling) if config.compile.enabled else None
-        with generators.preserved(), precision.dtype_of_steps():
-            if config.tensor.verify:
-                plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiler, wait)
-        apply_blocks(plan, module, blocks, mesh, device, compiler)
-    # FSDP2 takes those that it shards unit by unit.
-    move_parameters(module, {p for p in module.parameters() if not (is_fully_sharded and is_shardable(p))}, device)
-    own = {block.fqn: blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
-    router = Router(blocks, absent=blocks.keys() - own.keys(), compiled=_compiled_by(config.compile, mesh, compiling))
-    zero: Zero
-    if is_fully_sharded:
-        place = config.zero.offload_params
-        chains = [[blocks[block.fqn] for block in plan.blocks_of(i)] for i in plan.stages_on(mesh.pp_rank)]
-        policy = offload_policy(place, device)
+        making.place()
+    plan = making.shard_blocks()
+    own = {block.fqn: making.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
+    router = making.router(own)
+    zero = making.share_state(plan)
+    offload = Offload(device, SideStreams(device)) if config.activations.offload else None
+    unsplit: set[int] = set()  # stages whose backward stays in one piece
+    keep_little = partial(_keep_little, own, planned.config, mesh, device, offload, unsplit)
+    keep_little(plan)
+    _let_meet(own.values(), mesh, rendezvous)
+    tables = tables_in(module, making.blocks, planned.config)
+    products = traced_products(tables, plan, planned.observed.trace)
+    heads = fused_heads(plan, making.blocks, tables, products, planned.config, mesh)
+    seed = on_rank_zero(torch.initial_seed, device)
+    randomness = StepRandomness(seed=seed, num_replicas=mesh.shape.dp, dp_rank=mesh.dp_rank, device=device)
+    gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
+    return ParallelModel(
+        plan=plan,
+        zero=zero,
+        gradients=gradients,
+        guard=BatchGuard(planned.config.batch, mesh, device),
+        buffers=SharedBuffers(module, mesh, device),
+        router=router,
+        runner=making.runner(plan, router, zero, gradients, randomness, heads, offload, unsplit),
+        randomness=randomness,
+        heads=heads,
+        compiling=making.compiling,
+        keep_little=keep_little,
+        budget=making.budget(plan, zero, products),
+        layout=making.lay_out(plan, zero),
+    )
+
+
+class _Making:
+    """The rooms that a planned model passes through on this rank."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        planned: Planned,
+        mesh: Mesh,
+        precision: ThreeDPrecision,
+        device: torch.device,
+        wait: Wait,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self._trainer, self._module, self._planned, self._config = trainer, module, planned, planned.config
+        self._mesh, self._precision, self._device = mesh, precision, device
+        self._wait, self._rendezvous, self.compiling = wait, rendezvous, CountedWait(wait)
+        self.blocks = planned.plan.blocks_in(module)
+        self._is_microbatched = mesh.shape.pp > 1 and planned.plan.inline is None
+        self._is_fully_sharded = planned.config.zero.is_fully_sharded(mesh.shape.dp)
+
+    def place(self) -> None:
+        """Give this rank the weights of its stages."""
+        is_by_block = self._is_fully_sharded or self._mesh.shape.tp > 1  # that come to the device one after the other
+        first = torch.device("cpu") if is_by_block else self._device
+        holds = partial(self._planned.plan.holds, self._mesh.pp_rank)
+        place_weights(self._module, holds, self._device, parameters_on=first)
+        set_device(self._module, device=self._device)
+
+    def shard_blocks(self) -> Plan:
+        """Tensor parallel: shard the blocks whose plans prove out; the plan says which."""
+        module, mesh, device, config, plan = self._module, self._mesh, self._device, self._config, self._planned.plan
+        if mesh.shape.tp > 1:
+            compiler = None
+            if config.compile.enabled:
+                compiler = BlockCompiler(mesh.axis("tp"), config.compile, self.compiling)
+            # The user's code that runs before training draws no numbers of it.
+            with Generators(device).preserved(), self._precision.dtype_of_steps():
+                if config.tensor.verify:
+                    observed = self._planned.observed
+                    plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiler, self._wait)
+            apply_blocks(plan, module, self.blocks, mesh, device, compiler)
+        # FSDP2 takes those that it shards unit by unit.
+        moved = {p for p in module.parameters() if not (self._is_fully_sharded and is_shardable(p))}
+        move_parameters(module, moved, device)
+        return plan
+
+    def router(self, own: Mapping[str, nn.Module]) -> Router:
+        """Routes calls of blocks to this rank's own, compiled if that is wanted."""
+        config, mesh = self._config.compile, self._mesh
+        compiled: Callable[[nn.Module], Dense | None] = lambda block: None  # noqa: E731
+        if config.enabled:
+            is_telling = mesh.dp_rank == 0 and mesh.coordinate.tp == 0
+            compiled = DenseCompiler(config, is_costly, self.compiling, whole, is_telling=is_telling).of
+        return Router(self.blocks, absent=self.blocks.keys() - own.keys(), compiled=compiled)
+
+    def share_state(self, plan: Plan) -> Zero:
+        """ZeRO: share the training state between the replicas."""
+        module, mesh, config = self._module, self._mesh, self._config.zero
+        if not self._is_fully_sharded:
+            stages = _pipeline_stages(plan, self.blocks) if self._is_microbatched else {}
+            pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
+            return PlainParameters(module, mesh=mesh, config=config, pipeline_stages=stages, pp_ranks=pp_ranks)
         zero = FullySharded(
             module,
             mesh=mesh,
-            config=config.zero,
-            chains=chains,
-            offload=policy,
-            device=device,
+            config=config,
+            chains=[[self.blocks[block.fqn] for block in plan.blocks_of(i)] for i in plan.stages_on(mesh.pp_rank)],
+            offload=offload_policy(config.offload_params, self._device),
+            device=self._device,
             optimizes_manually=not module.automatic_optimization,
-            keeps=is_microbatched if config.zero.reshard_after_forward == "auto" else None,
-            casts_to=None if config.compile.enabled else precision.casts_to,
+            keeps=self._is_microbatched if config.reshard_after_forward == "auto" else None,
+            casts_to=None if self._config.compile.enabled else self._precision.casts_to,
         )
-        zero.parameter_store = offload_parameters(place, zero.root)
-    else:
-        stages = _pipeline_stages(plan, blocks) if is_microbatched else {}
-        pp_ranks = {parameter: plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
-        zero = PlainParameters(module, mesh=mesh, config=config.zero, pipeline_stages=stages, pp_ranks=pp_ranks)
-    _let_meet(own.values(), mesh, rendezvous)
-    offload = Offload(device, SideStreams(device)) if config.activations.offload else None
-    unsplit: set[int] = set()  # stages whose backward stays in one piece
-    keep_little = partial(_keep_little, own, config, mesh, device, offload, unsplit)
-    keep_little(plan)
-    inline: InlineStep | None = None
-    if mesh.shape.pp > 1:
-        homes = {block.fqn: plan.stage_ranks[block.stages[0]] for block in plan.blocks}
-        shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
-        ranks = sorted(mesh.sliced(*shared).mesh.flatten().tolist())
-        exchange = Exchange(mesh, device)
-        calls = StageCalls(exchange, ranks, rendezvous, has_backward=not is_microbatched)
-        for fqn, home in homes.items():
-            running(blocks[fqn]).joined = partial(calls.run, fqn, home)
-        inline = InlineStep(module, router, exchange, homes)
-    gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
-    randomness = StepRandomness(
-        seed=on_rank_zero(torch.initial_seed, device),
-        num_replicas=mesh.shape.dp,
-        dp_rank=mesh.dp_rank,
-        device=device,
-    )
-    scales = precision.scales_losses
-    of_blocks = {block.fqn: block.stages[0] for block in plan.blocks}
-    anomalies = AnomalyDetection(router, mesh, of_blocks, plan.num_stages, sees_backward=not scales)
-    tables = tables_in(module, blocks, config)
-    products = traced_products(tables, plan, observed.trace)
-    heads = fused_heads(plan, blocks, tables, products, config, mesh)
-    runner: StepRunner = WholeModelRunner(module, zero, randomness, anomalies, heads, inline)
-    losses: Callable[[], tuple[str, ...]] = tuple
-    if is_microbatched:
+        zero.parameter_store = offload_parameters(config.offload_params, zero.root)
+        return zero
+
+    def runner(
+        self,
+        plan: Plan,
+        router: Router,
+        zero: Zero,
+        gradients: Gradients,
+        randomness: StepRandomness,
+        heads: FusedHeads,
+        offload: Offload | None,
+        unsplit: set[int],
+    ) -> StepRunner:
+        """Pipeline: runs steps in microbatches, or inline, or at once."""
+        module, mesh, precision, device = self._module, self._mesh, self._precision, self._device
+        homes = {block.fqn: block.stages[0] for block in plan.blocks}
+        sees_backward = not precision.scales_losses
+        anomalies = AnomalyDetection(router, mesh, homes, plan.num_stages, sees_backward=sees_backward)
+        precision.attach(norm=gradients.norm, zero=zero, scales_itself=not self._is_microbatched)
+        inline = self._inline(plan, router, zero) if mesh.shape.pp > 1 else None
+        if not self._is_microbatched:
+            return WholeModelRunner(module, zero, randomness, anomalies, heads, inline)
         engine = PipelineEngine(
             module=module,
             rank_module=zero.root,
@@ -232,65 +257,66 @@ def make_parallel(
             randomness=randomness,
             device=device,
             around_backward=zero.stage_backward,
-            wait=wait,
+            wait=self._wait,
             anomalies=anomalies,
             unsplit=unsplit,
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
-            has_budget=config.activations.plans_memory,
+            has_budget=self._config.activations.plans_memory,
         )
-        losses = engine.losses
-        runner = PipelineRunner(
+        return PipelineRunner(
             module,
             zero,
             engine,
             gradients,
             randomness=randomness,
             whole=partial(full_params, module, module, plan, mesh, device, writeback=True),
-            splits_backward=config.pipeline.splits_backward,
+            splits_backward=self._config.pipeline.splits_backward,
             loss_scale=lambda: precision.loss_factor,
             anomalies=anomalies,
             heads=heads,
         )
-    budget = None
-    if observed.trace is not None and observed.trace.storages is not None:
+
+    def _inline(self, plan: Plan, router: Router, zero: Zero) -> InlineStep:
+        """Let calls of blocks, between steps and in those that run inline, come to where their weights are."""
+        homes = {block.fqn: plan.stage_ranks[block.stages[0]] for block in plan.blocks}
+        shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
+        ranks = sorted(self._mesh.sliced(*shared).mesh.flatten().tolist())
+        exchange = Exchange(self._mesh, self._device)
+        calls = StageCalls(exchange, ranks, self._rendezvous, has_backward=plan.inline is not None)
+        for fqn, home in homes.items():
+            running(self.blocks[fqn]).joined = partial(calls.run, fqn, home)
+        return InlineStep(self._module, router, exchange, homes)
+
+    def budget(self, plan: Plan, zero: Zero, products: TracedProducts) -> Budget | None:
+        """The memory that the traced step takes, where it is to be planned."""
+        config, trace, step = self._config, self._planned.observed.trace, self._planned.step
+        if trace is None or trace.storages is None:
+            return None
         with step.modes():
             memory = step_memory(
                 plan,
-                blocks,
-                observed.trace,
-                device,
-                accumulates=accumulates(trainer),
+                self.blocks,
+                trace,
+                self._device,
+                accumulates=accumulates(self._trainer),
                 fuses_loss=config.activations.fused_loss == "auto",
                 products=frozenset(products.tables),
                 is_unsplit=config.compile.enabled,
                 partitions=config.activations.partition,
                 num_sharing=zero.num_sharing,
             )
-        budget = Budget(step=memory, batch=step.microbatch)
-    precision.attach(norm=gradients.norm, zero=zero, scales_itself=not is_microbatched)
-    guard = BatchGuard(config.batch, mesh, device)
-    buffers = SharedBuffers(module, mesh, device)
-    return ParallelModel(
-        plan=plan,
-        zero=zero,
-        gradients=gradients,
-        guard=guard,
-        buffers=buffers,
-        router=router,
-        runner=runner,
-        randomness=randomness,
-        heads=heads,
-        losses=losses,
-        compiling=compiling,
-        keep_little=keep_little,
-        budget=budget,
-    )
+        return Budget(step=memory, batch=step.microbatch)
 
-
-def _compiled_by(config: CompileConfig, mesh: Mesh, wait: Wait) -> Callable[[nn.Module], Dense | None]:
-    if not config.enabled:
-        return lambda block: None
-    return DenseCompiler(config, is_costly, wait, whole, is_telling=mesh.dp_rank == 0 and mesh.coordinate.tp == 0).of
+    def lay_out(self, plan: Plan, zero: Zero) -> Layout:
+        """Let the model, and copies of it that callbacks hold, answer for the parts that this rank has of them."""
+        answer_for_parts(self._module, self._rendezvous)
+        copies: list[nn.Module] = []
+        if self._mesh.shape.is_model_parallel or isinstance(zero, FullySharded):
+            copies = copies_of(self._module, callbacks_of(self._trainer))
+            lay_out_copies(copies, self._module, self._device, self._rendezvous)
+        layout = Layout(self._module, plan, self._mesh, self._device, copies)
+        lay_out(layout)
+        return layout
 
 
 def _let_meet(blocks: Iterable[nn.Module], mesh: Mesh, rendezvous: Rendezvous) -> None:

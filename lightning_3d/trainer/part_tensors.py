@@ -30,7 +30,6 @@ from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
-from lightning_3d.trainer.elementwise import is_elementwise
 from lightning_3d.zero.attributes import OWN_PREFIX, users_attributes
 from lightning_3d.zero.outside_reads import ALIASES, SET_DATA, ShardedParameter, answered_by, is_about, is_in_place
 
@@ -38,6 +37,18 @@ _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]  # a getset descript
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
 _PART = f"{OWN_PREFIX}part"
 _DIFFERENTIATE = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+
+_ARITHMETIC = {
+    *("abs", "neg", "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow"),
+    *("sqrt", "rsqrt", "square", "exp", "log", "sign", "reciprocal", "lerp", "addcmul", "addcdiv", "clamp", "clip"),
+    *("clamp_min", "clamp_max", "maximum", "minimum", "where", "masked_fill", "nan_to_num", "sigmoid", "tanh", "relu"),
+}
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "logical_not", "invert", "and", "or"}
+_MAKING = {"clone", "contiguous", "copy", "zero", "fill", "empty_like", "zeros_like", "ones_like", "full_like"}
+_CONVERTING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "bool", "type_as"}
+
+_ELEMENTWISE = _ARITHMETIC | _COMPARISONS | _MAKING | _CONVERTING
+"""Names of functions that compute each element of their result from the same element of their arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +253,7 @@ def _is_plain(leaf: Any) -> bool:
 
 def _can_stay(func: Any, args: Sequence[Any], first: DTensor, leaves: Sequence[Any]) -> bool:
     """Whether a function can be computed on parts."""
-    if not is_elementwise(func) or (is_in_place(func) and not (args and isinstance(args[0], _PARTS))):
+    if not _is_elementwise(func) or (is_in_place(func) and not (args and isinstance(args[0], _PARTS))):
         return False
     for leaf in leaves:
         if isinstance(leaf, _PARTS):
@@ -278,7 +289,7 @@ def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def _foreach_stays(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a function of lists, which changes the first one, can be computed on what each rank has of them."""
-    if not (func.__name__.startswith("_foreach_") and is_elementwise(func)):
+    if not (func.__name__.startswith("_foreach_") and _is_elementwise(func)):
         return False
     targets, *others = (given for given in (*args, *kwargs.values()) if isinstance(given, list | tuple))
     tensors = [other for other in others if any(isinstance(entry, Tensor) for entry in other)]
@@ -301,3 +312,14 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
             entry.write_back()
         result = entry.tensor if result is entry.whole else entry.views_of(result)
     return result
+
+
+def _is_elementwise(func: Any) -> bool:
+    """Whether a function, or its form that changes its first argument, computes element by element."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        name = name.strip("_")
+        return name in _ARITHMETIC | _COMPARISONS or name[1:] in _ARITHMETIC | _COMPARISONS  # radd, iadd
+    if name.startswith("_foreach_"):
+        return name.endswith("_") and name.removeprefix("_foreach_").strip("_") in _ELEMENTWISE
+    return name.removesuffix("_") in _ELEMENTWISE

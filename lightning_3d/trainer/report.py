@@ -9,11 +9,20 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary
+from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.table import Table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
+from lightning_3d.planning.memory.timeline import HeldMemory
+from lightning_3d.planning.summary import layout_text
+from lightning_3d.torch_internals.lightning_helpers import callbacks_of
+from lightning_3d.trainer.held_memory import held_memory
+from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.zero.shard import plain
 
 _MIB = 2**20
@@ -60,6 +69,25 @@ def gather_reports(
     everyone: list[RankReport] = [mine] * mesh.shape.world_size
     dist.all_gather_object(everyone, mine)
     return everyone
+
+
+def tell_layout(
+    trainer: Trainer,
+    parallel: ParallelModel,
+    optimizers: Iterable[Optimizer],
+    config: ThreeDConfig,
+    mesh: Mesh,
+    device: torch.device,
+) -> None:
+    """Say once what layout is running, where the Trainer shows a summary of the model; every rank calls it."""
+    shows = any(isinstance(callback, ModelSummary) for callback in callbacks_of(trainer))
+    if mesh.shape.world_size == 1 or parallel.is_told or not trainer.strategy.broadcast(shows):
+        return
+    parallel.is_told = True
+    own = held_memory(parallel.layout.module, parallel.zero, optimizers, config, mesh, device, None)
+    everyone = [own] * mesh.shape.world_size
+    dist.all_gather_object(everyone, own)
+    rank_zero_info(layout_text(parallel.plan, HeldMemory.most(everyone), parallel.zero.num_sharing))
 
 
 def report_table(reports: Sequence[RankReport]) -> Table:

@@ -1,44 +1,32 @@
-"""Requirements on a model and its optimizers on a given mesh; raises for the rest, alike on all ranks."""
+"""Requirements on a run, its model and its optimizers on a given mesh; raises for the rest, alike on all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.atomic import local_path
 from lightning_3d.config.activations import ActivationsConfig
+from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import on_rank_zero
-from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.distributed.mesh import Mesh, MeshShape
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
-from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches_itself
+from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches_itself, has_own_io, layer_sync_of
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
+from lightning_3d.trainer.synced_norms import refusal_of_synced_norms
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind, steps_apart
-
-NO_FOLDERS = (
-    "is on a remote file system, where checkpoint folders can't be written: set save_distributed_checkpoint=False for"
-    " files there, or save to a file system that is mounted"
-)
-
-
-def refuse_callbacks(trainer: Trainer, mesh: Mesh) -> None:
-    """Raise for callbacks that can't run on this mesh."""
-    if mesh.shape.world_size > 1 and any(isinstance(c, BatchSizeFinder) for c in callbacks_of(trainer)):
-        raise StepError(
-            f"BatchSizeFinder, or Tuner.scale_batch_size, tries batch sizes until memory runs out, but on"
-            f" {mesh.shape.world_size} ranks it may run out on one of them, for which the others would wait. Set the"
-            " batch size by hand."
-        )
 
 
 def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
@@ -51,121 +39,127 @@ def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
         )
 
 
-def refuse_places(trainer: Trainer, *, as_folders: bool) -> None:
-    """Raise for callbacks that would save where checkpoints can't be.
+def check(
+    trainer: Trainer, strategy: ParallelStrategy, module: LightningModule, config: ThreeDConfig, shape: MeshShape
+) -> None:
+    """Raise for settings, callbacks and steps that can't run on this mesh.
 
-    Args:
-        as_folders: Whether checkpoints are folders.
+    Raises:
+        ConfigError: settings do not go together.
+        StepError: a callback or a step can't run.
     """
-    for callback in callbacks_of(trainer):
-        if not isinstance(callback, ModelCheckpoint) or not callback.dirpath:
-            continue
-        if as_folders and local_path(callback.dirpath) is None:
-            raise ConfigError(f"{type(callback).__name__} saves to {callback.dirpath}, which {NO_FOLDERS}.")
-        if "file:" in Path(callback.dirpath).parts:  # Lightning takes a URL for a relative path
-            raise ConfigError(
-                f"{type(callback).__name__} saves to {callback.dirpath}, a folder of the name 'file:', as it was given"
-                " dirpath='file://...', which Lightning takes for a relative path. Give it the path without 'file://'."
-            )
+    if has_own_io(strategy):
+        _raise_first(ConfigError, _problems_of_io(type(strategy.checkpoint_io).__name__, config))
+    problems = _problems_of_callbacks(trainer, config, shape)
+    if trainer.state.fn == TrainerFn.FITTING:
+        syncing, device = layer_sync_of(strategy), strategy.root_device
+        synced = refusal_of_synced_norms(module, syncing, shape, device.type)
+        problems = chain(problems, _problems_of_budget(module, config.activations), [synced] if synced else [])
+    _raise_first(StepError, problems)
 
 
-def refuse_serving(trainer: Trainer, mesh: Mesh, config: ZeroConfig) -> None:
-    """Raise for a callback that runs the model on one rank, in a process of its own."""
-    is_in_parts = mesh.shape.is_model_parallel or (config.stage == 3 and mesh.shape.dp > 1)
+def check_model(module: LightningModule, config: ThreeDConfig, shape: MeshShape) -> None:
+    """Raise for a model that can't be made parallel.
+
+    Raises:
+        StepError: it can't.
+    """
+    _raise_first(StepError, _problems_of_model(module, config, shape))
+
+
+def _raise_first(error: type[ConfigError | StepError], problems: Iterator[str]) -> None:
+    for problem in problems:
+        raise error(problem)
+
+
+def _problems_of_io(name: str, config: ThreeDConfig) -> Iterator[str]:
+    """Settings that do not go with a ``CheckpointIO`` of the user's."""
+    if config.save_distributed_checkpoint is True:
+        yield (
+            f"save_distributed_checkpoint=True writes folders by torch.distributed.checkpoint, not through {name}: set"
+            " it to False, or leave it out, for a file through that."
+        )
+    if config.checkpoint.async_save:
+        yield (
+            "checkpoint.async_save=True writes checkpoints in the background, but a CheckpointIO of yours,"
+            f" {name}, is to write them: leave out one of them."
+        )
+
+
+def _problems_of_callbacks(trainer: Trainer, config: ThreeDConfig, shape: MeshShape) -> Iterator[str]:
+    callbacks = callbacks_of(trainer)
+    if shape.world_size > 1 and any(isinstance(callback, BatchSizeFinder) for callback in callbacks):
+        yield (
+            f"BatchSizeFinder, or Tuner.scale_batch_size, tries batch sizes until memory runs out, but on"
+            f" {shape.world_size} ranks it may run out on one of them, for which the others would wait. Set the"
+            " batch size by hand."
+        )
     # By its name, as its module can't be imported without the package requests.
-    classes = {base.__name__ for callback in callbacks_of(trainer) for base in type(callback).__mro__}
-    if is_in_parts and "ServableModuleValidator" in classes:
-        raise StepError(
+    names = {base.__name__ for callback in callbacks for base in type(callback).__mro__}
+    is_in_parts = shape.is_model_parallel or (config.zero.stage == 3 and shape.dp > 1)
+    if is_in_parts and trainer.state.fn == TrainerFn.FITTING and "ServableModuleValidator" in names:
+        yield (
             "ServableModuleValidator serves the model from rank 0, but with"
-            f" pipeline_parallel_size={mesh.shape.pp}, tensor_parallel_size={mesh.shape.tp} and"
-            f" zero.stage={config.stage} on {mesh.shape.dp} replicas each rank has a part of it. Validate it in one"
+            f" pipeline_parallel_size={shape.pp}, tensor_parallel_size={shape.tp} and"
+            f" zero.stage={config.zero.stage} on {shape.dp} replicas each rank has a part of it. Validate it in one"
             " process, from a checkpoint, or use size 1 for both and zero.stage<=2."
         )
 
 
-def refuse_unplanned(module: LightningModule, config: ActivationsConfig) -> None:
-    """Raise for training steps that can't be traced, where a budget of memory is planned by the trace."""
-    if not config.plans_memory:
-        return
+def _problems_of_budget(module: LightningModule, config: ActivationsConfig) -> Iterator[str]:
+    """Training steps that can't be traced, where a budget of memory is planned by the trace."""
     name, fix = type(module).__name__, "Leave out activations.budget, and activations.recompute='auto'"
-    if not module.automatic_optimization:
-        raise StepError(
+    if config.plans_memory and not module.automatic_optimization:
+        yield (
             f"{name} uses manual optimization (automatic_optimization=False), but activations.budget={config.budget!r}"
             f" is planned by a trace of its training_step, before there are optimizers. {fix}, or use automatic"
             " optimization."
         )
-    if fetches_itself(module.training_step):
-        raise StepError(
+    if config.plans_memory and fetches_itself(module.training_step):
+        yield (
             f"{name}.training_step takes dataloader_iter and fetches batches itself, but"
             f" activations.budget={config.budget!r} is planned by a trace of it on an example batch. {fix}, or let it"
             " take the batch: def training_step(self, batch, batch_idx)."
         )
 
 
-def refuse_unsupported(module: LightningModule, mesh: Mesh, config: ZeroConfig, mode: str) -> None:
-    """Raise for what can't run on this mesh.
-
-    Args:
-        mode: Of the pipeline.
-    """
-    _refuse_uninitialized(module)
-    if mode == "microbatched" and mesh.shape.pp > 1 and not module.automatic_optimization:
-        raise StepError(
-            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but pipeline stages run"
-            " forward and backward together in microbatches: set pipeline.mode=inline, or leave it out."
-        )
-    if mesh.shape.is_model_parallel:
-        _refuse_fetching(module, mesh)
-    is_fully_sharded = config.stage == 3 and (mesh.shape.dp > 1 or config.offload_params != "none")
-    if mesh.shape.is_model_parallel or is_fully_sharded:
-        _refuse_lost(module)
-    if mesh.shape.world_size > 1:
-        _refuse_sparse(module)
-    if any(runner_of(inner) is not None or isinstance(inner, FSDPModule) for inner in module.modules()):
-        raise StepError(
-            f"{type(module).__name__} is a copy of a model that was made parallel before, and has parts of it. Copy"
-            f" that one {SUMMON}."
-        )
-
-
-def _refuse_uninitialized(module: LightningModule) -> None:
-    """Raise for lazy modules of torch, as DDP does: planning needs the shapes of parameters."""
-    lazy = [fqn for fqn, tensor in (*module.named_parameters(), *module.named_buffers()) if is_lazy(tensor)]
-    if lazy:
-        raise StepError(
-            f"{lazy[0]} of {type(module).__name__} has no shape yet, as it is of a lazy module. Run it once on an"
-            " example batch before the Trainer does, or in configure_model, or use a module that is told its sizes."
-        )
-
-
-def _refuse_fetching(module: LightningModule, mesh: Mesh) -> None:
-    """Raise for steps that fetch their batches themselves."""
-    for name in ("training_step", "validation_step", "test_step", "predict_step"):
-        if fetches_itself(getattr(module, name)):
-            raise StepError(
-                f"{type(module).__name__}.{name} takes dataloader_iter and fetches batches itself, but with"
-                f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} each batch is split,"
-                f" or compared between ranks, before the step. Let it take the batch: def {name}(self, batch,"
-                " batch_idx), or use size 1 for both."
+def _problems_of_model(module: LightningModule, config: ThreeDConfig, shape: MeshShape) -> Iterator[str]:
+    name, parameters = type(module).__name__, list(module.named_parameters())
+    for fqn, tensor in (*parameters, *module.named_buffers()):
+        if is_lazy(tensor):  # as DDP does: planning needs the shapes of parameters
+            yield (
+                f"{fqn} of {name} has no shape yet, as it is of a lazy module. Run it once on an example batch before"
+                " the Trainer does, or in configure_model, or use a module that is told its sizes."
             )
-
-
-def _refuse_lost(module: LightningModule) -> None:
-    """Raise for what hangs on parameters that shards take the place of."""
-    for fqn, parameter in module.named_parameters():
+    if config.pipeline.mode == "microbatched" and shape.pp > 1 and not module.automatic_optimization:
+        yield (
+            f"{name} uses manual optimization (automatic_optimization=False), but pipeline stages run forward and"
+            " backward together in microbatches: set pipeline.mode=inline, or leave it out."
+        )
+    for step in ("training_step", "validation_step", "test_step", "predict_step") if shape.is_model_parallel else ():
+        if fetches_itself(getattr(module, step)):
+            yield (
+                f"{name}.{step} takes dataloader_iter and fetches batches itself, but with"
+                f" pipeline_parallel_size={shape.pp} and tensor_parallel_size={shape.tp} each batch is split, or"
+                f" compared between ranks, before the step. Let it take the batch: def {step}(self, batch, batch_idx),"
+                " or use size 1 for both."
+            )
+    for fqn, parameter in parameters if shape.is_model_parallel or config.zero.is_fully_sharded(shape.dp) else ():
         if has_gradient_hooks(parameter):
-            raise StepError(
+            yield (
                 f"{fqn} has gradient hooks, which would be lost: shards take the place of parameters. Change gradients"
                 " in on_before_optimizer_step instead."
             )
-
-
-def _refuse_sparse(module: nn.Module) -> None:
     for fqn, inner in module.named_modules():
-        if isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse:
-            raise StepError(
+        if shape.world_size > 1 and isinstance(inner, nn.Embedding | nn.EmbeddingBag) and inner.sparse:
+            yield (
                 f"{fqn} is an {type(inner).__name__}(sparse=True), whose gradients have no sharded form. Use"
                 " sparse=False."
+            )
+        if runner_of(inner) is not None or isinstance(inner, FSDPModule):
+            yield (
+                f"{name} is a copy of a model that was made parallel before, and has parts of it. Copy that one"
+                f" {SUMMON}."
             )
 
 
@@ -191,11 +185,6 @@ def check_optimizers(
         if config.offload_optimizer != "none":
             _check_offloaded(optimizer, kind, config)
     return kinds
-
-
-def saves_optimizers(trainer: Trainer) -> bool:
-    """Whether checkpoints that callbacks save by themselves hold the states of optimizers."""
-    return any(isinstance(c, ModelCheckpoint) and not c.save_weights_only for c in callbacks_of(trainer))
 
 
 def _refuse_strangers(optimizers: Sequence[Optimizer], module: LightningModule) -> None:

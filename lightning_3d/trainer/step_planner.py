@@ -30,7 +30,6 @@ class Planned:
     config: ThreeDConfig
     """With the mode in which the pipeline runs."""
     step: ExampleStep
-    observer: Observer
     observed: Observation
     plan: Plan
 
@@ -106,4 +105,8 @@ class StepPlanner:
         preserved, dtype = Generators(self._device).preserved(), self._precision.dtype_of_steps()
         with self._wait("Planning"), preserved, dtype:  # on one rank alone
             plan = on_rank_zero(lambda: decide(observed, config, self._shape, self._device, self._wait), self._device)
-        return Planned(config=config, step=step, observer=observer, observed=observed, plan=plan)
+        blocks = plan.blocks_in(self._module)
+        if self._shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
+            with Generators(self._device).preserved():
+                observed = observer.of_blocks(blocks)
+        return Planned(config=config, step=step, observed=observed, plan=plan)

@@ -55,13 +55,18 @@ class StepRunner(Protocol):
     def after_optimizer_step(self) -> None:
         """Called when an optimizer has used the gradients."""
 
-    @abstractmethod
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """A line for each step that has shown how its loss comes from microbatches."""
+        return ()
+
     def start_timeline(self) -> None:
         """Measure the steps that follow."""
+        raise StepError("A timeline shows the schedule of a pipeline: set pipeline_parallel_size > 1.")
 
-    @abstractmethod
     def finish_timeline(self) -> Timeline:
         """The steps measured since, of all ranks of the pipeline."""
+        raise StepError("A timeline shows the schedule of a pipeline: set pipeline_parallel_size > 1.")
 
 
 class WholeModelRunner(StepRunner):
@@ -129,12 +134,6 @@ class WholeModelRunner(StepRunner):
     def after_optimizer_step(self) -> None:
         if self._inline is not None:
             self._inline.weights.forget()
-
-    def start_timeline(self) -> None:
-        raise StepError("A timeline shows the schedule of a pipeline: set pipeline_parallel_size > 1.")
-
-    def finish_timeline(self) -> Timeline:
-        raise StepError("A timeline shows the schedule of a pipeline: set pipeline_parallel_size > 1.")
 
 
 class PipelineRunner(StepRunner):
@@ -220,6 +219,10 @@ class PipelineRunner(StepRunner):
 
     def after_optimizer_step(self) -> None:
         self._pending.used = zeroes_unseen(self._module.trainer, self._module)
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        return self._engine.losses()
 
     def start_timeline(self) -> None:
         self._engine.start_timeline()

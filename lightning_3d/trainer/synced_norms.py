@@ -10,14 +10,15 @@ from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from torch import nn
 
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.modules import BatchNorm
 
 _LEAVE_OUT = "Without it each replica normalises by its own batch, as under DDP."
 
 
-def check_synced(module: LightningModule, plugin: LayerSync | None, shape: MeshShape, device_type: str) -> None:
-    """Raise where this model's norms can't be trained in step with those of other replicas.
+def refusal_of_synced_norms(
+    module: LightningModule, plugin: LayerSync | None, shape: MeshShape, device_type: str
+) -> str | None:
+    """Why this model's norms can't be trained in step with those of other replicas, if they are to be and can't.
 
     Args:
         plugin: The Trainer's, which converts norms.
@@ -26,22 +27,17 @@ def check_synced(module: LightningModule, plugin: LayerSync | None, shape: MeshS
     synced = [fqn for fqn, norm in norms.items() if isinstance(norm, nn.SyncBatchNorm) and norm.training]
     asks = plugin is not None and shape.dp > 1 and bool(norms)
     if not asks and not synced:
-        return
+        return None
     what = f"Trainer(sync_batchnorm=True) for {next(iter(norms))}" if asks else f"{synced[0]}, a SyncBatchNorm,"
     if shape.is_model_parallel:
-        raise StepError(
+        return (
             f"{what} communicates inside of a block, but with pipeline_parallel_size={shape.pp} and"
             f" tensor_parallel_size={shape.tp} blocks are traced, where they can't. Use size 1 for both, or leave it"
             f" out. {_LEAVE_OUT}"
         )
     if device_type == "cpu" and (synced or type(plugin) is TorchSyncBatchNorm):
-        raise StepError(
+        return (
             f"{what} needs torch's SyncBatchNorm, which does not run on CPUs, under DDP neither: leave it out there."
             f" {_LEAVE_OUT}"
         )
-
-
-def sync_norms(module: LightningModule, plugin: LayerSync | None, shape: MeshShape) -> None:
-    """Convert the norms, where there are other replicas."""
-    if plugin is not None and shape.dp > 1:
-        plugin.apply(module)
+    return None

@@ -21,61 +21,58 @@ from lightning_3d.torch_internals.lightning_helpers import reduce_tensor
 from lightning_3d.trace.interception import present_step
 
 
-class UserCollectives:
-    """The collectives on one rank."""
+def all_gather(tensor: Tensor, mesh: Mesh, group: Any, *, sync_grads: bool) -> Tensor:
+    """Stack the tensors of all replicas."""
+    over = _group(mesh, group, "all_gather")
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def joint(tensor: Tensor) -> Tensor:
+        with nullcontext() if sync_grads else torch.no_grad():
+            stacked: Tensor = _Stacked.apply(tensor, over)  # type: ignore[no-untyped-call]  # torch 2.13
+            return stacked
 
-    def all_gather(self, tensor: Tensor, group: Any, *, sync_grads: bool) -> Tensor:
-        """Stack the tensors of all replicas."""
-        over = self._group(group, "all_gather")
+    def alone(tensor: Tensor) -> Tensor:
+        with nullcontext() if sync_grads else torch.no_grad():
+            return torch.stack([tensor] * dist.get_world_size(over))
 
-        def joint(tensor: Tensor) -> Tensor:
-            with nullcontext() if sync_grads else torch.no_grad():
-                stacked: Tensor = _Stacked.apply(tensor, over)  # type: ignore[no-untyped-call]  # torch 2.13
-                return stacked
+    return _answer("all_gather", joint, alone, tensor)
 
-        def alone(tensor: Tensor) -> Tensor:
-            with nullcontext() if sync_grads else torch.no_grad():
-                return torch.stack([tensor] * dist.get_world_size(over))
 
-        return _answer("all_gather", joint, alone, tensor)
+def reduce(tensor: Tensor, mesh: Mesh, group: Any, reduce_op: Any) -> Tensor:
+    """Join the tensors of all replicas, in place."""
+    over = _group(mesh, group, "reduce")
 
-    def reduce(self, tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
-        """Join the tensors of all replicas, in place."""
-        over = self._group(group, "reduce")
+    def joint(tensor: Tensor) -> Tensor:
+        return reduce_tensor(tensor, over, reduce_op=reduce_op)
 
-        def joint(tensor: Tensor) -> Tensor:
-            return reduce_tensor(tensor, over, reduce_op=reduce_op)
+    def alone(tensor: Tensor) -> Tensor:
+        with torch.no_grad():
+            return tensor.mul_(1)
 
-        def alone(tensor: Tensor) -> Tensor:
-            with torch.no_grad():
-                return tensor.mul_(1)
+    return _answer("reduce", joint, alone, tensor)
 
-        return _answer("reduce", joint, alone, tensor)
 
-    def refuse_in_stages(self, name: str) -> None:
-        """Raise for a collective of all ranks in a step of a pipeline.
+def refuse_in_stages(mesh: Mesh, name: str) -> None:
+    """Raise for a collective of all ranks in a step of a pipeline.
 
-        Raises:
-            StepError: it is called there.
-        """
-        if self._mesh.shape.pp > 1 and present_step() is not None:
-            raise StepError(
-                f"trainer.strategy.{name} was called in a step, but with a pipeline not every stage gets to each line"
-                " of it, and those that do for each microbatch. Call it in a hook, such as on_train_batch_end."
-            )
+    Raises:
+        StepError: it is called there.
+    """
+    if mesh.shape.pp > 1 and present_step() is not None:
+        raise StepError(
+            f"trainer.strategy.{name} was called in a step, but with a pipeline not every stage gets to each line of"
+            " it, and those that do for each microbatch. Call it in a hook, such as on_train_batch_end."
+        )
 
-    def _group(self, group: Any, name: str) -> Any:
-        if group is None or group is dist.group.WORLD:
-            return self._mesh.group("dp")
-        if self._mesh.shape.pp > 1 and present_step() is not None:
-            raise StepError(
-                f"{name} over a group of its own was called in a step, but with a pipeline one stage calls it, and not"
-                " every rank of that group may be on it. Leave the group out: it is that of the replicas."
-            )
-        return group
+
+def _group(mesh: Mesh, group: Any, name: str) -> Any:
+    if group is None or group is dist.group.WORLD:
+        return mesh.group("dp")
+    if mesh.shape.pp > 1 and present_step() is not None:
+        raise StepError(
+            f"{name} over a group of its own was called in a step, but with a pipeline one stage calls it, and not"
+            " every rank of that group may be on it. Leave the group out: it is that of the replicas."
+        )
+    return group
 
 
 class _Stacked(torch.autograd.Function):

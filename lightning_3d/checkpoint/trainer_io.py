@@ -1,0 +1,346 @@
+"""``ThreeDCheckpointIO``: saves and loads the checkpoints of a Trainer whose ranks hold parts of the model.
+
+Lightning asks for the model's state, for those of the optimizers, and then hands over the whole checkpoint:
+
+    folder                         parts                  every rank writes what it has
+    file that hooks look at        whole, on rank 0       rank 0 writes it
+    file that nobody looks at      parts                  rank 0 gathers a tensor, writes it, gathers the next
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_3d.checkpoint.atomic import completed, local_path, remove
+from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers, class_names, is_of_lr_finder
+from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.file import full_model_state, load_full, read_full, whole_optimizer_state, write_full
+from lightning_3d.checkpoint.file_or_folder import file_bytes, is_too_large
+from lightning_3d.checkpoint.folder import TIED, Folder, folder_content, load_sharded, read_sharded
+from lightning_3d.checkpoint.further_states import (
+    has_further,
+    replaced_state,
+    states_apart,
+    states_read,
+    states_whole,
+)
+from lightning_3d.checkpoint.gathering import Gather, gather
+from lightning_3d.checkpoint.last_link import link, link_before_removal
+from lightning_3d.checkpoint.late import LateValues
+from lightning_3d.checkpoint.match import check_is_lightning
+from lightning_3d.checkpoint.optimizer_states import load_optimizers, saved_optimizers
+from lightning_3d.checkpoint.own_state import grouped_optimizer_state, optimizer_state, state_of, tied_fqns, unwrapped
+from lightning_3d.checkpoint.run_state import RUN
+from lightning_3d.checkpoint.saved_state import SavedState
+from lightning_3d.checkpoint.saves import Saves
+from lightning_3d.checkpoint.shown_state import hooks_see_saving, shown_parts, shown_whole
+from lightning_3d.checkpoint.writing import write_folder
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.zero.engine import Zero
+from lightning_3d.zero.shard import NO_SHARDS, Shards
+
+_NO_FOLDERS = (
+    "is on a remote file system, where checkpoint folders can't be written: set save_distributed_checkpoint=False for"
+    " files there, or save to a file system that is mounted"
+)
+
+
+class ThreeDCheckpointIO(CheckpointIO):
+    """Saves and loads a Trainer's checkpoints; every rank calls its methods.
+
+    Args:
+        strategy: Has the model and the optimizers. A ``CheckpointIO`` of the user's writes and reads files in place of
+            this one.
+        timeout: The timeout of collectives in the background.
+        is_alone: Whether no other rank would take part in a collective.
+    """
+
+    def __init__(
+        self, strategy: ParallelStrategy, config: ThreeDConfig, timeout: timedelta, is_alone: Callable[[], bool]
+    ) -> None:
+        self._strategy, self._config, self._is_alone = strategy, config, is_alone
+        self.saves = Saves(config.checkpoint, timeout)
+        self.is_training = False
+        """Whether training goes on after a save, which may then be in the background."""
+        self._pp: DeviceMesh | None = None
+        self._dp: DeviceMesh | None = None
+        self._zero: Zero | None = None
+        self._writes_folders = config.save_distributed_checkpoint is True
+        self._is_late = False  # the checkpoint has got parts, which become whole while a file is written
+        self._shown: dict[str, Any] = {}  # the model's state, as the Trainer got it last
+        self._restores: Folder | None = None  # the folder that is being restored
+
+    def begin(self, trainer: Trainer, mesh: Mesh, zero: Zero) -> None:
+        """Choose files or folders for a run, whose model is parallel.
+
+        Raises:
+            ConfigError: a callback would save where they can't be.
+        """
+        self._pp, self._dp, self._zero = mesh.axis("pp"), mesh.sliced("dp_shard"), zero
+        if self._config.save_distributed_checkpoint == "auto" and not self._is_users:
+            device = self._strategy.root_device
+            num_bytes = on_rank_zero(lambda: file_bytes(self._module, self._strategy.optimizers), device)
+            self._writes_folders = is_too_large(num_bytes, self._config.checkpoint.max_file_size)
+        for callback in lightning_helpers.callbacks_of(trainer):
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
+                self._check_place(type(callback).__name__, callback.dirpath)
+        if self._writes_folders and (names := lightning_helpers.uploading_loggers(trainer)):
+            rank_zero_warn(
+                f"{', '.join(names)} uploads checkpoint files (log_model), but checkpoints of this run are folders,"
+                " which it leaves out: set save_distributed_checkpoint=False for files."
+            )
+
+    def _check_place(self, name: str, dirpath: str | os.PathLike[str]) -> None:
+        if self._writes_folders and local_path(dirpath) is None:
+            raise ConfigError(f"{name} saves to {dirpath}, which {_NO_FOLDERS}.")
+        if "file:" in Path(dirpath).parts:  # Lightning takes a URL for a relative path
+            raise ConfigError(
+                f"{name} saves to {dirpath}, a folder of the name 'file:', as it was given dirpath='file://...', which"
+                " Lightning takes for a relative path. Give it the path without 'file://'."
+            )
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module
+
+    @property
+    def _shards(self) -> Shards:
+        return NO_SHARDS if self._zero is None else self._zero.shards
+
+    @property
+    def _is_users(self) -> bool:
+        """Whether files are written and read by a ``CheckpointIO`` of the user's."""
+        return lightning_helpers.has_own_io(self._strategy)
+
+    # ---- saving
+
+    def model_state(self) -> dict[str, Any]:
+        """The model's state for a checkpoint, under all names that one process saves: this rank's parts for a folder,
+        or a file that is written a tensor at a time; for another file the whole on rank 0, or on all ranks where hooks
+        of the user's may look at it.
+        """
+        are_seen = hooks_see_saving(self._module.trainer, self._module)
+        self._is_late = not (
+            self._writes_folders or self._config.checkpoint.async_save or are_seen or self._is_users
+        )  # nobody wants it whole before it is written
+        if self._writes_folders or self._is_late:
+            self._shown = shown_parts(self._module)
+            return self._shown
+        whole = full_model_state(self._module, self._pp)
+        if are_seen:
+            broadcast = self._strategy.broadcast
+            whole = {fqn: broadcast(whole.get(fqn)) for fqn in broadcast(list(whole))}
+        self._shown = shown_whole(self._module, whole)
+        return self._shown
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer for a checkpoint, in parts or whole as the model's."""
+        if self._writes_folders:
+            return optimizer_state(self._module, optimizer, self._shards)
+        own: dict[str, Any] = {}
+        with failing_alike("gather the optimizer's state"):
+            own = grouped_optimizer_state(self._module, optimizer, self._shards)
+        return own if self._is_late else whole_optimizer_state(own, self._module, optimizer, self._pp, self._dp)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint, now or in the background.
+
+        Raises:
+            CheckpointError: it can't be written; on all ranks.
+        """
+        path, trainer = self._lasting(self._strategy.broadcast(path)), self._module.trainer
+        own, self._shown = self._shown, {}
+        is_late, self._is_late = self._is_late, False
+        goes_on = self.is_training and trainer.state.status == TrainerStatus.RUNNING
+        if not self.saves.begins(path, may_skip=goes_on and not _is_last_step(trainer)):
+            return
+        if self._writes_folders:
+            if (folder := local_path(path)) is None:
+                raise CheckpointError(f"{path} {_NO_FOLDERS}.")
+            if storage_options is not None:
+                raise CheckpointError(
+                    "storage_options are for a CheckpointIO, but a checkpoint folder is written without one: give the"
+                    " Trainer one (plugins=[...]), which writes files."
+                )
+            left, further = states_apart(checkpoint, self._module, own)
+            further[TIED] = tied_fqns(self._module)
+            self.saves.save(path, folder_content(left, self._pp, further), partial(write_folder, folder), goes_on)
+            return
+        file = self._own_path(path) if storage_options is None else None
+        late = LateValues() if is_late and file is not None else None
+        gathered = gather if late is None else late.gathered
+        checkpoint = self._made_whole(checkpoint, own, gathered) if is_late else checkpoint
+        checkpoint = states_whole(checkpoint, self._module, own, self._pp, gathered)
+
+        def write(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+            with failing_alike(f"write the checkpoint {path}", group):
+                if file is not None and late is not None:
+                    late.write(partial(write_full, checkpoint, file))
+                elif file is not None and self._strategy.is_global_zero:
+                    write_full(checkpoint, file)
+                elif self._strategy.is_global_zero:
+                    self._strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+
+        self.saves.save(path, checkpoint, write, goes_on)
+
+    def _made_whole(self, checkpoint: dict[str, Any], own: dict[str, Any], gathered: Gather) -> dict[str, Any]:
+        """A checkpoint with the whole states of the model and the optimizers in place of this rank's parts."""
+        checkpoint = replaced_state(checkpoint, own, full_model_state(self._module, self._pp, gathered))
+        if (states := checkpoint.get("optimizer_states")) is not None:
+            checkpoint["optimizer_states"] = [
+                whole_optimizer_state(state, self._module, optimizer, self._pp, self._dp, gathered)
+                for state, optimizer in zip(states, self._strategy.optimizers, strict=True)
+            ]
+        return checkpoint
+
+    @override
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        path = self._lasting(path)
+        if self._strategy.is_global_zero:
+            self.saves.once_saved(path, partial(self._remove, path))
+
+    def _remove(self, path: str) -> None:
+        if (own := self._own_path(path)) is not None and os.path.lexists(own):
+            remove(own)
+        else:
+            self._strategy.checkpoint_io.remove_checkpoint(path)
+
+    def link(self, checkpoint: str, path: str) -> None:
+        """Let a path be a link to a checkpoint, once that has been written."""
+        # A CheckpointIO of the user's may still write.
+        self._change_link(path, partial(link, Path(checkpoint), Path(path), may_come=self._is_users))
+
+    def link_before_removal(self, gone: str, newest: str, path: str) -> None:
+        """Let a link to a checkpoint that is about to be removed point to the newest one."""
+        self._change_link(path, partial(link_before_removal, Path(gone), Path(newest), Path(path)))
+
+    def _change_link(self, path: str, act: Callable[[], None]) -> None:
+        if self._is_alone():  # and nothing was saved
+            return
+        with failing_alike(f"change the link {path}"):
+            if self._strategy.is_global_zero:
+                self.saves.once_saved(path, act)
+
+    def _lasting(self, path: str | os.PathLike[str]) -> str:
+        """A path that means the same in the background, wherever the process goes meanwhile."""
+        local = local_path(path) if self._config.checkpoint.async_save else None
+        return os.fspath(path if local is None else local.absolute())
+
+    def _own_path(self, path: str | os.PathLike[str]) -> Path | None:
+        """Where this one writes a checkpoint; None where another ``CheckpointIO`` does: the user's, or Lightning's to
+        remote file systems.
+        """
+        return None if self._is_users else local_path(path)
+
+    # ---- loading
+
+    @override
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint of any layout; the model and its optimizers are filled when Lightning has given the user's
+        ``on_load_checkpoint`` its turn.
+
+        Args:
+            path: A file or a folder.
+            map_location: Of no effect: values go where the model has them.
+            weights_only: As in ``torch.load``; by default as ``fit`` and the like were given it.
+        """
+        path = self._strategy.broadcast(path)
+        self.saves.wait()
+        launcher = self._strategy.launcher
+        if weights_only is None and isinstance(launcher, lightning_helpers.ScriptLauncher):
+            weights_only = launcher.weights_only
+        local, self._restores = local_path(path), None
+        local = None if local is None else completed(local)
+        if local is not None and local.is_dir():
+            self._restores, rest = read_sharded(local, weights_only=weights_only)
+            checkpoint = states_read(rest, self._restores, self._module)
+            checkpoint["state_dict"] = SavedState(self._restores, ("state_dict",))
+            if "lr_schedulers" in rest:  # they are saved with the optimizers
+                checkpoint["optimizer_states"] = saved_optimizers(self._restores)
+        elif local is not None and not self._is_users:
+            checkpoint = read_full(local, weights_only=weights_only)
+        else:
+            if not self._is_users:  # Lightning would unpickle anything that comes by http
+                weights_only = weights_only is not False
+            checkpoint = self._strategy.checkpoint_io.load_checkpoint(os.fspath(path), weights_only=weights_only)
+        check_is_lightning(checkpoint, path)
+        lightning_helpers.leave_schedulers_to_averaging(self._module.trainer, checkpoint)
+        return checkpoint
+
+    def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
+        """Fill the model from a checkpoint that ``load_checkpoint`` gave."""
+        folder, state = self._restores, checkpoint["state_dict"]
+        if folder is None:
+            load_full(state, self._module, strict=strict)
+            return
+        unread, changed = state.split() if isinstance(state, SavedState) else ((), state)
+        load_sharded(folder, self._module, strict=strict, unread=unread, changed=changed)
+        if has_further(folder):  # callbacks that average weights go on from what was loaded
+            assert isinstance(checkpoint, dict)
+            checkpoint["state_dict"] = state_of(self._module)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Fill the optimizers from a checkpoint that ``load_checkpoint`` gave."""
+        self._check_classes(checkpoint)
+        if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew
+            strict, optimizers = self._module.strict_loading, self._strategy.optimizers
+            load_optimizers(states, self._module, optimizers, strict=strict, shards=self._shards)
+
+    def _check_classes(self, checkpoint: Mapping[str, Any]) -> None:
+        states, of_schedulers = checkpoint["optimizer_states"], checkpoint.get("lr_schedulers", [])
+        schedulers = [config.scheduler for config in self._strategy.lr_scheduler_configs]
+        if any(map(is_of_lr_finder, schedulers)):  # whose run failed, and is undone
+            return
+        if not lightning_helpers.averages_stochastically(self._module.trainer):  # which takes their place
+            check_num_schedulers(len(of_schedulers), len(schedulers))
+        check_classes(
+            checkpoint.get(RUN, {}).get("classes"),
+            list(zip(self._strategy.optimizers, states, strict=False)),
+            list(zip(schedulers, of_schedulers, strict=False)),
+            strict=self._module.strict_loading,
+        )
+
+    def classes(self) -> dict[str, list[list[str]]]:
+        """The classes of optimizers and schedulers, by which those that are restored are compared with a checkpoint."""
+        return {
+            "optimizers": [class_names(unwrapped(optimizer)) for optimizer in self._strategy.optimizers],
+            "schedulers": [class_names(config.scheduler) for config in self._strategy.lr_scheduler_configs],
+        }
+
+    @override
+    def teardown(self) -> None:
+        self.is_training = False
+        self.saves.close()
+
+
+def _is_last_step(trainer: Trainer) -> bool:
+    """Whether no step of training comes after this one, as far as the settings and callbacks of the Trainer say."""
+    is_last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
+    num_steps = trainer.max_steps
+    return trainer.should_stop or 0 <= num_steps <= trainer.global_step or (is_last_epoch and trainer.is_last_batch)

@@ -1,0 +1,175 @@
+"""The optimizers that a fit trains with: checked, divided over the ranks, and stepped on this rank's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_3d.checkpoint import optimizer_state
+from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.zero import ZeroConfig
+from lightning_3d.distributed.kept_alike import KeptAlike
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
+from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.torch_internals.lightning_helpers import callbacks_of
+from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.trainer.held_memory import bytes_now
+from lightning_3d.trainer.memory_meter import MemoryMeter
+from lightning_3d.trainer.offload import offloaded_steps
+from lightning_3d.trainer.parallel_model import ParallelModel
+from lightning_3d.trainer.pending_gradients import gradients_seen
+from lightning_3d.trainer.requirements import check_optimizers
+from lightning_3d.trainer.same_settings import check_same_optimizers
+from lightning_3d.zero.local_steps import LocalSteps
+from lightning_3d.zero.optimizer_kind import is_known
+
+
+class TrainedOptimizers:
+    """Optimizers that step a parallel model, until `close`; every rank makes it and calls its methods.
+
+    Args:
+        parallel: Gets a plan of who steps what, and of what is recomputed within a budget.
+        early: Names of the parameters from before the model was made parallel, as LightningCLI's optimizers hold them.
+
+    Raises:
+        StepError: an optimizer would not train what it should.
+        ConfigError: the ranks were given different ones.
+        PlanError: a rank does not fit into its budget.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        parallel: ParallelModel,
+        early: Mapping[nn.Parameter, str],
+        *,
+        trainer: Trainer,
+        module: LightningModule,
+        config: ThreeDConfig,
+        mesh: Mesh,
+        precision: ThreeDPrecision,
+        device: torch.device,
+    ) -> None:
+        self.optimizers = list(optimizers)
+        self._parallel, self._module, self._mesh = parallel, module, mesh
+        self._unsaved = list(optimizers) if _are_saved(trainer) else []  # that did not step yet, and may be refused
+        self.meter: MemoryMeter | None = None
+        """Measures memory where it is planned."""
+        zero, shows = parallel.zero, config.zero.show_gradients
+        zero.shows_gradients = gradients_seen(trainer, module) if shows == "auto" else shows
+        _replace_early(optimizers, early, module)
+        check_same_optimizers(optimizers)
+        kinds = check_optimizers(optimizers, module, mesh, config.zero, device)
+        with ExitStack() as undone:
+            zero.divide(kinds)
+            ranks = {parameter: parallel.plan.state_ranks[fqn] for fqn, parameter in module.named_parameters()}
+            planned = (plan_optimizer(o, kind, _how_found(o, config.zero), zero, ranks) for o, kind in kinds.items())
+            parallel.plan = replace(parallel.plan, optimizers=tuple(planned))
+            undone.callback(zero.release)
+            precision.divide(kinds, module, config.precision)
+            masters = precision.master_weights()
+            self._steps = LocalSteps(
+                zero,
+                check=precision.refuse_unchecked,
+                offload=offloaded_steps(config.zero, zero, kinds, device, masters),
+                masters=masters,
+                alike=KeptAlike(mesh.group("tp")) if mesh.shape.tp > 1 else None,
+            )
+            undone.enter_context(self._steps.hooked(optimizers))
+            if parallel.budget is not None and not parallel.plan.memory:
+                parallel.plan = parallel.budget.plan(parallel.plan, module, zero, kinds, config, mesh, device)
+                parallel.keep_little(parallel.plan)
+            if parallel.budget is not None:
+                num_batches = trainer.accumulate_grad_batches
+                self.meter = MemoryMeter(device, num_batches, lambda: bytes_now(module, optimizers), self._show_memory)
+                undone.callback(self.meter.stop)
+            if precision.scales_losses:
+                undone.enter_context(schedulers_skipping(module, precision.skips))
+            self._undone = undone.pop_all()
+
+    def _show_memory(self, measured: int | None) -> None:
+        """Put the measured peaks of all ranks into the plan."""
+        everyone: list[Any] = [None] * self._mesh.shape.world_size
+        dist.all_gather_object(everyone, (self._mesh.pp_rank, measured))
+        self._parallel.plan = self._parallel.plan.with_measured(everyone)
+
+    def begin_batch(self) -> None:
+        """Before a training step."""
+        self._steps.end_failed()
+        if self.meter is not None:
+            self.meter.begin_batch()
+
+    @contextmanager
+    def step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around the step of an optimizer; one that raises, on one rank maybe, is ended on all."""
+        try:
+            yield
+        except Exception as error:
+            self._steps.fail(optimizer, error)
+            raise
+        finally:
+            self._steps.leave(optimizer)
+        self._parallel.runner.after_optimizer_step()
+        if optimizer in self._unsaved:
+            self._unsaved.remove(optimizer)
+            with failing_alike(f"prepare to save {type(optimizer).__name__}, which checkpoints of this run hold"):
+                optimizer_state(self._module, optimizer, self._parallel.zero.shards)
+
+    def close(self) -> None:
+        """Let optimizers step as torch's do."""
+        self._undone.close()
+
+
+def _how_found(optimizer: Optimizer, config: ZeroConfig) -> KindFound:
+    """Whence it is known how much of a parameter an optimizer has to see."""
+    if config.optimizer_steps != "auto":
+        return "set by zero.optimizer_steps"
+    return "known" if is_known(optimizer) else "tried on small tensors"
+
+
+def _are_saved(trainer: Trainer) -> bool:
+    """Whether checkpoints that callbacks save by themselves hold the states of optimizers."""
+    return any(isinstance(c, ModelCheckpoint) and not c.save_weights_only for c in callbacks_of(trainer))
+
+
+def _replace_early(optimizers: Sequence[Optimizer], early: Mapping[nn.Parameter, str], module: nn.Module) -> None:
+    """Let optimizers that have done nothing yet hold the parameters of the same names that the module has now."""
+    held, now = set(module.parameters()), dict(module.named_parameters(remove_duplicate=False))
+    for optimizer in optimizers:
+        for group in [] if optimizer.state else optimizer.param_groups:
+            group["params"] = [p if p in held else now.get(early.get(p, ""), p) for p in group["params"]]
+
+
+@contextmanager
+def schedulers_skipping(module: LightningModule, skips: Callable[[Optimizer], bool]) -> Iterator[None]:
+    """Let learning-rate schedulers that Lightning steps with every step of their optimizer skip those that it skips.
+
+    Args:
+        skips: Whether an optimizer has skipped its last step.
+    """
+    original = type(module).lr_scheduler_step
+
+    def lr_scheduler_step(self: LightningModule, scheduler: Any, metric: Any) -> None:
+        if self is not module or not _steps_with(scheduler, module, skips):
+            original(self, scheduler, metric)
+
+    with attributes_replaced(type(module), {"lr_scheduler_step": lr_scheduler_step}):
+        yield
+
+
+def _steps_with(scheduler: Any, module: LightningModule, skips: Callable[[Optimizer], bool]) -> bool:
+    """Whether a scheduler goes with steps, the last of which its optimizer has skipped."""
+    optimizer = vars(scheduler).get("optimizer")
+    configs = [config for config in module.trainer.lr_scheduler_configs if config.scheduler is scheduler]
+    return optimizer is not None and skips(optimizer) and any(config.interval == "step" for config in configs)

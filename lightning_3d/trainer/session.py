@@ -1,0 +1,132 @@
+"""The contexts that hold while a Trainer runs, in one list: each changes something outside of a strategy's own objects.
+
+The strategy enters them in ``setup`` and leaves them in ``teardown``, which the Trainer calls after an exception, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
+
+from lightning_3d.checkpoint.trainer_io import ThreeDCheckpointIO
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.errors import StepError
+from lightning_3d.torch_internals.dynamo import modules_watched
+from lightning_3d.torch_internals.lightning_helpers import last_linked, logging_as_alone
+from lightning_3d.torch_internals.modules import attributes_replaced
+from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
+from lightning_3d.trainer.finetuning import finetuning_joined
+from lightning_3d.trainer.parallel_model import ParallelModel
+from lightning_3d.trainer.resuming import Resuming
+from lightning_3d.trainer.user_clipping import clipping_joined
+
+
+def open_before_planning(
+    session: ExitStack,
+    trainer: Trainer,
+    config: ThreeDConfig,
+    mesh: Mesh,
+    checkpoints: ThreeDCheckpointIO,
+    dataclasses: list[type[Any]],
+    resuming: Resuming | None,
+) -> None:
+    """Enter what holds from before a model is made parallel.
+
+    Args:
+        dataclasses: Those that steps of the model passed around in earlier runs.
+        resuming: In a fit.
+    """
+    _enter(
+        session,
+        (True, lambda: dataclasses_registered(dataclasses)),
+        (True, lambda: metrics_joined(mesh.group("dp"))),
+        (True, parts_averaged),
+        (mesh.shape.dp == 1, logging_as_alone),
+        (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
+        (config.compile.enabled, modules_watched),
+        (resuming is not None, lambda: last_linked(trainer, checkpoints.link, checkpoints.link_before_removal)),
+    )
+    if resuming is not None:
+        session.enter_context(resuming.installed())
+
+
+def open_for_steps(
+    session: ExitStack,
+    module: LightningModule,
+    parallel: ParallelModel,
+    norm: Callable[[Iterable[nn.Parameter], float], Tensor],
+    *,
+    is_in_parts: bool,
+) -> None:
+    """Enter what holds for a model that is parallel."""
+    pipeline = parallel.layout.mesh.group("pp")
+    _enter(
+        session,
+        (True, parallel.router.installed),
+        (is_in_parts, lambda: clipping_joined(module, parallel.zero, norm)),
+        (is_in_parts, lambda: finetuning_joined(pipeline)),
+    )
+
+
+def _enter(session: ExitStack, *contexts: tuple[bool, Callable[[], AbstractContextManager[Any]]]) -> None:
+    for is_due, context in contexts:
+        if is_due:
+            session.enter_context(context())
+
+
+@contextmanager
+def dataclasses_registered(classes: list[type[Any]]) -> Iterator[None]:
+    """Let dataclasses that steps pass around be pytrees.
+
+    Args:
+        classes: Those of an earlier run of the same model; holds those of this run afterwards.
+    """
+    for cls in classes:
+        register_dataclass(cls)
+    try:
+        yield
+    finally:
+        classes[:] = registered_dataclasses()
+        forget_dataclasses(classes)
+
+
+@contextmanager
+def metrics_joined(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let torchmetrics join over the replicas alone, wherever metrics are kept; the other axes hold copies."""
+    join = Metric.sync
+
+    def sync(self: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any) -> None:
+        join(self, dist_sync_fn, process_group or self.process_group or group, *args, **kwargs)
+
+    with attributes_replaced(Metric, {"sync": sync}):
+        yield
+
+
+@contextmanager
+def parts_averaged() -> Iterator[None]:
+    """Let torch's ``AveragedModel`` average models of which each rank holds a part."""
+    update = AveragedModel.update_parameters
+
+    def update_parameters(averaged: AveragedModel, model: nn.Module) -> None:
+        for (fqn, mean), current in zip(averaged.module.named_parameters(), model.parameters(), strict=False):
+            if mean.is_meta != current.is_meta or isinstance(mean, DTensor) != isinstance(current, DTensor):
+                raise StepError(
+                    f"An AveragedModel holds {fqn} as it was before {type(model).__name__} was made parallel. Make it"
+                    " in a callback's setup and keep it as an attribute of the callback, or make it in on_fit_start."
+                )
+        with implicit_replication():  # some functions average plain tensors and DTensors in one list
+            update(averaged, model)
+
+    with attributes_replaced(AveragedModel, {"update_parameters": update_parameters}):
+        yield
