@@ -83,11 +83,13 @@ from lightning_3d.distributed.mesh import (
 )
 from lightning_3d.distributed.objects import broadcast_object, default_backends
 from lightning_3d.errors import CheckpointError, ConfigError, StepError
+from lightning_3d.memory.held import bytes_now, held_memory
+from lightning_3d.memory.meter import MemoryMeter
+from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.model.deferred import defer_init, has_deferred
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
-from lightning_3d.planning.memory.timeline import HeldMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.summary import layout_text
 from lightning_3d.precision.plugin import ThreeDPrecision
@@ -104,12 +106,10 @@ from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.early_optimizers import EarlyParameters
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.full_params import full_params, tensors_kept
-from lightning_3d.trainer.held_memory import bytes_now, held_memory
 from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, is_held_as
 from lightning_3d.trainer.laid_out import Layout, has_layout, has_some_layout, is_laid_out, lay_out, leave_layouts
 from lightning_3d.trainer.last_step import is_last_step
 from lightning_3d.trainer.launcher import Launcher
-from lightning_3d.trainer.memory_meter import MemoryMeter
 from lightning_3d.trainer.module_names import leave_out_module_names
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel

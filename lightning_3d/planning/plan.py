@@ -19,11 +19,11 @@ from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.memory.rank_memory import RankMemory, memory_table
 from lightning_3d.planning.assignment import StagePlan, assign_stages
 from lightning_3d.planning.inline_mode import inline_text
 from lightning_3d.planning.loads import Unit, num_parameters
 from lightning_3d.planning.loss_text import loss_text
-from lightning_3d.planning.memory.table import RankMemory, memory_table
 from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table

@@ -21,13 +21,12 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.device_memory import available_memory, total_memory
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.memory.held import bytes_of, held_memory
+from lightning_3d.memory.rank_memory import HeldMemory, RankMemory
 from lightning_3d.planning.budget.choice import check_fits, choose_recomputation
 from lightning_3d.planning.budget.step_memory import StepMemory
-from lightning_3d.planning.memory.table import RankMemory
-from lightning_3d.planning.memory.timeline import HeldMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
-from lightning_3d.trainer.held_memory import bytes_of, held_memory
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 

@@ -8,9 +8,8 @@ from functools import partial
 
 from lightning_3d.config.activations import Mode
 from lightning_3d.errors import PlanError
+from lightning_3d.memory.rank_memory import HeldMemory, size_text
 from lightning_3d.planning.budget.step_memory import StepMemory
-from lightning_3d.planning.memory.table import size_text
-from lightning_3d.planning.memory.timeline import HeldMemory
 
 _Peak = Callable[[Sequence["_Change"]], int]
 """Changes -> bytes that a rank takes with them."""

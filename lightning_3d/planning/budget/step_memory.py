@@ -11,13 +11,14 @@ from torch import nn
 
 from lightning_3d.activations.partitioned_inputs import is_cut
 from lightning_3d.config.activations import Mode
+from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.model.blocks import kind_of
 from lightning_3d.planning.loads import Inputs
 from lightning_3d.planning.memory.block_memory import BlockMemory, measure_memory
 from lightning_3d.planning.memory.fused_losses import fused_losses
 from lightning_3d.planning.memory.sharded_storages import as_one_rank_keeps
 from lightning_3d.planning.memory.stage_memory import MicrobatchMemory, StageMemory, kept_storages
-from lightning_3d.planning.memory.timeline import HeldMemory, peak_of_activations
+from lightning_3d.planning.memory.timeline import peak_of_activations
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import schedule_order
 from lightning_3d.planning.stage_flow import StageFlow, cut

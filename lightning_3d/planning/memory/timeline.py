@@ -3,38 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
 
 from lightning_3d.planning.memory.stage_memory import StageMemory
 from lightning_3d.planning.schedule_order import Computation
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldMemory:
-    """Bytes that a rank holds whatever it computes."""
-
-    weights: int
-    """Parameters and buffers."""
-    gradients: int
-    """When the step has ended."""
-    optimizer_states: int
-    batch: int = 0
-    communication: int = 0
-    """Buffers of collectives over the replicas."""
-    workspaces: int = 0
-    """Memory of the device's library for products of matrices."""
-    step: int = 0
-    """Above all of these, in the optimizer's step."""
-
-    @classmethod
-    def most(cls, ranks: Sequence[HeldMemory]) -> HeldMemory:
-        """The most of each kind that any of these ranks holds."""
-        return cls(**{kind.name: max(getattr(rank, kind.name) for rank in ranks) for kind in fields(cls)})
-
-    @property
-    def always(self) -> int:
-        """In every moment of a step."""
-        return self.weights + self.optimizer_states + self.batch + self.communication + self.workspaces
 
 
 def peak_of_activations(
