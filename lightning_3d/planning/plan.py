@@ -211,7 +211,9 @@ class Plan:
         schedule = schedule if self.inline is None else ", inline"
         table = Table(
             title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}",
-            caption=None if self.num_stages == 1 else f"the slowest stage has {self.imbalance:.2f} x the mean load",
+            caption=None
+            if self.num_stages == 1
+            else f"the slowest stage has {self.imbalance:.2f} x the mean load in {self.load_unit}",
         )
         columns = [self._row(stage) for stage in range(self.num_stages)]
         for name in columns[0]:
@@ -264,7 +266,7 @@ def make_plan(
         module: The whole model.
         blocks: From ``find_blocks``.
         trace: One step of the model; needed if there is more than one stage or tensor-parallel rank.
-        device: Where the partition methods ``"time"`` and ``"memory"`` measure blocks; the others compute nothing.
+        device: Where blocks will run, to count their time and memory.
         inline: Why steps run in inline mode, if they do.
 
     Raises:
@@ -368,11 +370,11 @@ def folded(blocks: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def quantity(value: int, unit: Unit) -> str:
-    """A load with its unit, such as ``1.2 ms``."""
+    """A load with its unit, such as ``1.2 MiB``; operations in billions."""
     if unit == "bytes":
         return f"{value / _MIB:,.1f} MiB" if value >= _MIB / 10 else f"{value / 1024:,.1f} KiB"
-    if unit == "nanoseconds":
-        return f"{value / 1e6:,.2f} ms"
+    if unit == "operations":
+        return f"{value / 1e9:,.3f} G"
     return f"{value:,}"
 
 
