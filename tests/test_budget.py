@@ -22,7 +22,7 @@ from lightning_3d.callbacks import MemoryTable
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import ConfigError, PlanError, StepError
-from lightning_3d.planning.memory.table import RankMemory
+from lightning_3d.memory.rank_memory import RankMemory
 from lightning_3d.planning.plan import Plan
 from tests.models import TinyGPT
 from tests.parity import QUIET, Layout, fitted

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from lightning_3d.planning.memory.block_memory import FORMULAS
+from lightning_3d.memory.block_cost import FORMULAS
 from tests.fake_cuda.dispatched import JOBS, Seen
 from tests.second_device import build
 

@@ -130,7 +130,7 @@ def test_what_inline_mode_can_not_do_is_refused(workers: WorkerPools, model: Any
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("num_microbatches", 4), ("schedule", "gpipe"), ("loss", "sum"), ("partition", "time")]
+    ("key", "value"), [("num_microbatches", 4), ("schedule", "gpipe"), ("loss", "sum"), ("partition", "memory")]
 )
 def test_settings_of_microbatches_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"pipeline.{key}={value!r} .* pipeline.mode='inline'"):

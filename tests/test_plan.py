@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
+from io import StringIO
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import Tensor, nn
 
 from lightning_3d.config.settings import ThreeDConfig
@@ -64,12 +66,17 @@ def _traced(module: L.LightningModule, blocks: dict[str, nn.Module]) -> Trace:
 
 
 def _plan(
-    module: L.LightningModule, partition: str | Sequence[str] = "parameters", *, pp: int = 2, **pipeline: Any
+    module: L.LightningModule, partition: str | Sequence[str] = "parameters", *, pp: int = 2, **settings: Any
 ) -> Plan:
-    section = {"partition": partition, **pipeline}
-    config = ThreeDConfig.from_mapping({"pipeline_parallel_size": pp, "pipeline": section})
+    config = ThreeDConfig.from_mapping({"pipeline_parallel_size": pp, "pipeline": {"partition": partition}, **settings})
     blocks = find_blocks(module, config.pipeline.partition)
     return make_plan(module, blocks, _traced(module, blocks), config, MeshShape(pp=pp, dp=1, cp=1, tp=1), CPU)
+
+
+def _text(plan: Plan) -> str:
+    console = Console(width=200, record=True, file=StringIO())
+    console.print(plan)
+    return console.export_text()
 
 
 def _stages(plan: Plan) -> list[list[str]]:
@@ -116,15 +123,46 @@ def test_each_method_balances_what_it_says() -> None:
     assert uniform.load_unit == "calls"
 
 
-def test_a_block_that_fails_on_random_inputs_is_named() -> None:
-    class Picky(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            if not isinstance(x, torch._subclasses.FakeTensor) and bool((x != 0).any()):
-                raise ValueError("only zeros")
-            return super().forward(x)
+class Reader(nn.Sequential):
+    """Reads its data where it has some."""
 
-    with pytest.raises(PlanError, match=r"partition='time'.*layers\.1 failed on them \(ValueError: only zeros\)"):
-        _plan(Chain(nn.Linear(8, 8), Picky(8, 8)), "time")
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, torch._subclasses.FakeTensor):
+            x.tolist()
+        return self[1](self[0](x))
+
+
+class Counts(nn.Linear):
+    """Chooses by data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if (x > 0).any().item() else -x)
+
+
+def test_auto_balances_time_within_a_budget() -> None:
+    layers = [nn.Linear(256, 256) for _ in range(5)]
+    layers[0].register_parameter("idle", nn.Parameter(torch.zeros(2**18)))  # takes 4 MiB of state and no time
+
+    def wide(**settings: Any) -> Plan:
+        model = Chain(*layers)
+        model.width = 256
+        return _plan(model, "auto", **settings)
+
+    plan = wide()
+    assert _stages(plan) == [["layers.0", "layers.1", "layers.2"], ["layers.3", "layers.4"]]
+    assert plan.load_unit == "operations"
+    assert "load in operations" in _text(plan)
+    budgeted = wide(activations={"budget": 6.5 / 1024})  # of 9 MiB of state
+    assert _stages(budgeted) == [["layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"]]
+
+
+def test_auto_goes_by_parameters_where_a_block_needs_data() -> None:
+    model = Chain(nn.Linear(8, 8), Counts(8, 8), nn.Linear(8, 8))
+    with pytest.raises(PlanError, match=r"partition='memory' .* the forward of layers\.1 fails"):
+        _plan(model, "memory")
+    plan = _plan(model, "auto")
+    assert plan.load_unit == "parameters"
+    assert "load in parameters" in _text(plan)
 
 
 # ---------------------------------------------------------------------------------------------------- cut points
@@ -166,15 +204,6 @@ class Encoder(nn.Module):
         for _ in range(6):
             x = self.shared(x)
         return x
-
-
-class Reader(nn.Sequential):
-    """Reads its data where it has some."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(x, torch._subclasses.FakeTensor):
-            x.tolist()
-        return self[1](self[0](x))
 
 
 def _layers(*sizes: int) -> nn.Sequential:

@@ -30,7 +30,7 @@ from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.file_or_folder import is_too_large
 from lightning_3d.checkpoint.whole_folder import read_folder
 from lightning_3d.errors import CheckpointError
-from lightning_3d.planning.memory.table import GIB
+from lightning_3d.memory.rank_memory import GIB
 from tests.models import TinyMLP, features, training_loader
 from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools

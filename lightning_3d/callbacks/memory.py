@@ -9,7 +9,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from rich.console import Console
 
 from lightning_3d.errors import ConfigError, StepError
-from lightning_3d.planning.memory.table import memory_table
+from lightning_3d.memory.rank_memory import memory_table
 from lightning_3d.strategy import ThreeDStrategy
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.own_state import parameters_of
-from lightning_3d.planning.memory.table import GIB, size_text
+from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.torch_internals.modules import named_state
 
 _STATE = 2 * 4  # bytes that Adam keeps of each number that it trains

@@ -53,7 +53,7 @@ def assign_stages(
 
     Args:
         trace: One step on one microbatch; needed for more than one stage.
-        device: Where ``"time"`` and ``"memory"`` measure.
+        device: Where blocks will run.
 
     Raises:
         PlanError: there are more stages than calls, a named block can't begin a stage, or a block can't be measured.

@@ -19,10 +19,10 @@ from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
+from lightning_3d.memory.rank_memory import RankMemory, memory_table
 from lightning_3d.planning.assignment import StagePlan, assign_stages
 from lightning_3d.planning.inline_mode import inline_text, loss_text
 from lightning_3d.planning.loads import Unit, num_parameters
-from lightning_3d.planning.memory.table import RankMemory, memory_table
 from lightning_3d.planning.optimizer_plan import OptimizerPlan, optimizer_table
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.table import tensor_table
@@ -210,7 +210,9 @@ class Plan:
         schedule = schedule if self.inline is None else ", inline"
         table = Table(
             title=f"pipeline {shape.pp} x data {shape.dp} x tensor {shape.tp}, ZeRO {self.zero_stage}{schedule}",
-            caption=None if self.num_stages == 1 else f"the slowest stage has {self.imbalance:.2f} x the mean load",
+            caption=None
+            if self.num_stages == 1
+            else f"the slowest stage has {self.imbalance:.2f} x the mean load in {self.load_unit}",
         )
         columns = [self._row(stage) for stage in range(self.num_stages)]
         for name in columns[0]:
@@ -263,7 +265,7 @@ def make_plan(
         module: The whole model.
         blocks: From ``find_blocks``.
         trace: One step of the model; needed if there is more than one stage or tensor-parallel rank.
-        device: Where the partition methods ``"time"`` and ``"memory"`` measure blocks; the others compute nothing.
+        device: Where blocks will run, to count their time and memory.
         inline: Why steps run in inline mode, if they do.
 
     Raises:
@@ -367,11 +369,11 @@ def folded(blocks: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def quantity(value: int, unit: Unit) -> str:
-    """A load with its unit, such as ``1.2 ms``."""
+    """A load with its unit, such as ``1.2 MiB``; operations in billions."""
     if unit == "bytes":
         return f"{value / _MIB:,.1f} MiB" if value >= _MIB / 10 else f"{value / 1024:,.1f} KiB"
-    if unit == "nanoseconds":
-        return f"{value / 1e6:,.2f} ms"
+    if unit == "operations":
+        return f"{value / 1e9:,.3f} G"
     return f"{value:,}"
 
 

@@ -150,7 +150,7 @@ def decide(
     """Assign blocks to stages and shard their weights.
 
     Args:
-        device: Where blocks are measured, if the partition method asks for it.
+        device: Where blocks will run.
 
     Raises:
         PlanError: no layout of this model fits the mesh.

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_3d.memory.rank_memory import HeldMemory, size_text
 from lightning_3d.planning.inline_mode import inline_text, loss_text
-from lightning_3d.planning.memory.table import size_text
-from lightning_3d.planning.memory.timeline import HeldMemory
 from lightning_3d.planning.plan import Plan, folded
 
 _SHARDED = {

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining._utils import TensorMeta, _derive_grad_metas, extract_tensor_metas
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -72,18 +72,6 @@ def planned_actions(
         ]
         for rank in sorted(order)
     ]
-
-
-def begin_split_backward(
-    outputs: Sequence[Tensor], gradients: Sequence[Tensor], received: Sequence[Tensor], weights: Sequence[Any]
-) -> Callable[[], None]:
-    """The gradients of what was received; returns what computes those of the weights, as schedules do later."""
-    groups = stage_backward_input(list(outputs), list(gradients), list(received), iter(weights))[1]
-
-    def end() -> None:
-        stage_backward_weight(iter(weights), groups)
-
-    return end
 
 
 class InOrder(_PipelineScheduleRuntime):

@@ -20,12 +20,12 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.memory.held import bytes_now
+from lightning_3d.memory.meter import MemoryMeter
 from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.torch_internals.modules import attributes_replaced
-from lightning_3d.trainer.held_memory import bytes_now
-from lightning_3d.trainer.memory_meter import MemoryMeter
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.trainer.pending_gradients import gradients_seen

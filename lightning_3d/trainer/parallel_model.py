@@ -29,6 +29,8 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
+from lightning_3d.memory.budget import Budget, accumulates
+from lightning_3d.memory.step_memory import step_memory
 from lightning_3d.model.block_runner import Dense, running
 from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.model.initial_weights import check_same_model, move_buffers, move_parameters, place_weights
@@ -36,7 +38,6 @@ from lightning_3d.pipeline.anomaly import AnomalyDetection
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
-from lightning_3d.planning.budget.step_memory import step_memory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
@@ -46,7 +47,6 @@ from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.batches import BatchGuard
-from lightning_3d.trainer.budget import Budget, accumulates
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.full_params import full_params
 from lightning_3d.trainer.heads import TracedProducts, fused_heads, tables_in, traced_products
@@ -302,7 +302,7 @@ class _Making:
                 fuses_loss=config.activations.fused_loss == "auto",
                 products=frozenset(products.tables),
                 is_unsplit=config.compile.enabled,
-                partitions=config.activations.partition,
+                cuts_inputs=config.activations.partition,
                 num_sharing=zero.num_sharing,
             )
         return Budget(step=memory, batch=step.microbatch)

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import Mesh, MeshCoordinate
-from lightning_3d.planning.memory.timeline import HeldMemory
+from lightning_3d.memory.held import held_memory
+from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.planning.summary import layout_text
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
-from lightning_3d.trainer.held_memory import held_memory
 from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.zero.shard import plain
 

@@ -244,7 +244,7 @@ SETTINGS = {
         layout={"sequence_parallel": True, "activations": {"recompute": "full"}}, fits=_on_shards
     ),
     "uneven": Setting(layout={"num_microbatches": 3}, fits=_with_two_stages_per_rank, needs_pieces=True),
-    "by-time": Setting(layout={"partition": "time"}, fits=_in_pipelines),
+    "by-time": Setting(layout={"partition": "auto"}, fits=_in_pipelines),
     "partitioned": Setting(layout={"activations": {"recompute": "full", "partition": True}}, fits=_on_shards),
     "budget": Setting(
         layout={"activations": {"recompute": "auto", "budget": 100.0}},

@@ -1,10 +1,13 @@
-"""Planning with a budget of memory: what is recomputed, once it is known what every rank holds."""
+"""A budget of memory: the cheapest blocks to recompute so that every rank stays within it, or an error before training.
+
+Decided once it is known what every rank holds.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +24,12 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.device_memory import available_memory, total_memory
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.planning.budget.choice import check_fits, choose_recomputation
-from lightning_3d.planning.budget.step_memory import StepMemory
-from lightning_3d.planning.memory.table import RankMemory
-from lightning_3d.planning.memory.timeline import HeldMemory
+from lightning_3d.errors import PlanError
+from lightning_3d.memory.held import bytes_of, held_memory
+from lightning_3d.memory.rank_memory import HeldMemory, RankMemory, size_text
+from lightning_3d.memory.step_memory import StepMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
-from lightning_3d.trainer.held_memory import bytes_of, held_memory
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 
@@ -102,16 +104,20 @@ class Budget:
         held: Sequence[HeldMemory],
         budgets: Sequence[int],
     ) -> Plan:
+        modes = {block.fqn: block.recompute for block in plan.blocks}
         if config.activations.recompute == "auto":
-            candidates = chosen_blocks(blocks, config.activations)
             # Compiled blocks on shards keep the random numbers that they are given, too, and inputs in full.
             is_counted = not config.compile.enabled or config.tensor_parallel_size == 1
-            modes: tuple[Mode, ...] = ("selective", "full") if is_counted else ("full",)
-            chosen = choose_recomputation(self.step, candidates, modes, held, budgets)
-            plan = plan.with_recomputation(chosen)
-        peaks = check_fits(self.step, {block.fqn: block.recompute for block in plan.blocks}, held, budgets)
-        rows = zip(held, peaks, budgets, strict=True)
-        return plan.with_memory(tuple(RankMemory(held=h, peak=peak, budget=b) for h, peak, b in rows))
+            ways: tuple[Mode, ...] = ("selective", "full") if is_counted else ("full",)
+            modes = choose_recomputation(self.step, chosen_blocks(blocks, config.activations), ways, held, budgets)
+            plan = plan.with_recomputation(modes)
+        rows = []
+        for rank, (own, budget) in enumerate(zip(held, budgets, strict=True)):
+            peak = self.step.peak(rank, modes, own)
+            if peak > budget:
+                raise _too_much(self.step, rank, peak, own, budget, modes, is_least=False)
+            rows.append(RankMemory(held=own, peak=peak, budget=budget))
+        return plan.with_memory(tuple(rows))
 
 
 def _by_stage(everyone: Sequence[tuple[int, HeldMemory, int]], pp: int) -> tuple[list[HeldMemory], list[int]]:
@@ -122,3 +128,76 @@ def _by_stage(everyone: Sequence[tuple[int, HeldMemory, int]], pp: int) -> tuple
         held.append(max((own for own, _ in there), key=lambda own: own.always + own.gradients))
         budgets.append(min(budget for _, budget in there))
     return held, budgets
+
+
+def choose_recomputation(
+    step: StepMemory,
+    candidates: Collection[str],
+    ways: Sequence[Mode],
+    held: Sequence[HeldMemory],
+    budgets: Sequence[int],
+) -> dict[str, Mode]:
+    """Block FQN -> how it is recomputed, of those that are.
+
+    Greedy: until a rank fits, it recomputes what saves the most bytes for the time that it costs; of equal blocks the
+    first, whose activations wait the longest.
+
+    Args:
+        candidates: FQNs of the blocks that may be recomputed.
+        ways: How, the one that saves less first.
+        held: What the ranks hold anyway, by index on the pp axis.
+        budgets: Bytes that each of them may take.
+
+    Raises:
+        PlanError: a rank does not fit, whatever is recomputed.
+    """
+    chosen: dict[str, Mode] = {}
+    for rank, (own, budget) in enumerate(zip(held, budgets, strict=True)):
+        fqns = [block.fqn for block in step.plan.blocks_on(rank) if block.fqn in candidates and block.fqn in step.costs]
+        least, least_modes = step.peak(rank, chosen, own), dict(chosen)
+        while (peak := step.peak(rank, chosen, own)) > budget:
+            if peak < least:
+                least, least_modes = peak, dict(chosen)
+            changes = [(_gain(step, fqn, chosen.get(fqn, "none"), way), fqn, way) for fqn in fqns for way in ways]
+            gain, fqn, way = max(changes, key=lambda change: change[0], default=(0.0, "", "none"))
+            if gain <= 0:
+                raise _too_much(step, rank, least, own, budget, least_modes, is_least=True)
+            chosen[fqn] = way
+    return chosen
+
+
+def _gain(step: StepMemory, fqn: str, before: Mode, after: Mode) -> float:
+    """Bytes saved for the operations that it costs."""
+    saved = step.kept(fqn, before) - step.kept(fqn, after)
+    return saved / max(step.recomputation(fqn, after) - step.recomputation(fqn, before), 1)
+
+
+def _too_much(
+    step: StepMemory,
+    rank: int,
+    peak: int,
+    held: HeldMemory,
+    budget: int,
+    modes: Mapping[str, Mode],
+    *,
+    is_least: bool,
+) -> PlanError:
+    plan = step.plan
+    states = held.weights + held.gradients + held.optimizer_states
+    num = sum(mode != "none" for mode in modes.values())
+    at_least = "at least " if is_least else ""
+    further = [] if is_least else ["activations.recompute='auto'"]
+    if plan.zero_stage < 3:
+        further.append(f"zero.stage above {plan.zero_stage} with more data-parallel ranks")
+    further.append(f"pipeline_parallel_size above {plan.shape.pp}")
+    further.append(f"tensor_parallel_size above {plan.shape.tp}")
+    further.append("a smaller batch")
+    if plan.shape.pp > 1:
+        further.append(f"pipeline.num_microbatches above {plan.num_microbatches}")
+    return PlanError(
+        f"Rank {rank} of the pipeline needs {at_least}{size_text(peak)} in a training step, with {num} blocks"
+        f" recomputed, but activations.budget is {size_text(budget)}: {size_text(held.weights)} of weights,"
+        f" {size_text(held.gradients)} of gradients, {size_text(held.optimizer_states)} of optimizer states and"
+        f" {size_text(max(peak - states, 0))} of activations and buffers. What would help: {', '.join(further)}; or a"
+        " larger budget."
+    )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import workspaces
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.planning.memory.timeline import HeldMemory
+from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.buckets import bucket_bytes

@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rich.table import Table
 
-from lightning_3d.planning.memory.timeline import HeldMemory
-
 GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldMemory:
+    """Bytes that a rank holds whatever it computes."""
+
+    weights: int
+    """Parameters and buffers."""
+    gradients: int
+    """When the step has ended."""
+    optimizer_states: int
+    batch: int = 0
+    communication: int = 0
+    """Buffers of collectives over the replicas."""
+    workspaces: int = 0
+    """Memory of the device's library for products of matrices."""
+    step: int = 0
+    """Above all of these, in the optimizer's step."""
+
+    @classmethod
+    def most(cls, ranks: Sequence[HeldMemory]) -> HeldMemory:
+        """The most of each kind that any of these ranks holds."""
+        return cls(**{kind.name: max(getattr(rank, kind.name) for rank in ranks) for kind in fields(cls)})
+
+    @property
+    def always(self) -> int:
+        """In every moment of a step."""
+        return self.weights + self.optimizer_states + self.batch + self.communication + self.workspaces
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,378 @@
+"""The peak of every rank's memory in a training step, predicted: what the schedule has in flight, times what a
+microbatch keeps, and the largest call on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_3d.activations.partitioned_inputs import is_cut
+from lightning_3d.config.activations import Mode
+from lightning_3d.memory.block_cost import BlockCost, block_costs
+from lightning_3d.memory.rank_memory import HeldMemory
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.schedule_order import Computation, schedule_order
+from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
+from lightning_3d.tensor.vocabulary.chunked_loss import chunk_length
+from lightning_3d.trace.ghost import TensorMeta
+from lightning_3d.trace.output_uses import LOG, LOSS, LOSS_OF_LOG
+from lightning_3d.trace.storages import CallStorages, StepStorages
+from lightning_3d.trace.trace import Trace
+
+_WIDE = 4  # bytes of a number of fp32, in which gradients of weights add up
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CallMemory:
+    """Bytes of one call."""
+
+    storages: frozenset[int]
+    """Of the trace, that it keeps for its backward."""
+    inside: int = 0
+    """Kept besides these."""
+    forward: int = 0
+    """Peak of its forward."""
+    backward: int = 0
+    """Peak of its backward above what is kept."""
+    gradients: int = 0
+    """Gradients of its weights, if its backward is the stage's first to make them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of one microbatch on one stage."""
+
+    forward: int
+    """Peak of its forward."""
+    kept: int
+    """Between forward and backward."""
+    backward: int
+    """Peak of its backward, with what was kept."""
+    first_backward: int
+    """The same in the first microbatch's, which makes the gradients of weights."""
+    gradients: int
+    split: int
+    """Left for the gradients of the weights by a backward that is split."""
+    received: int
+    """Buffers for what it receives, in the forward and in the backward; torch keeps them from step to step."""
+    sent: int
+    """What waits until the step ends when it was sent."""
+    casts: int
+    """Copies that autocast makes of weights, which all microbatches of a step share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """The memory of a training step of a plan, but for what ranks hold anyway."""
+
+    plan: Plan
+    flow: StageFlow
+    """The trace of a microbatch, cut into the plan's stages."""
+    costs: Mapping[str, BlockCost]
+    """Block FQN -> what a call takes."""
+    gradients: Mapping[str, int]
+    """Block FQN -> bytes of its weights' gradients on a rank."""
+    heads: Mapping[int, int]
+    """Position of the call of a head that may run with its loss -> its number of classes on a rank."""
+    accumulates: bool
+    """Whether gradients wait for further steps."""
+    is_unsplit: bool
+    """Whether the backward of all stages stays in one piece."""
+    cuts_inputs: bool
+    """Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks."""
+    _stages: dict[object, StageMemory] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def _storages(self) -> StepStorages:
+        assert self.flow.trace.storages is not None, "the trace notes its memory"
+        return self.flow.trace.storages
+
+    def peak(self, rank: int, modes: Mapping[str, Mode], held: HeldMemory) -> int:
+        """Bytes at most.
+
+        Args:
+            rank: Index on the pp axis.
+            modes: Block FQN -> how it is recomputed; those that are missing are not.
+            held: What the rank holds anyway.
+        """
+        plan = self.plan
+        stages = {number: self._stage(number, modes) for number in plan.stages_on(rank)}
+        recomputing = {s for block in plan.blocks if modes.get(block.fqn, "none") != "none" for s in block.stages}
+        # Where the loss is the whole batch's, no backward begins before all forwards have run.
+        schedule = "gpipe" if plan.loss == "whole" else plan.schedule
+        order = schedule_order(schedule, plan.stage_ranks, plan.num_microbatches)[rank]
+        activations = self._peak_of(order, stages, held.gradients, set(stages) if self.is_unsplit else recomputing)
+        buffers = plan.num_microbatches * sum(stage.received for stage in stages.values())
+        activations += sum(stage.casts for stage in stages.values())
+        return held.always + buffers + max(activations, held.gradients + held.step)
+
+    def _peak_of(
+        self, order: Iterable[Computation], stages: Mapping[int, StageMemory], gradients: int, unsplit: Collection[int]
+    ) -> int:
+        """Activations, and gradients as they come.
+
+        Args:
+            gradients: Of all stages, when the step has ended.
+            unsplit: Stages whose backward stays in one piece.
+        """
+        # Without a pipeline, a step's gradients are freed between the next one's forward and backward.
+        are_freed = self.plan.num_stages == 1 and not self.accumulates
+        with_gradients = set(stages) if self.accumulates else set[int]()
+        now, alive, peak = gradients if are_freed or self.accumulates else 0, 0, 0
+        for kind, stage, _ in order:
+            own = stages[stage]
+            if kind == "forward":
+                peak = max(peak, now + alive + own.forward)
+                alive += own.kept
+                continue
+            if kind == "weight" and stage in unsplit:
+                continue
+            now, are_freed = 0 if are_freed else now, False
+            is_split = kind == "input" and stage not in unsplit
+            is_first = stage not in with_gradients and not is_split
+            peak = max(peak, now + alive + (own.first_backward if is_first else own.backward) - own.kept)
+            if is_split:
+                alive += own.split
+                continue
+            alive += own.sent - own.kept - (own.split if kind == "weight" else 0)
+            now += own.gradients if is_first else 0
+            with_gradients.add(stage)
+        return max(peak, alive + gradients)
+
+    def kept(self, fqn: str, mode: Mode) -> int:
+        """Bytes that a block's calls keep of one microbatch."""
+        calls = [self._of_block(i, mode) for i in self._calls_of(fqn)]
+        return sum(self._storages.num_bytes(call.storages) + call.inside for call in calls)
+
+    def recomputation(self, fqn: str, mode: Mode) -> int:
+        """Operations that recomputing a block's calls takes."""
+        return len(self._calls_of(fqn)) * self.costs[fqn].recomputation(mode)
+
+    def _calls_of(self, fqn: str) -> list[int]:
+        return [i for i, call in enumerate(self.flow.trace.calls) if call.is_block and call.name == fqn]
+
+    def _stage(self, stage: int, modes: Mapping[str, Mode]) -> StageMemory:
+        own = tuple(sorted((fqn, mode) for fqn, mode in modes.items() if stage in self.plan.stages_of_calls[fqn]))
+        if (stage, own) not in self._stages:
+            self._stages[stage, own] = self._add_up(stage, modes)
+        return self._stages[stage, own]
+
+    def _add_up(self, stage: int, modes: Mapping[str, Mode]) -> StageMemory:
+        flow, storages, ranks = self.flow, self._storages, self.plan.stage_ranks
+        fused, absent = self._fused_losses(modes)
+        positions = [i for i, of_call in enumerate(flow.call_stages) if of_call == stage]
+        calls = [fused[i] if i in fused else self._call(i, modes) for i in positions]
+        received, sent = flow.received(stage), flow.sent(stage)
+        here = kept = self._storages_of(received) | absent
+        forward = total = 0
+        sizes = []
+        for position, call in zip(positions, calls, strict=True):
+            waiting = storages.num_bytes(storages.of_calls[position].inputs - kept)
+            forward = max(forward, total + waiting + call.forward)
+            sizes.append(storages.num_bytes(call.storages - kept) + call.inside)
+            kept |= call.storages
+            total += sizes[-1]
+        gets = stage > 0 and ranks[stage - 1] != ranks[stage]
+        gives = stage + 1 < flow.num_stages and ranks[stage + 1] != ranks[stage]
+        if gives:  # what stays on this rank lies in the next stage's buffers
+            total += storages.num_bytes(self._storages_of(sent) - kept - here)
+        alive, gradients, backward, first = total, 0, 0, 0
+        for position, call, size in reversed(list(zip(positions, calls, sizes, strict=True))):
+            backward, first = max(backward, alive + call.backward), max(first, alive + gradients + call.backward)
+            alive -= size
+            if position == max(self._calls_of(flow.trace.calls[position].name), default=-1):
+                gradients += self.gradients[flow.trace.calls[position].name]
+                first = max(first, alive + gradients)
+        given, returned = gives * _size(flow.metas(sent)), gets * _size_of_gradients(flow.metas(received))
+        blocks = [flow.trace.calls[i].name for i in positions if flow.trace.calls[i].is_block]
+        schedule = self.plan.schedule
+        return StageMemory(
+            forward=forward,
+            kept=total,
+            backward=backward,
+            first_backward=first,
+            gradients=gradients,
+            split=sum(self.costs[fqn].costly + self.costs[fqn].returned for fqn in blocks),
+            received=_size(flow.metas(received)) + _size_of_gradients(flow.metas(sent)),
+            # Torch's schedules of several stages on a rank, and GPipe in the backward, wait for all at the end.
+            sent=(0 if schedule in ("1f1b", "gpipe") else given) + (0 if schedule == "1f1b" else returned),
+            casts=sum(self.costs[fqn].casts for fqn in dict.fromkeys(blocks)),
+        )
+
+    def _storages_of(self, tensors: Iterable[int]) -> frozenset[int]:
+        of_tensors = self._storages.of_tensors
+        return frozenset(of_tensors[i] for i in tensors if i in of_tensors)
+
+    def _call(self, position: int, modes: Mapping[str, Mode]) -> _CallMemory:
+        call, own = self.flow.trace.calls[position], self._storages.of_calls[position]
+        if call.is_block:
+            return self._of_block(position, modes.get(call.name, "none"))
+        made = self._storages.num_bytes(own.outputs - own.inputs)
+        if not made:  # a view
+            return _CallMemory(storages=own.saved)
+        return _CallMemory(
+            storages=own.saved,
+            forward=self._storages.num_bytes((own.outputs | own.saved) - own.inputs),
+            backward=made + (self._storages.num_bytes(own.inputs) if own.saved else 0),
+        )
+
+    def _of_block(self, position: int, mode: Mode) -> _CallMemory:
+        call, own = self.flow.trace.calls[position], self._storages.of_calls[position]
+        cost = self.costs[call.name]
+        inside = cost.kept(mode)
+        if mode == "none":
+            storages = own.saved & (own.inputs | own.outputs)
+            return _CallMemory(storages=storages, inside=inside, forward=cost.forward, backward=cost.backward)
+        tp, cut_ = self.plan.shape.tp, frozenset[int]()
+        if self.cuts_inputs and tp > 1:
+            metas = {i: self.flow.trace.tensors[i] for i in call.inputs}
+            cut_ = self._storages_of(i for i, m in metas.items() if is_cut(m.shape, tp, requires_grad=m.requires_grad))
+        whole = self._storages.num_bytes(cut_)
+        return _CallMemory(
+            storages=own.inputs - cut_,
+            inside=inside + whole // tp,
+            forward=cost.forward_alone if mode == "full" else cost.forward,
+            backward=max(whole + max(cost.saved - inside, 0) + cost.backward, cost.forward_alone),
+        )
+
+    def _fused_losses(self, modes: Mapping[str, Mode]) -> tuple[dict[int, _CallMemory], frozenset[int]]:
+        """Heads whose logits go to a cross entropy and nowhere else, as they run with it in chunks of rows.
+
+        Returns:
+            Position of a call from the head to its loss -> what it takes, and the storages that never exist.
+        """
+        trace, storages = self.flow.trace, self._storages
+        fused, absent = dict[int, _CallMemory](), frozenset[int]()
+        for head, num_classes in self.heads.items():
+            if modes.get(trace.calls[head].name, "none") != "none":
+                continue  # which leaves a head alone
+            if (way := _way_to_loss(head, trace, storages)) is None:
+                continue
+            loss, made = way
+            meta = trace.tensors[trace.calls[head].outputs[0]]
+            num_rows = meta.num_bytes // meta.dtype.itemsize // num_classes
+            inputs = storages.of_calls[head].inputs
+            rows = storages.num_bytes(inputs)
+            weight = num_classes * (rows // max(num_rows, 1) // meta.dtype.itemsize) * _WIDE
+            chunk = min(chunk_length(num_rows, num_classes, meta.device.type), num_rows) * num_classes * _WIDE
+            between = {i: _CallMemory(storages=storages.of_calls[i].saved - made) for i in range(head, loss)}
+            # Its forward makes the gradients of rows and of the weight, which wait for the backward.
+            fused |= between | {
+                loss: _CallMemory(
+                    storages=inputs, inside=rows + weight, forward=3 * chunk + weight + rows, backward=weight
+                )
+            }
+            absent |= made
+        return fused, absent
+
+
+def _way_to_loss(head: int, trace: Trace, storages: StepStorages) -> tuple[int, frozenset[int]] | None:
+    """The position of the one loss of a head's logits, and the storages of these and of logarithms made of them."""
+    family, logs, loss = storages.of_calls[head].outputs, frozenset[int](), None
+    for i in range(head + 1, len(trace.calls)):
+        name, own = trace.calls[i].name, storages.of_calls[i]
+        if not own.inputs & family:
+            continue
+        if loss is not None:
+            return None
+        if name == LOSS or (name == LOSS_OF_LOG and own.inputs & logs):
+            loss = i
+        elif name == LOG:
+            family, logs = family | own.outputs, logs | own.outputs
+        elif own.outputs - family:  # more than views
+            return None
+    return None if loss is None else (loss, family)
+
+
+def _size(metas: Iterable[TensorMeta]) -> int:
+    return sum(meta.num_bytes for meta in metas)
+
+
+def _size_of_gradients(metas: Iterable[TensorMeta]) -> int:
+    return sum(meta.num_bytes for meta in metas if meta.requires_grad)
+
+
+def step_memory(
+    plan: Plan,
+    blocks: Mapping[str, nn.Module],
+    trace: Trace,
+    device: torch.device,
+    *,
+    accumulates: bool,
+    fuses_loss: bool,
+    products: Sequence[int] | frozenset[int],
+    is_unsplit: bool,
+    cuts_inputs: bool,
+    num_sharing: int,
+) -> StepMemory:
+    """Measure what the calls of a trace take.
+
+    Args:
+        blocks: FQN -> block.
+        trace: Of one microbatch, with its storages.
+        device: Where it would run.
+        products: Positions of calls of glue that make logits as heads do.
+        num_sharing: Ranks that share the training state of a replica's weights.
+    """
+    assert trace.storages is not None, "the trace notes its memory"
+    tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}
+    measured = block_costs(blocks, trace, device, tensors)
+    costs, gradients = {}, {}
+    heads = {position: trace.tensors[trace.calls[position].outputs[0]].shape[-1] for position in products}
+    for position, call in enumerate(trace.calls):
+        if not call.is_block:
+            continue
+        block, tensor = blocks[call.name], tensors.get(call.name)
+        costs[call.name] = measured[call.name] or _estimated(trace.storages.of_calls[position], trace.storages)
+        gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), plan, num_sharing)
+        if fuses_loss and type(block) is nn.Linear:
+            heads[position] = block.out_features // (1 if tensor is None else tensor.size)
+    return StepMemory(
+        plan=plan,
+        flow=cut(trace, plan.stages_of_calls, plan.num_stages),
+        costs=costs,
+        gradients=gradients,
+        heads=heads,
+        accumulates=accumulates,
+        is_unsplit=is_unsplit,
+        cuts_inputs=cuts_inputs,
+    )
+
+
+def _bytes_of_gradients(block: nn.Module, tensor: BlockTensorPlan | None) -> int:
+    """On one rank of the tensor axis."""
+    sharded = {} if tensor is None else {w.fqn: tensor.size for w in tensor.weights if w.shard_dim is not None}
+    return sum(p.nbytes // sharded.get(fqn, 1) for fqn, p in block.named_parameters() if p.requires_grad)
+
+
+def _waiting(gradients: int, plan: Plan, num_sharing: int) -> int:
+    """Bytes of a block's gradients between its backward and the end of that of all."""
+    if plan.shape.dp == 1 or plan.zero_stage == 0:
+        return gradients
+    if plan.zero_stage < 3:  # whole in buckets, what a collective gives, and the gradients that come of it
+        return gradients + 2 * gradients // plan.shape.dp
+    # FSDP2 reduces those of a unit when its backward has run; with a pipeline after that of all microbatches.
+    return gradients // num_sharing if plan.shape.pp == 1 else gradients
+
+
+def _estimated(own: CallStorages, storages: StepStorages) -> BlockCost:
+    """Of a block that needs data, by what a call was seen to keep and to return."""
+    saved, returned = storages.num_bytes(own.saved - own.inputs - own.outputs), storages.num_bytes(own.outputs)
+    kept = saved + returned
+    return BlockCost(
+        saved=saved,
+        costly=saved,
+        casts=0,
+        returned=returned,
+        forward=kept,
+        forward_alone=kept,
+        backward=2 * returned,
+        full_time=kept,
+        selective_time=kept,
+        time=3 * kept,
+    )

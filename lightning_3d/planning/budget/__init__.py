@@ -1,1 +1,0 @@
-"""Recomputing as little as a budget of memory asks for."""

@@ -1,1 +1,0 @@
-"""The memory of a training step, by call, stage and rank."""
