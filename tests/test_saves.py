@@ -24,8 +24,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_3d import ConfigError
-from lightning_3d import strategy as strategy_module
-from lightning_3d.checkpoint import write_folder
+from lightning_3d.checkpoint import trainer_io, write_folder
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.file_or_folder import is_too_large
 from lightning_3d.checkpoint.whole_folder import read_folder
@@ -120,7 +119,7 @@ class _Held:
             write_folder(*args)
             self.ended += 1
 
-        with patch.object(strategy_module, "write_folder", slow):
+        with patch.object(trainer_io, "write_folder", slow):
             yield
 
 
@@ -177,7 +176,7 @@ def test_saves_are_skipped_and_remove_nothing(workers: WorkerPools) -> None:
 
 
 def _last_while_skipping(layout: Layout, **settings: Any) -> None:
-    with patch.object(strategy_module, "write_folder", _Slow()), warnings.catch_warnings():
+    with patch.object(trainer_io, "write_folder", _Slow()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         callback = _every_step(save_top_k=-1)
         _fit(layout, callback, **settings)
@@ -208,7 +207,7 @@ class _Slow:
 
 
 def _waits_for_it(layout: Layout) -> None:
-    with patch.object(strategy_module, "write_folder", _Slow()), pytest.raises(KeyError, match="at step 2"):
+    with patch.object(trainer_io, "write_folder", _Slow()), pytest.raises(KeyError, match="at step 2"):
         _fit(layout, _every_step(), _Raise())
     assert [name for name in _names() if name.startswith(".")] == []
     for name in _names():
@@ -227,7 +226,7 @@ class _SaveIn(Callback):
 
 
 def _at_the_end(layout: Layout, hook: str) -> None:
-    with patch.object(strategy_module, "write_folder", _Slow()):
+    with patch.object(trainer_io, "write_folder", _Slow()):
         _fit(layout, _SaveIn(hook), enable_checkpointing=False)
     assert damage(Path("saved.ckpt")) == []
     assert Path("saved.ckpt").exists()

@@ -223,7 +223,7 @@ def _miss_schedule(patch: Patch) -> None:
 
 
 def _resume_without_momentum(patch: Patch) -> None:
-    patch.setattr("lightning_3d.strategy.load_optimizers", lambda *args, **kwargs: None)
+    patch.setattr("lightning_3d.checkpoint.trainer_io.load_optimizers", lambda *args, **kwargs: None)
 
 
 # ------------------------------------------------------------------------------------------- what is held, sent, saved
