@@ -26,6 +26,7 @@ ROOMS = (
     "activations",
     "trace",
     "tensor",
+    "memory",
     "planning",
     "pipeline",
     "checkpoint",

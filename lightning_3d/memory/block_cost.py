@@ -1,4 +1,4 @@
-"""What one call of a block takes, measured by a forward and a backward on fake tensors: bytes, and time in operations.
+"""The cost of one call of a block, measured by a forward and a backward on fake tensors: bytes, and time in operations.
 
 A block of each kind is measured once. Nothing is computed and nothing of it stays.
 """
@@ -51,7 +51,7 @@ FLOPS_PER_BYTE = 32
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """Of one call on one rank, in bytes unless said otherwise; "inside" excludes the block's inputs and outputs."""
+    """The cost of one call on one rank, in bytes unless said otherwise; "inside" excludes its inputs and outputs."""
 
     saved: int
     """Kept inside for the backward."""
@@ -269,7 +269,7 @@ class _LiveBytes(CollectiveMode):
         return result
 
     def num_bytes(self, storages: set[StorageWeakRef]) -> int:
-        """Of storages made inside."""
+        """The size of storages made inside."""
         return sum(self.sizes[storage] for storage in storages)
 
     @property

@@ -42,7 +42,7 @@ _LIBRARIES = tuple(f'  File "{folder}{os.sep}' for folder in _FOLDERS)
 _NUM_FRAMES = 5
 
 Finding = tuple[tuple[int, ...], str]
-"""What sorts the findings of all ranks (microbatch, replica, phase, stage, piece of code, rank), and the message."""
+"""A key that sorts the findings of all ranks (microbatch, replica, phase, stage, code, rank), and the message."""
 
 _FORWARD, _LOSS, _BACKWARD = range(3)
 

@@ -1,4 +1,4 @@
-"""What dataloaders, samplers, datasets and modules hold: among it are generators of random numbers."""
+"""The objects that dataloaders, samplers, datasets and modules hold, among them generators of random numbers."""
 
 from __future__ import annotations
 

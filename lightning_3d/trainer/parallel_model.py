@@ -29,8 +29,6 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
-from lightning_3d.memory.budget import Budget, accumulates
-from lightning_3d.memory.step_memory import step_memory
 from lightning_3d.model.block_runner import Dense, running
 from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.model.initial_weights import check_same_model, move_buffers, move_parameters, place_weights
@@ -38,7 +36,9 @@ from lightning_3d.pipeline.anomaly import AnomalyDetection
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
+from lightning_3d.planning.budget import Budget, accumulates
 from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.step_memory import step_memory
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler

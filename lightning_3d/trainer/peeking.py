@@ -34,7 +34,7 @@ class Peeked(Iterator[Any]):
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
-        """What it gives inside, it gives again afterwards."""
+        """Batches that it gives inside, it gives again afterwards."""
         self._is_looked_at = True
         try:
             yield

@@ -48,7 +48,7 @@ _Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a call saw."""
+    """The statistics that a call saw."""
 
     mean: Tensor
     var: Tensor
@@ -133,7 +133,7 @@ class Norms(Effect):
         return {fqn: self._joined(fqn, stage, len(sizes)) for fqn in self._shared}
 
     def _joined(self, fqn: str, stage: int, num_microbatches: int) -> dict[_Position, _Seen]:
-        """What each call of a norm that a stage made would have seen of the whole batch."""
+        """The statistics that each call of a norm that a stage made would have seen of the whole batch."""
         of_microbatches = [self._calls[stage, index].get(fqn, ()) for index in range(num_microbatches)]
         columns = enumerate(zip_longest(*of_microbatches))
         made = [(i, [call for call in column if call is not None]) for i, column in columns]
@@ -169,7 +169,7 @@ def _statistics(norm: RunningNorm) -> dict[str, Tensor]:
 
 
 def _of_batch(norm: RunningNorm, calls: Sequence[_Seen]) -> _Seen:
-    """What one call on the whole batch would have seen, in place of one on every microbatch."""
+    """The statistics that one call on the whole batch would have seen, in place of one on every microbatch."""
     means = widened(torch.stack([call.mean for call in calls]))
     variances = widened(torch.stack([call.var for call in calls]))
     counts = torch.tensor([[call.count] for call in calls], dtype=means.dtype, device=means.device)

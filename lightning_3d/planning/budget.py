@@ -27,8 +27,8 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import PlanError
 from lightning_3d.memory.held import bytes_of, held_memory
 from lightning_3d.memory.rank_memory import HeldMemory, RankMemory, size_text
-from lightning_3d.memory.step_memory import StepMemory
 from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.optimizer_kind import OptimizerKind

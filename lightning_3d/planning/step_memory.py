@@ -32,7 +32,7 @@ class _CallMemory:
     """Bytes of one call."""
 
     storages: frozenset[int]
-    """Of the trace, that it keeps for its backward."""
+    """Ids in the trace of those that it keeps for its backward."""
     inside: int = 0
     """Kept besides these."""
     forward: int = 0
@@ -61,7 +61,7 @@ class StageMemory:
     received: int
     """Buffers for what it receives, in the forward and in the backward; torch keeps them from step to step."""
     sent: int
-    """What waits until the step ends when it was sent."""
+    """Tensors that were sent, and wait until the step ends."""
     casts: int
     """Copies that autocast makes of weights, which all microbatches of a step share."""
 
@@ -361,7 +361,7 @@ def _waiting(gradients: int, plan: Plan, num_sharing: int) -> int:
 
 
 def _estimated(own: CallStorages, storages: StepStorages) -> BlockCost:
-    """Of a block that needs data, by what a call was seen to keep and to return."""
+    """The cost of a block that needs data, by what a call was seen to keep and to return."""
     saved, returned = storages.num_bytes(own.saved - own.inputs - own.outputs), storages.num_bytes(own.outputs)
     kept = saved + returned
     return BlockCost(
