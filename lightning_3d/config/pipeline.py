@@ -29,7 +29,7 @@ class PipelineConfig:
     num_microbatches: Size | Literal["auto"] = "auto"
     """Pieces that each rank's batch is cut into; ``"auto"`` is the number of stages."""
 
-    partition: str | tuple[str, ...] = "parameters"
+    partition: str | tuple[str, ...] = "auto"
     """The load to balance. ``"auto"``: the time of forward and backward, counted in operations and bytes on tensors
     without data, within the memory of a rank; where a block can't run without data and in inline mode, as
     ``"parameters"``, which the plan says. ``"uniform"``: calls of blocks. ``"memory"``: bytes of weights, gradients,
