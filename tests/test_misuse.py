@@ -159,20 +159,6 @@ def keeps_elsewhere(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return plain(self, batch)
 
 
-def checks_its_blocks(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    """Can't run on random outputs of blocks."""
-    self.num_steps += 1
-    shares = self(batch[0])
-    if not torch.allclose(shares.sum(1), torch.ones(len(shares))):
-        raise ValueError("these are no shares")
-    return F.mse_loss(shares, batch[1])
-
-
-def _counting(made: Any) -> None:
-    made.num_steps = 0
-    made.layers[-1] = nn.Sequential(nn.Linear(32, 4), nn.Softmax(1))
-
-
 def _with_early_optimizer(made: Any) -> None:
     """One that makes states at once, before the strategy replaces the parameters."""
     made.optimizer = torch.optim.Adagrad(made.parameters(), lr=0.1)
@@ -325,12 +311,6 @@ MISUSES = {
         lambda: AnotherPath("flag"),
         "TraceError",
         r"training_step takes another path on pipeline stage 1 .*: its call 2 .* is layers.1 .* has relu",
-    ),
-    "counter of steps or of samples": Misuse(
-        model(_counting, training_step=checks_its_blocks),
-        "StepError",
-        r"the growth of self\.num_steps is 1, 1, 1, 1, \.\.\. in the microbatches of a batch, of 1, 1, 1, 1, \.\.\.",
-        strategy={"pipeline_parallel_size": 2, "pipeline": {"num_microbatches": 8}},
     ),
     "container of another class": Misuse(
         model(lambda made: setattr(made, "settings", Settings()), training_step=keeps_elsewhere),

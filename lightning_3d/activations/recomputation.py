@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 import torch
@@ -40,17 +39,10 @@ from lightning_3d.torch_internals.autograd import (
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import storage_of, untransformed, version_of
 
-_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
-
 _NOT_COMPILED = (
     "activations.recompute runs blocks eagerly inside of code that torch.compile made. Compile the blocks by"
     " compile.enabled=true, or block by block, as by block.compile(); or leave them out of activations.blocks."
 )
-
-
-def is_recomputing() -> bool:
-    """Whether a forward runs again whose effects count already."""
-    return _RECOMPUTING.get()
 
 
 class Recomputation:
@@ -191,12 +183,8 @@ class _Run:
     def _again(self, kept: Sequence[Any]) -> Any:
         leaves = self._leaves_of(kept, self._to_change)
         args, kwargs = self._with_leaves(as_called(leaves))
-        token = _RECOMPUTING.set(True)
-        try:
-            with self._settings.back(), self._state.back(), without_observers(self._observers):
-                return self._call(*args, **kwargs)
-        finally:
-            _RECOMPUTING.reset(token)
+        with self._settings.back(), self._state.back(), without_observers(self._observers):
+            return self._call(*args, **kwargs)
 
     def _to_change(self, kept: Any, within: Set[int]) -> Any:
         """A leaf that was kept, apart from the graph before it, or a copy of it where the forward changes it."""

@@ -7,6 +7,7 @@ are the same on every machine.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -58,9 +59,11 @@ def find_loads(
             memory = _memory([(blocks[fqn], costs[fqn]) for fqn in calls], config, shape)
             if method == "memory":
                 return Loads(of_stage=memory, unit="bytes")
-            budget = total_memory(device, shape.world_size)
-            budget = config.activations.budget_bytes(budget, budget)
-            return Loads(of_stage=_within(budget, _times(trace, costs), memory), unit="operations")
+            times = _times(trace, costs)
+            with suppress(RuntimeError):  # there are devices whose memory torch does not count
+                total = total_memory(device, shape.world_size)
+                times = _within(config.activations.budget_bytes(total, total), times, memory)
+            return Loads(of_stage=times, unit="operations")
         if method == "memory":
             raise PlanError(
                 "pipeline.partition='memory' runs every kind of block on tensors without data, but the forward of"
