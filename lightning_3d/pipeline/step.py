@@ -26,6 +26,7 @@ from lightning_3d.pipeline.whole_tail import WholeTail, loss_to_come
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.side_outputs import attributes_kept
 from lightning_3d.zero.engine import RankModule
 
 
@@ -161,8 +162,11 @@ class PipelineStep:
 
         randomness = partial(self.stages.randomness.block, self.number, index)
         self.stages.before_forward(stage)
-        run = StageRun(self.stages.router, flow, stage, received, randomness, self._draw(stage, index))
-        with effects.microbatch(place):
+        router = self.stages.router
+        run = StageRun(router, flow, stage, received, randomness, self._draw(stage, index))
+        # After the last stage no block runs, and those of this rank get no stand-ins for what others set in them.
+        kept = attributes_kept(router.blocks, flow.trace.sides if stage > self.stages.last else ())
+        with effects.microbatch(place), kept:
             answer = run.run(call)
             output, found = answer if is_end else (answer, effects.collect(place))
             effects.keep(place, found)
