@@ -39,10 +39,6 @@ demo: env
 docs: env
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Ranks keep the memory that they free: to be given it anew, page by page, took a tenth of their time.
-test test-matrix test-judge: export MALLOC_MMAP_THRESHOLD_ := 1073741824
-test test-matrix test-judge: export MALLOC_TRIM_THRESHOLD_ := 4294967296
-
 test: env
 	$(MAKE) --jobs=2 --output-sync=target test-install lint
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE)
