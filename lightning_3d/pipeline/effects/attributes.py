@@ -152,6 +152,10 @@ class Attributes(Effect):
             raise unseen(f"a change of {_named(change.module, change.path)}")
         return changes[0]
 
+    @override
+    def forget(self) -> None:
+        self._afters.clear()
+
     def _changes_of(self, after: dict[_Name, Any]) -> list[Change]:
         pairs = [(name, self._before[name[0]].get(name[1], _MISSING), new) for name, new in after.items()]
         return [change for (fqn, name), old, new in pairs for change in self._changes(fqn, (name,), old, new)]

@@ -55,7 +55,7 @@ class NotedCalls(Effect, Generic[C]):
         try:
             yield
         finally:
-            self._place = None
+            self._place, self._present = None, []
 
     def _note(self, call: C) -> int:
         """Note a call if it counts; returns how many calls of the microbatch came before."""
@@ -76,3 +76,11 @@ class NotedCalls(Effect, Generic[C]):
         if place.is_last:
             pairs = zip(self._present, tree_map_only(Tensor, Tensor.detach, list(found)), strict=True)
             self._calls[place.microbatch] = [replace(call, given=given) for call, given in pairs]
+
+    @override
+    def forget(self) -> None:
+        self._calls.clear()
+
+    def _taken(self, num_microbatches: int) -> list[Sequence[C]]:
+        """The calls of each microbatch of the step, which are forgotten."""
+        return [self._calls.pop(index) for index in range(num_microbatches)]

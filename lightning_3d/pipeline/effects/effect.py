@@ -80,6 +80,9 @@ class Effect:
             StepError: the microbatches gave what their trace did not show, and can't be joined.
         """
 
+    def forget(self) -> None:
+        """Let go of what microbatches did, in place of ``join`` and ``apply``."""
+
     def apply(self, joined: Any, *, is_own: bool) -> None:
         """Do it here.
 

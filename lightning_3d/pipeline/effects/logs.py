@@ -101,7 +101,7 @@ class Logs(NotedCalls[LogCall]):
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[LogCall]:
         if not is_last:
             return []
-        per_microbatch = [self._calls.pop(index) for index in range(len(sizes))]
+        per_microbatch = self._taken(len(sizes))
         names = [[call.name for call in calls] for calls in per_microbatch]
         if any(other != names[0] for other in names):
             raise unseen(f"a call of self.log, of {names} in the microbatches,")

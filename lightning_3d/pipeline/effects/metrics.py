@@ -134,7 +134,8 @@ class Metrics(NotedCalls[MetricCall]):
         """FQN of a metric that was updated, as it was on this rank -> its changes."""
         if not is_last:
             return {}
-        calls = self._calls.pop(0)
+        per_microbatch = self._taken(len(sizes))
+        calls = [call for of_microbatch in per_microbatch for call in of_microbatch]
         if len(sizes) > 1 and calls:
             raise unseen(f"a call of {calls[0].name}")
         touched = {id(inner) for call in calls for inner in self._metrics[call.fqn].modules()}

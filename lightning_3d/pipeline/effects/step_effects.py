@@ -130,8 +130,12 @@ class StepEffects:
     @contextmanager
     def isolated(self) -> Iterator[None]:
         """Study steps inside, on this rank alone: nothing that they do stays."""
-        with random_states_kept(), self.begin(0):
-            yield
+        try:
+            with random_states_kept(), self.begin(0):
+                yield
+        finally:
+            for effect in self._effects:
+                effect.forget()
 
     # ---- TracedEffects
 
