@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,9 +20,10 @@ from lightning_3d.errors import StepError
 from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
+from lightning_3d.torch_internals.profiling import AllocatedPeak
 from tests.law.models.heads import ByTable, Shifted
-from tests.models import TinyGPT
-from tests.parity import Layout, assert_same_state, fitted, whole_state
+from tests.models import TinyGPT, loader, tokens
+from tests.parity import QUIET, Layout, assert_same_state, devices, fitted, whole_state
 from tests.workers import WorkerPools
 
 CLASSES, WIDTH = 10, 5
@@ -377,3 +379,38 @@ def _lines(model: Any, layout: Layout) -> tuple[str, ...]:
 @pytest.mark.parametrize(("model", "layout", "line"), LINES)
 def test_plans_tell_what_becomes_of_heads(workers: WorkerPools, model: Any, layout: Layout, line: str) -> None:
     assert workers(2).run(_lines, model, layout)[0] == (line,)
+
+
+class Validated(TinyGPT):
+    """Many classes, and a validation that asks for nothing but its loss."""
+
+    def __init__(self) -> None:
+        super().__init__(vocabulary=2**18, num_layers=1, tied=False)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        inputs, targets = batch
+        self.log("val_loss", F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten()))
+
+
+class Peak(L.Callback):
+    """Of a batch, in bytes."""
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self.allocated = AllocatedPeak()
+        self.allocated.start()
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.num_bytes = self.allocated.stop()
+
+
+def _peak() -> int:
+    peak = Peak()
+    layout = Layout(pp=2, num_microbatches=2)
+    trainer = L.Trainer(strategy=layout.strategy(), callbacks=peak, **{**QUIET, **devices(layout)})
+    trainer.validate(Validated(), loader(tokens(8), global_batch_size=8, data_parallel_size=1), verbose=False)
+    return peak.num_bytes
+
+
+def test_validation_of_a_loss_alone_makes_no_logits_in_a_pipeline(workers: WorkerPools) -> None:
+    logits = 8 * 16 * 2**18 * 4  # bytes, of 8 samples of 16 tokens
+    assert max(workers(2).run(_peak)) < logits / 2

@@ -37,6 +37,7 @@ from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.tensor.vocabulary.fused_heads import is_head
 from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.process_groups import object_device
 from lightning_3d.torch_internals.pytree import tree_map_only
@@ -124,7 +125,11 @@ class PipelineEngine:
         norms = Norms(module, router, [block.fqn for block in plan.blocks if len(plan.ranks_of(block)) > 1])
         self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, joiner=self._joiner)
         tracing = StepTracing(module, router, self._effects, device)
-        self._traces = Traces(module, router.blocks.values(), tracing, self._numbers_of_stages)
+        last = (plan.num_stages - 1,)
+        heads = frozenset(
+            block.fqn for block in plan.blocks if block.stages == last and is_head(router.blocks[block.fqn])
+        )
+        self._traces = Traces(module, router.blocks.values(), tracing, self._numbers_of_stages, heads)
         self._batch_loss = BatchLoss(
             plan.loss,
             LossStudy(module, rank_module, router, self._traces, device),
@@ -262,7 +267,7 @@ class PipelineEngine:
                 trace, stages = self._traces.trace(call), self._plan.stages_of_calls
             check_alike(trace, call.name, self._group)
             trace.refuse_calls_in_blocks()
-            return cut(trace, stages, self._plan.num_stages, with_tail=with_tail)
+            return cut(trace, stages, self._plan.num_stages, with_tail=with_tail, heads=call.heads)
 
         return cached(self._flows, (with_tail, call.kind), cut_anew)
 

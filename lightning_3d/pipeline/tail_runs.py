@@ -23,7 +23,6 @@ from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
-from lightning_3d.trace.trace import Trace
 from lightning_3d.zero.engine import RankModule
 
 
@@ -75,10 +74,11 @@ class TailRuns:
         Raises:
             TraceError: that code differentiates what the blocks do, or changes in place what they gave.
         """
-        return cached(self._flows, call.kind, lambda: self._cut(self._traces.trace(call)))
+        return cached(self._flows, call.kind, lambda: self._cut(call))
 
-    def _cut(self, trace: Trace) -> StageFlow:
-        return cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True)
+    def _cut(self, call: StepCall) -> StageFlow:
+        trace = self._traces.trace(call)
+        return cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True, heads=call.heads)
 
     def check(self, call: StepCall) -> None:
         """Trace a call that is to be studied.

@@ -41,6 +41,8 @@ class StepCall:
     """All that its trace depends on besides the batch."""
     ignored: frozenset[str] = frozenset()
     """Paths of lists of numbers in the batch whose entries it does not look at."""
+    heads: frozenset[str] = frozenset()
+    """FQNs of blocks that belong to the code after the blocks, where that runs apart."""
 
     @cached_property
     def kind(self) -> Hashable:
@@ -65,6 +67,8 @@ class Traces:
 
     Args:
         blocks: Of the module.
+        heads: FQNs of those that make logits on the last stage. An evaluation whose code after the blocks runs on the
+            whole batch gets what they read, not all logits, which a loss may never make.
         gathered: Gives numbers of all ranks that trace the same steps, so that kinds are new to all at the same time.
     """
 
@@ -74,8 +78,10 @@ class Traces:
         blocks: Iterable[nn.Module],
         tracing: StepTracing,
         gathered: Callable[[Numbers], Sequence[Numbers]] = lambda numbers: (numbers,),
+        heads: frozenset[str] = frozenset(),
     ) -> None:
         self._module, self._blocks, self._tracing, self._gathered = module, frozenset(blocks), tracing, gathered
+        self._heads = heads
         self._known: OrderedDict[Hashable, Trace] = OrderedDict()
         self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)  # by name of the step, as those below
         self._looked_at: defaultdict[str, set[str]] = defaultdict(set)  # paths of lists in batches
@@ -92,7 +98,10 @@ class Traces:
         state = self._gathered(own)
         if len({lists for _, lists in state}) > 1:
             ignored = frozenset()
-        return [StepCall(name=name, batch=batch, rest=rest, state=state, ignored=ignored) for batch in batches]
+        heads = frozenset[str]() if name == "training_step" else self._heads
+        return [
+            StepCall(name=name, batch=batch, rest=rest, state=state, ignored=ignored, heads=heads) for batch in batches
+        ]
 
     def trace(self, call: StepCall) -> Trace:
         """The trace of such a call."""

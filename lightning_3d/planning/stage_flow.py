@@ -5,11 +5,12 @@ Pure: a function of the trace and the assignment alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lightning_3d.errors import PlanError, TraceError
 from lightning_3d.trace.ghost import TensorMeta
+from lightning_3d.trace.side_outputs import SideOutputs
 from lightning_3d.trace.trace import Trace, TracedCall
 
 
@@ -38,7 +39,12 @@ class StageFlow:
 
 
 def cut(
-    trace: Trace, stages_of_calls: Mapping[str, tuple[int, ...]], num_stages: int, *, with_tail: bool = False
+    trace: Trace,
+    stages_of_calls: Mapping[str, tuple[int, ...]],
+    num_stages: int,
+    *,
+    with_tail: bool = False,
+    heads: Collection[str] = (),
 ) -> StageFlow:
     """Give every call its stage and find what crosses.
 
@@ -48,6 +54,7 @@ def cut(
     Args:
         stages_of_calls: Block FQN -> stage of its first call, its second, ...; further calls stay on the last one.
         with_tail: Whether glue that no block depends on is a stage of its own, after the others.
+        heads: FQNs of blocks that count as glue there.
 
     Raises:
         PlanError: a block reads a tensor of a later stage.
@@ -59,11 +66,11 @@ def cut(
     used: dict[int, int] = {}
     call_stages = []
     elsewhere = trace.changed_buffers if num_stages > 1 else frozenset[str]()
-    tail = _tail(trace) if with_tail else frozenset()
+    tail = _tail(trace, heads) if with_tail else frozenset()
     num_stages += with_tail
     for position, call in enumerate(trace.calls):
         earliest = num_stages - 1 if position in tail else max((made[i] for i in call.inputs), default=0)
-        stage = _stage_of_call(call, stages_of_calls) if call.is_block else earliest
+        stage = _stage_of_call(call, stages_of_calls) if call.is_block and position not in tail else earliest
         if stage < earliest:
             raise PlanError(
                 f"Block {call.name} (called at {call.where}) is on pipeline stage {stage} but reads a tensor of stage"
@@ -89,12 +96,13 @@ def cut(
     return StageFlow(trace=trace, num_stages=num_stages, call_stages=tuple(call_stages), crossings=crossings)
 
 
-def _tail(trace: Trace) -> frozenset[int]:
-    """Positions of the calls that no block depends on."""
+def _tail(trace: Trace, heads: Collection[str]) -> frozenset[int]:
+    """Positions of the calls that no block but heads depends on."""
     needed: set[int] = set()
     tail = set()
     for position, call in reversed(list(enumerate(trace.calls))):
-        if call.is_block or not needed.isdisjoint(call.outputs):
+        is_head = call.name in heads and call.side == SideOutputs() and not call.is_random
+        if (call.is_block and not is_head) or not needed.isdisjoint(call.outputs):
             needed.update(call.inputs)
         else:
             tail.add(position)

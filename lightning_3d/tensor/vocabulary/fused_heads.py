@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,11 @@ class HeadPlan:
         if self.tensor.gathers_logits:
             return "the step, as traced, reads logits or does not show that it never does"
         return None
+
+
+def is_head(block: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a block makes more than it reads, as a linear layer of logits does."""
+    return isinstance(block, nn.Linear) and block.out_features > block.in_features
 
 
 class FusedHead:
@@ -202,11 +207,7 @@ class FusedHeads:
         tables: Sequence[TableHead],
         tp: MeshAxis | None,
     ) -> None:
-        self._heads = [
-            FusedHead(fqn, block, plan, tp)
-            for fqn, (block, plan) in blocks.items()
-            if isinstance(block, nn.Linear) and block.out_features > block.in_features
-        ]
+        self._heads = [FusedHead(fqn, block, plan, tp) for fqn, (block, plan) in blocks.items() if is_head(block)]
         self._all: list[FusedHead | TableHead] = [*self._heads, *tables]
 
     @contextmanager
