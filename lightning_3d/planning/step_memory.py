@@ -39,8 +39,6 @@ class _CallMemory:
     """Peak of its forward."""
     backward: int = 0
     """Peak of its backward above what is kept."""
-    gradients: int = 0
-    """Gradients of its weights, if its backward is the stage's first to make them."""
 
 
 @dataclass(frozen=True, kw_only=True)
