@@ -111,11 +111,12 @@ class BatchLoss:
         return decision
 
     def _decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> Decision:
-        joins_values = not self._study.gives_more(parts[0])
+        trace = self._study.trace(parts[0])
+        joins_values = not trace.gives_more
         mean = _mean(shares, joins_values=joins_values)
         if self._setting == "mean":
             return mean
-        if self._setting == "whole" or (len(parts) > 1 and self._study.is_joint(parts[0])):
+        if self._setting == "whole" or (len(parts) > 1 and trace.is_joint):
             if self._setting != "whole":
                 self._warn_of_memory(whole.name)
             return replace(mean, kind=LossKind.WHOLE, joins_values=False)
