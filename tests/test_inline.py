@@ -129,9 +129,7 @@ def test_what_inline_mode_can_not_do_is_refused(workers: WorkerPools, model: Any
         workers(2).run(_reason, model, "inline", timeout=60)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("num_microbatches", 4), ("schedule", "gpipe"), ("loss", "sum"), ("partition", "memory")]
-)
+@pytest.mark.parametrize(("key", "value"), [("num_microbatches", 4), ("schedule", "gpipe"), ("loss", "sum")])
 def test_settings_of_microbatches_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"pipeline.{key}={value!r} .* pipeline.mode='inline'"):
         ThreeDStrategy(pipeline_parallel_size=2, pipeline={"mode": "inline", key: value})

@@ -158,8 +158,6 @@ def test_auto_balances_time_within_a_budget() -> None:
 
 def test_auto_goes_by_parameters_where_a_block_needs_data() -> None:
     model = Chain(nn.Linear(8, 8), Counts(8, 8), nn.Linear(8, 8))
-    with pytest.raises(PlanError, match=r"partition='memory' .* the forward of layers\.1 fails"):
-        _plan(model, "memory")
     plan = _plan(model, "auto")
     assert plan.load_unit == "parameters"
     assert "load in parameters" in _text(plan)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.models import Block, TinyGPT
 from tests.parity import QUIET, Layout, fitted
-from tests.workers import WorkerPools
+from tests.workers import WorkerError, WorkerPools
 
 WIDTH, NUM_BLOCKS, STEPS, BATCH = 32, 4, 3, 8
 """BATCH samples per replica and step."""
@@ -255,18 +255,20 @@ class OwnGenerators(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def _own_numbers() -> list[float]:
+def _own_numbers(layout: Layout) -> list[float]:
     """What a module's own generators draw after a run."""
-    module, strategy = OwnGenerators(), Layout(pp=2, num_microbatches=2).strategy()
+    module, strategy = OwnGenerators(), layout.strategy()
     data = TensorDataset(torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(0)))
-    trainer = L.Trainer(devices=2, strategy=strategy, max_epochs=2, enable_checkpointing=False, **QUIET)
+    trainer = L.Trainer(devices=layout.pp, strategy=strategy, max_epochs=2, enable_checkpointing=False, **QUIET)
     trainer.fit(module, DataLoader(data, batch_size=BATCH))
     return [float(torch.rand((), generator=module.torch)), module.numpy.random(), module.python.random()]
 
 
-def test_own_generators_of_a_module_stay_in_step_on_all_stages(workers: WorkerPools) -> None:
-    first, last = workers(2).run(_own_numbers)
-    assert first == last
+def test_own_generators_of_a_module_draw_as_in_one_process(workers: WorkerPools) -> None:
+    (expected,) = workers(1).run(_own_numbers, Layout())
+    assert workers(2).run(_own_numbers, Layout(pp=2)) == [expected, expected]
+    with pytest.raises(WorkerError, match="Modules hold random generators of their own"):
+        workers(2).run(_own_numbers, Layout(pp=2, mode="microbatched"))
 
 
 # ---- planning

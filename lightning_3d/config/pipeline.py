@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from lightning_3d.config.checks import TYPE_PREFIX, Size, as_tuple, check_type_rule, check_values
 from lightning_3d.errors import ConfigError
 
-PARTITION_METHODS = ("auto", "parameters", "uniform", "memory")
+PARTITION_METHODS = ("auto", "parameters", "uniform")
 """Values of ``pipeline.partition`` that stand for themselves."""
 
 
@@ -32,10 +32,9 @@ class PipelineConfig:
     partition: str | tuple[str, ...] = "auto"
     """The load to balance. ``"auto"``: the time of forward and backward, counted in operations and bytes on tensors
     without data, within the memory of a rank; where a block can't run without data and in inline mode, as
-    ``"parameters"``, which the plan says. ``"uniform"``: calls of blocks. ``"memory"``: bytes of weights, gradients,
-    AdamW's state and activations. ``"type:REGEX"`` balances parameters and takes the modules whose class name matches
-    the regular expression as the blocks. A list of FQNs names the block with which each stage after the first
-    begins."""
+    ``"parameters"``, which the plan says. ``"uniform"``: calls of blocks. ``"type:REGEX"`` balances parameters and
+    takes the modules whose class name matches the regular expression as the blocks. A list of FQNs names the block with
+    which each stage after the first begins."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv"] = "1f1b"
     """``"gpipe"``: all forwards, then all backwards (Huang et al. 2019). ``"1f1b"``: one forward, one backward in
@@ -74,17 +73,11 @@ class PipelineConfig:
                 f"pipeline.loss={self.loss!r} says how the losses of microbatches are joined, but with"
                 " pipeline.mode='inline' the step's loss is the one of the whole batch: leave it out"
             )
-        if self.partition == "memory":
-            raise ConfigError(
-                f"pipeline.partition={self.partition!r} measures blocks along a trace of the step, which"
-                " pipeline.mode='inline' does without: use 'parameters', 'uniform', 'type:REGEX' or a list of FQNs"
-            )
 
     @property
     def as_inline(self) -> PipelineConfig:
         """The same in inline mode."""
-        partition = "parameters" if self.partition == "memory" else self.partition
-        return PipelineConfig(mode="inline", partition=partition)
+        return PipelineConfig(mode="inline", partition=self.partition)
 
     @property
     def num_local_stages(self) -> int:

@@ -14,30 +14,29 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
-def total_memory(device: torch.device, num_local_ranks: int) -> int:
-    """Bytes of the device; on the CPU the share of each of the node's ranks."""
+def total_memory(device: torch.device, world_size: int) -> int:
+    """Bytes of the device; on the CPU the share of each of the node's ranks: of all, if no launcher says how many."""
     if device.type != "cpu":
         return int(torch.accelerator.get_memory_info(device)[1])
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total, _limit() or total) // num_local_ranks
+    return min(total, _limit() or total) // _num_local_ranks(world_size)
 
 
-def available_memory(device: torch.device, num_local_ranks: int, held: int) -> int:
+def available_memory(device: torch.device, world_size: int, held: int) -> int:
     """Bytes that this process may hold, as far as they are free now.
 
     Args:
-        num_local_ranks: Ranks of this node, which share the memory of a CPU.
         held: Bytes of tensors that the process holds already.
     """
     if device.type != "cpu":
         free = int(torch.accelerator.get_memory_info(device)[0])
         unused = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
         return int(SHARE * (free + unused)) + held
-    total = total_memory(device, num_local_ranks)
+    total = total_memory(device, world_size)
     if not _MEMINFO.exists():
         return int(SHARE * total)
     lines = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) * 1024 // num_local_ranks
+    free = int(lines["MemAvailable"].split()[0]) * 1024 // _num_local_ranks(world_size)
     return int(SHARE * min(free + held, total))
 
 
@@ -50,6 +49,10 @@ def workspaces(device: torch.device) -> int:
         return 0
     is_large = torch.cuda.get_device_capability(device)[0] in (9, 10)
     return 2 * (32 * 2**20 if is_large else 8320 * 2**10)
+
+
+def _num_local_ranks(world_size: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 def _limit() -> int | None:

@@ -111,11 +111,12 @@ class BatchLoss:
         return decision
 
     def _decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> Decision:
-        joins_values = not self._study.gives_more(parts[0])
+        trace = self._study.trace(parts[0])
+        joins_values = not trace.gives_more
         mean = _mean(shares, joins_values=joins_values)
         if self._setting == "mean":
             return mean
-        if self._setting == "whole" or (len(parts) > 1 and self._study.is_joint(parts[0])):
+        if self._setting == "whole" or (len(parts) > 1 and trace.is_joint):
             if self._setting != "whole":
                 self._warn_of_memory(whole.name)
             return replace(mean, kind=LossKind.WHOLE, joins_values=False)
@@ -203,7 +204,9 @@ def _texts(name: str, found: LossFound, num_replicas: int) -> list[str]:
                 f". Each of the {num_replicas} data-parallel ranks couples its own samples alone, as under DDP; a loss"
                 " over all of them gathers outputs by self.all_gather(..., sync_grads=True)"
             )
-        texts.append(f"{name}: the loss {_SAYS[found.kind]}{per_replica}.")
+        is_compared = found.kind == LossKind.WEIGHTED and found.denominator is None
+        cost = ", which every step finds out by running the code after the blocks on random numbers" * is_compared
+        texts.append(f"{name}: the loss {_SAYS[found.kind]}{cost}{per_replica}.")
     if found.unjoined and found.kind != LossKind.WHOLE:
         texts.append(
             f"{name}: {', '.join(found.unjoined)} can't be put together from microbatches; the code after the blocks"

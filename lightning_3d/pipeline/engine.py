@@ -266,7 +266,7 @@ class PipelineEngine:
             with self._wait(f"Tracing {call.name}"):
                 trace, stages = self._traces.trace(call), self._plan.stages_of_calls
             check_alike(trace, call.name, self._group)
-            trace.refuse_calls_in_blocks()
+            trace.refuse_what_counts_once()
             return cut(trace, stages, self._plan.num_stages, with_tail=with_tail, heads=call.heads)
 
         return cached(self._flows, (with_tail, call.kind), cut_anew)

@@ -21,11 +21,10 @@ from typing_extensions import override
 from lightning_3d.errors import StepError
 from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.denominators import TAIL, read
-from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import HostNumbersAlike, StepEffects
-from lightning_3d.pipeline.joints import Joint, received_joints
+from lightning_3d.pipeline.joints import Draws, Joint, received_joints
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
 from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
 from lightning_3d.pipeline.row_order import RowOrder
@@ -33,6 +32,7 @@ from lightning_3d.pipeline.tail_runs import TailRun, TailRuns
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
+from lightning_3d.trace.trace import Trace
 from lightning_3d.zero.engine import RankModule
 from lightning_3d.zero.master_weights import is_half
 
@@ -89,17 +89,13 @@ class _Comparison:
         """The same, without what takes memory."""
         return replace(self, parts=[part.without_tensors() for part in self.parts], whole=self.whole.without_tensors())
 
-    def shares_in(self, denominator: int) -> list[float] | None:
-        """The parts' shares in a number that the whole is divided by."""
-        is_known = len(self.whole.denominators) > denominator
-        return _shares([part.denominators for part in self.parts], denominator) if is_known else None
-
     @property
     def denominators(self) -> set[int]:
-        """Which of these shares are the weights."""
+        """Which of the numbers that the steps divide by have the weights for the parts' shares."""
         if self.weights is None:
             return set()
-        shares = {k: self.shares_in(k) for k in range(len(self.whole.denominators))}
+        of_parts = [part.denominators for part in self.parts]
+        shares = {k: _shares(of_parts, k) for k in range(len(self.whole.denominators))}
         return {k for k, own in shares.items() if own is not None and _are_close(own, self.weights, self.rtol)}
 
     @property
@@ -140,13 +136,9 @@ class LossStudy:
         self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
         self._distrusted: set[str] = set()
 
-    def is_joint(self, call: StepCall) -> bool:
-        """Whether a step calls collectives over the replicas, which are to get whole batches."""
-        return self._traces.trace(call).is_joint
-
-    def gives_more(self, call: StepCall) -> bool:
-        """As of the trace of a step."""
-        return self._traces.trace(call).gives_more
+    def trace(self, call: StepCall) -> Trace:
+        """The trace of a step."""
+        return self._traces.trace(call)
 
     def find(self, call: StepCall, *, size: int) -> LossFound | None:
         """Study a training step; None where that shows nothing, as its loss is not finite.

@@ -22,10 +22,9 @@ from typing_extensions import override
 
 from lightning_3d.errors import StepError
 from lightning_3d.pipeline.denominators import TAIL
-from lightning_3d.pipeline.draws import Draws
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.pipeline.joints import Joint, grown_dim, received_joints
+from lightning_3d.pipeline.joints import Draws, Joint, grown_dim, received_joints
 from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.pipeline.tail_runs import TailRuns
 from lightning_3d.pipeline.traces import StepCall

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_3d.pipeline.draws import Draws
-from lightning_3d.pipeline.joints import received_joints
+from lightning_3d.pipeline.joints import Draws, received_joints
 from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.planning.stage_flow import StageFlow
 

@@ -5,7 +5,6 @@ Decided once it is known what every rank holds.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,10 +87,10 @@ class Budget:
             PlanError: a rank does not fit.
         """
         own = held_memory(module, zero, kinds, config, mesh, device, self.batch)
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.shape.world_size))
-        available = available_memory(device, num_local, own.weights)
-        everyone: list[Any] = [None] * mesh.shape.world_size
-        mine = (mesh.pp_rank, own, config.activations.budget_bytes(total_memory(device, num_local), available))
+        num_ranks = mesh.shape.world_size
+        available = available_memory(device, num_ranks, own.weights)
+        everyone: list[Any] = [None] * num_ranks
+        mine = (mesh.pp_rank, own, config.activations.budget_bytes(total_memory(device, num_ranks), available))
         dist.all_gather_object(everyone, mine)
         held, budgets = _by_stage(everyone, mesh.shape.pp)
         return on_rank_zero(lambda: self._decide(plan, plan.blocks_in(module), config, held, budgets), device)

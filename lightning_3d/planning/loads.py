@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.device_memory import total_memory
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.errors import PlanError
 from lightning_3d.memory.block_cost import FLOPS_PER_BYTE, BlockCost, block_costs
 from lightning_3d.planning.partition import StageLoad, additive
 from lightning_3d.trace.trace import Trace
 
-Unit = Literal["parameters", "calls", "operations", "bytes"]
+Unit = Literal["parameters", "calls", "operations"]
 
 _STATE_BYTES = 8  # two fp32 numbers per parameter, as AdamW keeps
 
@@ -39,37 +38,23 @@ class Loads:
 def find_loads(
     blocks: Mapping[str, nn.Module], trace: Trace, config: ThreeDConfig, shape: MeshShape, device: torch.device
 ) -> Loads:
-    """Loads by the method ``config.pipeline.partition``; by parameters if it names blocks.
+    """Loads by the method ``config.pipeline.partition``; by parameters if it names blocks, or a block needs data.
 
-    A block counts at each of its calls, but for its weights in ``"memory"``, which a stage holds once. Where a block
-    can't be measured, ``"auto"`` goes by parameters.
-
-    Raises:
-        PlanError: a block can't be measured for ``"memory"``.
+    A block counts at each of its calls.
     """
     calls = [call.name for call in trace.block_calls]
-    method = config.pipeline.partition
-    if method == "uniform":
+    if config.pipeline.partition == "uniform":
         return Loads(of_stage=additive([1] * len(calls)), unit="calls")
-    if method in ("auto", "memory"):
+    if config.pipeline.partition == "auto":
         measured = block_costs(blocks, trace, device)
         costs = {fqn: cost for fqn, cost in measured.items() if cost is not None}
-        unknown = [fqn for fqn in measured if fqn not in costs]
-        if not unknown:
-            memory = _memory([(blocks[fqn], costs[fqn]) for fqn in calls], config, shape)
-            if method == "memory":
-                return Loads(of_stage=memory, unit="bytes")
+        if len(costs) == len(measured):
             times = _times(trace, costs)
             with suppress(RuntimeError):  # there are devices whose memory torch does not count
                 total = total_memory(device, shape.world_size)
+                memory = _memory([(blocks[fqn], costs[fqn]) for fqn in calls], config, shape)
                 times = _within(config.activations.budget_bytes(total, total), times, memory)
             return Loads(of_stage=times, unit="operations")
-        if method == "memory":
-            raise PlanError(
-                "pipeline.partition='memory' runs every kind of block on tensors without data, but the forward of"
-                f" {unknown[0]} fails on them. Use pipeline.partition='parameters', or name the blocks with which"
-                " stages begin."
-            )
     return Loads(of_stage=additive([num_parameters(blocks[fqn]) for fqn in calls]), unit="parameters")
 
 

@@ -19,7 +19,7 @@ from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
-from lightning_3d.memory.rank_memory import RankMemory, memory_table
+from lightning_3d.memory.rank_memory import RankMemory, memory_table, size_text
 from lightning_3d.planning.assignment import StagePlan, assign_stages
 from lightning_3d.planning.inline_mode import inline_text, loss_text
 from lightning_3d.planning.loads import Unit, num_parameters
@@ -29,7 +29,6 @@ from lightning_3d.tensor.table import tensor_table
 from lightning_3d.torch_internals.modules import BatchNorm, named_state
 from lightning_3d.trace.trace import Trace
 
-_MIB = 1024**2
 _LONGEST_PATTERN = 12  # blocks in a row that are looked at as one repeated pattern
 
 
@@ -243,10 +242,10 @@ class Plan:
             "parameters": f"{sum(block.num_parameters for block in blocks):,}",
         }
         if self._shows_loads:
-            row["load"] = quantity(plan.load, self.load_unit)
+            row["load"] = f"{plan.load / 1e9:,.3f} G" if self.load_unit == "operations" else f"{plan.load:,}"
         if self.num_stages > 1:
             row["share"] = f"{plan.load / max(sum(stage.load for stage in self.stages), 1):.0%}"
-            row["sends (tensors)"] = f"{quantity(plan.bytes_sent, 'bytes')} ({plan.num_sent})" if plan.num_sent else ""
+            row["sends (tensors)"] = f"{size_text(plan.bytes_sent)} ({plan.num_sent})" if plan.num_sent else ""
         return row
 
 
@@ -366,15 +365,6 @@ def folded(blocks: Sequence[tuple[str, str]]) -> list[str]:
             lines.append(f"{_span(blocks[start][0], blocks[stop - 1][0])} ({repeats} x {pattern})")
         start = stop
     return lines
-
-
-def quantity(value: int, unit: Unit) -> str:
-    """A load with its unit, such as ``1.2 MiB``; operations in billions."""
-    if unit == "bytes":
-        return f"{value / _MIB:,.1f} MiB" if value >= _MIB / 10 else f"{value / 1024:,.1f} KiB"
-    if unit == "operations":
-        return f"{value / 1e9:,.3f} G"
-    return f"{value:,}"
 
 
 def _pattern(kinds: Sequence[str], start: int) -> tuple[int, int]:

@@ -5,7 +5,7 @@ microbatch keeps, and the largest call on top.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from lightning_3d.memory.block_cost import BlockCost, block_costs
 from lightning_3d.memory.rank_memory import HeldMemory
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.schedule_order import Computation, schedule_order
-from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.planning.stage_flow import cut
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.chunked_loss import chunk_length
 from lightning_3d.trace.ghost import TensorMeta
@@ -39,8 +39,6 @@ class _CallMemory:
     """Peak of its forward."""
     backward: int = 0
     """Peak of its backward above what is kept."""
-    gradients: int = 0
-    """Gradients of its weights, if its backward is the stage's first to make them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,31 +64,54 @@ class StageMemory:
     """Copies that autocast makes of weights, which all microbatches of a step share."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """The memory of a training step of a plan, but for what ranks hold anyway."""
+    """The memory of a training step of a plan, but for what ranks hold anyway.
 
-    plan: Plan
-    flow: StageFlow
-    """The trace of a microbatch, cut into the plan's stages."""
-    costs: Mapping[str, BlockCost]
-    """Block FQN -> what a call takes."""
-    gradients: Mapping[str, int]
-    """Block FQN -> bytes of its weights' gradients on a rank."""
-    heads: Mapping[int, int]
-    """Position of the call of a head that may run with its loss -> its number of classes on a rank."""
-    accumulates: bool
-    """Whether gradients wait for further steps."""
-    is_unsplit: bool
-    """Whether the backward of all stages stays in one piece."""
-    cuts_inputs: bool
-    """Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks."""
-    _stages: dict[object, StageMemory] = field(default_factory=dict, init=False, repr=False)
+    Args:
+        blocks: FQN -> block.
+        trace: Of one microbatch, with its storages.
+        device: Where it would run.
+        accumulates: Whether gradients wait for further steps.
+        fuses_loss: Whether heads may run with their losses, in chunks of rows.
+        products: Positions of calls of glue that make logits as heads do.
+        is_unsplit: Whether the backward of all stages stays in one piece.
+        cuts_inputs: Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks.
+        num_sharing: Ranks that share the training state of a replica's weights.
+    """
 
-    @property
-    def _storages(self) -> StepStorages:
-        assert self.flow.trace.storages is not None, "the trace notes its memory"
-        return self.flow.trace.storages
+    def __init__(
+        self,
+        plan: Plan,
+        blocks: Mapping[str, nn.Module],
+        trace: Trace,
+        device: torch.device,
+        *,
+        accumulates: bool,
+        fuses_loss: bool,
+        products: Sequence[int] | frozenset[int],
+        is_unsplit: bool,
+        cuts_inputs: bool,
+        num_sharing: int,
+    ) -> None:
+        assert trace.storages is not None, "the trace notes its memory"
+        self.plan, self._accumulates, self._is_unsplit, self._cuts_inputs = plan, accumulates, is_unsplit, cuts_inputs
+        self._flow, self._storages = cut(trace, plan.stages_of_calls, plan.num_stages), trace.storages
+        tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}
+        measured = block_costs(blocks, trace, device, tensors)
+        self.costs: dict[str, BlockCost] = {}
+        """Block FQN -> what a call takes."""
+        self._gradients: dict[str, int] = {}  # block FQN -> bytes of its weights' gradients on a rank
+        # Position of the call of a head that may run with its loss -> its number of classes on a rank.
+        self._heads = {i: trace.tensors[trace.calls[i].outputs[0]].shape[-1] for i in products}
+        self._stages: dict[object, StageMemory] = {}
+        for position, call in enumerate(trace.calls):
+            if not call.is_block:
+                continue
+            block, tensor = blocks[call.name], tensors.get(call.name)
+            self.costs[call.name] = measured[call.name] or _estimated(trace.storages.of_calls[position], trace.storages)
+            self._gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), plan, num_sharing)
+            if fuses_loss and type(block) is nn.Linear:
+                self._heads[position] = block.out_features // (1 if tensor is None else tensor.size)
 
     def peak(self, rank: int, modes: Mapping[str, Mode], held: HeldMemory) -> int:
         """Bytes at most.
@@ -106,7 +127,7 @@ class StepMemory:
         # Where the loss is the whole batch's, no backward begins before all forwards have run.
         schedule = "gpipe" if plan.loss == "whole" else plan.schedule
         order = schedule_order(schedule, plan.stage_ranks, plan.num_microbatches)[rank]
-        activations = self._peak_of(order, stages, held.gradients, set(stages) if self.is_unsplit else recomputing)
+        activations = self._peak_of(order, stages, held.gradients, set(stages) if self._is_unsplit else recomputing)
         buffers = plan.num_microbatches * sum(stage.received for stage in stages.values())
         activations += sum(stage.casts for stage in stages.values())
         return held.always + buffers + max(activations, held.gradients + held.step)
@@ -121,9 +142,9 @@ class StepMemory:
             unsplit: Stages whose backward stays in one piece.
         """
         # Without a pipeline, a step's gradients are freed between the next one's forward and backward.
-        are_freed = self.plan.num_stages == 1 and not self.accumulates
-        with_gradients = set(stages) if self.accumulates else set[int]()
-        now, alive, peak = gradients if are_freed or self.accumulates else 0, 0, 0
+        are_freed = self.plan.num_stages == 1 and not self._accumulates
+        with_gradients = set(stages) if self._accumulates else set[int]()
+        now, alive, peak = gradients if are_freed or self._accumulates else 0, 0, 0
         for kind, stage, _ in order:
             own = stages[stage]
             if kind == "forward":
@@ -154,7 +175,7 @@ class StepMemory:
         return len(self._calls_of(fqn)) * self.costs[fqn].recomputation(mode)
 
     def _calls_of(self, fqn: str) -> list[int]:
-        return [i for i, call in enumerate(self.flow.trace.calls) if call.is_block and call.name == fqn]
+        return [i for i, call in enumerate(self._flow.trace.calls) if call.is_block and call.name == fqn]
 
     def _stage(self, stage: int, modes: Mapping[str, Mode]) -> StageMemory:
         own = tuple(sorted((fqn, mode) for fqn, mode in modes.items() if stage in self.plan.stages_of_calls[fqn]))
@@ -163,7 +184,7 @@ class StepMemory:
         return self._stages[stage, own]
 
     def _add_up(self, stage: int, modes: Mapping[str, Mode]) -> StageMemory:
-        flow, storages, ranks = self.flow, self._storages, self.plan.stage_ranks
+        flow, storages, ranks = self._flow, self._storages, self.plan.stage_ranks
         fused, absent = self._fused_losses(modes)
         positions = [i for i, of_call in enumerate(flow.call_stages) if of_call == stage]
         calls = [fused[i] if i in fused else self._call(i, modes) for i in positions]
@@ -186,7 +207,7 @@ class StepMemory:
             backward, first = max(backward, alive + call.backward), max(first, alive + gradients + call.backward)
             alive -= size
             if position == max(self._calls_of(flow.trace.calls[position].name), default=-1):
-                gradients += self.gradients[flow.trace.calls[position].name]
+                gradients += self._gradients[flow.trace.calls[position].name]
                 first = max(first, alive + gradients)
         given, returned = gives * _size(flow.metas(sent)), gets * _size_of_gradients(flow.metas(received))
         blocks = [flow.trace.calls[i].name for i in positions if flow.trace.calls[i].is_block]
@@ -209,7 +230,7 @@ class StepMemory:
         return frozenset(of_tensors[i] for i in tensors if i in of_tensors)
 
     def _call(self, position: int, modes: Mapping[str, Mode]) -> _CallMemory:
-        call, own = self.flow.trace.calls[position], self._storages.of_calls[position]
+        call, own = self._flow.trace.calls[position], self._storages.of_calls[position]
         if call.is_block:
             return self._of_block(position, modes.get(call.name, "none"))
         made = self._storages.num_bytes(own.outputs - own.inputs)
@@ -222,15 +243,15 @@ class StepMemory:
         )
 
     def _of_block(self, position: int, mode: Mode) -> _CallMemory:
-        call, own = self.flow.trace.calls[position], self._storages.of_calls[position]
+        call, own = self._flow.trace.calls[position], self._storages.of_calls[position]
         cost = self.costs[call.name]
         inside = cost.kept(mode)
         if mode == "none":
             storages = own.saved & (own.inputs | own.outputs)
             return _CallMemory(storages=storages, inside=inside, forward=cost.forward, backward=cost.backward)
         tp, cut_ = self.plan.shape.tp, frozenset[int]()
-        if self.cuts_inputs and tp > 1:
-            metas = {i: self.flow.trace.tensors[i] for i in call.inputs}
+        if self._cuts_inputs and tp > 1:
+            metas = {i: self._flow.trace.tensors[i] for i in call.inputs}
             cut_ = self._storages_of(i for i, m in metas.items() if is_cut(m.shape, tp, requires_grad=m.requires_grad))
         whole = self._storages.num_bytes(cut_)
         return _CallMemory(
@@ -246,9 +267,9 @@ class StepMemory:
         Returns:
             Position of a call from the head to its loss -> what it takes, and the storages that never exist.
         """
-        trace, storages = self.flow.trace, self._storages
+        trace, storages = self._flow.trace, self._storages
         fused, absent = dict[int, _CallMemory](), frozenset[int]()
-        for head, num_classes in self.heads.items():
+        for head, num_classes in self._heads.items():
             if modes.get(trace.calls[head].name, "none") != "none":
                 continue  # which leaves a head alone
             if (way := _way_to_loss(head, trace, storages)) is None:
@@ -295,53 +316,6 @@ def _size(metas: Iterable[TensorMeta]) -> int:
 
 def _size_of_gradients(metas: Iterable[TensorMeta]) -> int:
     return sum(meta.num_bytes for meta in metas if meta.requires_grad)
-
-
-def step_memory(
-    plan: Plan,
-    blocks: Mapping[str, nn.Module],
-    trace: Trace,
-    device: torch.device,
-    *,
-    accumulates: bool,
-    fuses_loss: bool,
-    products: Sequence[int] | frozenset[int],
-    is_unsplit: bool,
-    cuts_inputs: bool,
-    num_sharing: int,
-) -> StepMemory:
-    """Measure what the calls of a trace take.
-
-    Args:
-        blocks: FQN -> block.
-        trace: Of one microbatch, with its storages.
-        device: Where it would run.
-        products: Positions of calls of glue that make logits as heads do.
-        num_sharing: Ranks that share the training state of a replica's weights.
-    """
-    assert trace.storages is not None, "the trace notes its memory"
-    tensors = {block.fqn: block.tensor for block in plan.blocks if block.tensor and block.tensor.is_sharded}
-    measured = block_costs(blocks, trace, device, tensors)
-    costs, gradients = {}, {}
-    heads = {position: trace.tensors[trace.calls[position].outputs[0]].shape[-1] for position in products}
-    for position, call in enumerate(trace.calls):
-        if not call.is_block:
-            continue
-        block, tensor = blocks[call.name], tensors.get(call.name)
-        costs[call.name] = measured[call.name] or _estimated(trace.storages.of_calls[position], trace.storages)
-        gradients[call.name] = _waiting(_bytes_of_gradients(block, tensor), plan, num_sharing)
-        if fuses_loss and type(block) is nn.Linear:
-            heads[position] = block.out_features // (1 if tensor is None else tensor.size)
-    return StepMemory(
-        plan=plan,
-        flow=cut(trace, plan.stages_of_calls, plan.num_stages),
-        costs=costs,
-        gradients=gradients,
-        heads=heads,
-        accumulates=accumulates,
-        is_unsplit=is_unsplit,
-        cuts_inputs=cuts_inputs,
-    )
 
 
 def _bytes_of_gradients(block: nn.Module, tensor: BlockTensorPlan | None) -> int:

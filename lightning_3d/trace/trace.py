@@ -109,8 +109,9 @@ class Trace:
     gives_more: bool = False
     """Whether the step does or gives more than floating-point numbers, which can be joined over microbatches: metrics,
     changes of attributes, tensors of several elements, or what depends on data of blocks."""
-    call_in_block: str | None = None
-    """A call of ``self.log`` or of a metric that a block makes."""
+    counts_once: str | None = None
+    """Why microbatches, on several stages, can't do what the step does once for a batch: a block logs or updates a
+    metric, or modules hold random generators."""
     storages: StepStorages | None = field(default=None, repr=False)
     """The memory of its calls, where that was asked for."""
 
@@ -119,16 +120,17 @@ class Trace:
         """The calls of blocks, in order."""
         return tuple(call for call in self.calls if call.is_block)
 
-    def refuse_calls_in_blocks(self) -> None:
-        """Raise where blocks, which run once for each microbatch, do what counts once for the batch.
+    def refuse_what_counts_once(self) -> None:
+        """Raise where microbatches, on several stages, can't do what counts once for the batch.
 
         Raises:
-            TraceError: a block logs, or updates a metric.
+            TraceError: a block logs, or updates a metric, or modules hold random generators.
         """
-        if self.call_in_block is not None:
+        if self.counts_once is not None:
             raise TraceError(
-                f"A block calls {self.call_in_block}. With a pipeline blocks run once for each microbatch, on one"
-                " stage. Make the call in the step, or set pipeline.mode=inline.",
+                f"{self.counts_once}. With a pipeline blocks run once for each microbatch, on one stage each, and the"
+                " code around them on all. Make the call in the step, draw from the default generators, or set"
+                " pipeline.mode=inline.",
                 lacks_data=True,
             )
 

@@ -422,10 +422,10 @@ class TracedEffects(Protocol):
 
     @property
     def gives_more(self) -> bool:
-        """As of a ``Trace``, of the step that was traced last; as ``call_in_block``."""
+        """As of a ``Trace``, of the step that was traced last; as ``counts_once``."""
 
     @property
-    def call_in_block(self) -> str | None: ...
+    def counts_once(self) -> str | None: ...
 
     def undone(self) -> AbstractContextManager[None]:
         """Trace inside; what the step changes in its module is put back."""
@@ -465,5 +465,5 @@ class StepTracing:
                 trace,
                 host_position=host_position(),
                 gives_more=trace.gives_more or self._effects.gives_more,
-                call_in_block=self._effects.call_in_block,
+                counts_once=self._effects.counts_once,
             )

@@ -38,7 +38,7 @@ from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget import Budget, accumulates
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.step_memory import step_memory
+from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
@@ -293,7 +293,7 @@ class _Making:
         if trace is None or trace.storages is None:
             return None
         with step.modes():
-            memory = step_memory(
+            memory = StepMemory(
                 plan,
                 self.blocks,
                 trace,

@@ -92,7 +92,7 @@ class StepPlanner:
     def _look_at_stages(self, config: ThreeDConfig) -> tuple[ExampleStep, Observer, Observation]:
         step, observer, observed = self._look(config)
         if observed.trace is not None:
-            observed.trace.refuse_calls_in_blocks()
+            observed.trace.refuse_what_counts_once()
         return step, observer, observed
 
     def _look(self, config: ThreeDConfig) -> tuple[ExampleStep, Observer, Observation]:

@@ -35,6 +35,7 @@ from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import unseen
 from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.torch_internals.modules import BUFFERS, buffers_of
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _FRAMEWORK_NAMES = frozenset(vars(LightningModule())) - {BUFFERS} | {"log", "forward"}
 _HIDDEN_NAMES = _FRAMEWORK_NAMES | {BUFFERS}
@@ -71,7 +72,6 @@ class Attributes(Effect):
         self._snapshot = Snapshot(())
         self._before: dict[str, dict[str, Any]] = {}
         self._found: dict[_Name, Any] = {}  # by the present microbatch; containers copied, tensors as they are
-        self._afters: dict[int, dict[_Name, Any]] = {}  # microbatch -> values that it may have changed
         self._in_place: set[int] = set()  # ids of tensors that were changed in place
         self._code: dict[_Name, Any] = {}  # classes and functions that the present step set
         self._registered: dict[_Name, bool] = {}  # buffers new in the present step -> whether checkpoints have them
@@ -86,7 +86,7 @@ class Attributes(Effect):
     def begin(self, number: int) -> Iterator[None]:
         self._snapshot = Snapshot(self._owners.values(), ignored=_FRAMEWORK_NAMES)
         self._before = {fqn: _attributes(owner) for fqn, owner in self._owners.items()}
-        self._afters, self._in_place, self._code, self._registered = {}, set(), {}, {}
+        self._in_place, self._code, self._registered = set(), {}, {}
         yield
 
     @override
@@ -99,19 +99,13 @@ class Attributes(Effect):
             self._snapshot.restore()
 
     @override
-    def collect(self, place: Place) -> list[Tensor]:
+    def collect(self, place: Place) -> dict[_Name, Any]:
         for fqn, owner in self._owners.items():
             before = self._before[fqn]
             made = {name: value for name, value in vars(owner).items() if _is_code(value)}
             self._code |= {(fqn, name): value for name, value in made.items() if value is not before.get(name)}
         if not place.is_last:
-            return []
-        tensors: list[Tensor] = []
-
-        def noted(tensor: Tensor) -> Tensor:
-            tensors.append(tensor)
-            return tensor
-
+            return {}
         for fqn, owner in self._owners.items():
             before, now = self._before[fqn], _attributes(owner)
             registered = buffers_of(owner).keys() & now.keys() - before.keys()
@@ -121,40 +115,41 @@ class Attributes(Effect):
                 if (fqn, name) in self._code:
                     continue
                 if value is not before.get(name, _MISSING) or self._snapshot.may_differ(value):
-                    self._found[fqn, name] = _map(value, noted, self._followed)
-        return tensors
+                    self._found[fqn, name] = _map(value, other=self._followed)
+        return self._found
 
     def _followed(self, value: Any) -> Any:
         is_other = isinstance(value, CONTAINERS) and type(value) not in (*_DICTS, *_LISTS, set)
         return _Refused(type(value).__name__) if is_other and self._snapshot.is_refilled(value) else value
 
     @override
-    def keep(self, place: Place, found: Sequence[Tensor]) -> None:
-        following = iter(found)
+    def kept(self, found: dict[_Name, Any]) -> dict[_Name, Any]:
+        present, spec = tree_flatten(self._found)
+        kept: dict[_Name, Any] = tree_unflatten(list(map(self._settled, present, tree_leaves(found))), spec)
+        return kept
 
-        def settled(present: Tensor) -> Tensor:
-            tensor = next(following)
-            if not self._snapshot.has_data_of(present):
-                return tensor if tensor is present and not tensor.requires_grad else tensor.detach()
-            if tensor is present and not self._snapshot.is_changed(present):
-                return tensor
-            self._in_place.add(id(present))
-            return tensor.detach().clone()
+    def _settled(self, present: Any, value: Any) -> Any:
+        """A value that later microbatches don't change.
 
-        if place.is_last:
-            self._afters[place.microbatch] = {name: _map(value, settled) for name, value in self._found.items()}
-
-    @override
-    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Change]:
-        changes = [self._changes_of(self._afters.pop(index)) for index in range(len(sizes))] if is_last else [[]]
-        if len(changes) > 1 and any(changes):
-            change = next(found for of_microbatch in changes for found in of_microbatch)
-            raise unseen(f"a change of {_named(change.module, change.path)}")
-        return changes[0]
+        Args:
+            present: The attribute, or what is in it.
+            value: The data behind it.
+        """
+        if not isinstance(present, Tensor) or isinstance(present, nn.Parameter):
+            return present
+        if not self._snapshot.has_data_of(present):
+            return value if value is present and not value.requires_grad else value.detach()
+        if value is present and not self._snapshot.is_changed(present):
+            return value
+        self._in_place.add(id(present))
+        return value.detach().clone()
 
     @override
-    def forget(self) -> None:
-        self._afters.clear()
+    def join(self, stage: int, found: Sequence[dict[_Name, Any]], sizes: Sequence[int]) -> list[Change]:
+        changes = [change for after in found for change in self._changes_of(after)]
+        if len(found) > 1 and changes:
+            raise unseen(f"a change of {_named(changes[0].module, changes[0].path)}")
+        return changes
 
     def _changes_of(self, after: dict[_Name, Any]) -> list[Change]:
         pairs = [(name, self._before[name[0]].get(name[1], _MISSING), new) for name, new in after.items()]
@@ -240,7 +235,11 @@ class _Refused:
     kind: str
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda value: value) -> Any:
+def _same(value: Any) -> Any:
+    return value
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor] = _same, other: Callable[[Any], Any] = _same) -> Any:
     """A copy with other tensors; deques become lists, all dicts plain ones. ``other`` is for all other leaves."""
     if isinstance(value, Tensor):
         return value if isinstance(value, nn.Parameter) else change(value)

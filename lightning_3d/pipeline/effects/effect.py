@@ -7,8 +7,8 @@ per batch, to its end. An effect makes up for the difference:
     with effect.begin(number):                        every step
         with effect.microbatch(place):                every microbatch on every stage of this rank: nothing stays
             found = effect.collect(place)             at the end of the user's code: the tensors that it gave
-            effect.keep(place, found)                 the same with the data behind ghosts filled in
-    joined = effect.join(stage, sizes)                what one step on the whole batch would have done
+            found = effect.kept(found)                the same with the data behind ghosts filled in
+    joined = effect.join(stage, all found, sizes)     what one step on the whole batch would have done
     effect.apply(joined, is_own=...)                  on every rank, for every stage that reports
 
 A trace runs the same up to ``collect``. If an effect then gives more than numbers, which can be joined over
@@ -18,10 +18,16 @@ effect is one class here and one line in ``step_effects.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_3d.torch_internals.pytree import tree_map_only
+from lightning_3d.trace.interception import Router
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +66,26 @@ class Effect:
         return nullcontext()
 
     def collect(self, place: Place) -> Any:
-        """The tensors that the step gave, as they are in it: a pytree that may hold ghosts.
+        """Tensors that the step gave, as they are in it, and other data: a pytree that may hold ghosts.
 
         Called when the user's step has returned, or on other stages than the last when it was left.
         """
 
-    def keep(self, place: Place, found: Any) -> None:
-        """Take what ``collect`` gave, with data in place of ghosts; still inside of ``microbatch``."""
+    def kept(self, found: Any) -> Any:
+        """Make what ``collect`` gave, with data in place of ghosts, fit to be kept; still inside of ``microbatch``."""
+        return tree_map_only(Tensor, Tensor.detach, found)
 
-    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> Any:
+    def join(self, stage: int, found: Sequence[Any], sizes: Sequence[int]) -> Any:
         """Find out what one step on the whole batch would have done, to send it to all ranks; called after the step.
 
         Args:
-            stage: Index of a stage of this rank.
+            stage: Index of a stage of this rank, or of the code after the blocks on the whole batch.
+            found: What ``kept`` gave, by microbatch, where that stage ends the step; else empty.
             sizes: Samples in each microbatch.
-            is_last: Whether it is the last stage, or the code after the blocks on the whole batch.
 
         Raises:
             StepError: the microbatches gave what their trace did not show, and can't be joined.
         """
-
-    def forget(self) -> None:
-        """Let go of what microbatches did, in place of ``join`` and ``apply``."""
 
     def apply(self, joined: Any, *, is_own: bool) -> None:
         """Do it here.
@@ -90,3 +94,49 @@ class Effect:
             joined: What ``join`` gave for a stage.
             is_own: Whether that was on this rank.
         """
+
+
+C = TypeVar("C")
+
+
+class NotedCalls(Effect, Generic[C]):
+    """Calls that a step makes of its logger or its metrics, noted by the last stage to be made after it, with data in
+    place of ghosts. Those outside of a microbatch, in recomputed forwards, are dropped.
+
+    Args:
+        router: Tells glue from blocks.
+    """
+
+    kind: ClassVar[str]
+    """Name of the thing that is called, for errors."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._place: Place | None = None
+        self._present: list[C] = []  # of what runs now
+        self.in_block: str | None = None
+        """A call that a block made in the trace."""
+
+    @override
+    @contextmanager
+    def microbatch(self, place: Place) -> Iterator[None]:
+        self._place, self._present = place, []
+        if place.is_trace:
+            self.in_block = None
+        try:
+            yield
+        finally:
+            self._place, self._present = None, []
+
+    def _note(self, name: str, call: C) -> None:
+        """Note a call, a pytree, if it counts; its name is the same in every microbatch."""
+        if self._place is None:
+            return
+        if self._router.step is None and self._place.is_trace:
+            self.in_block = f"{self.kind} ({name})"
+        if self._place.is_last:
+            self._present.append(call)
+
+    @override
+    def collect(self, place: Place) -> list[C]:
+        return self._present

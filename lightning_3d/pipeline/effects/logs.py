@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
-from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
+from lightning_3d.pipeline.effects.effect import NotedCalls
 from lightning_3d.pipeline.effects.join import Joiner, unseen
-from lightning_3d.pipeline.effects.metrics import ForwardValue, MetricReference, Metrics
+from lightning_3d.pipeline.effects.metrics import metrics_of
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.interception import Router
@@ -39,10 +39,19 @@ _REDUCTIONS: Mapping[Any, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogCall(Call):
-    """A call of ``self.log``: given a tensor or number, a dict of them, a ``MetricReference`` or a ``ForwardValue``."""
+@dataclass(frozen=True)
+class MetricReference:
+    """Stands for a metric of the module in what is logged."""
 
+    fqn: str
+
+
+class LogCall(NamedTuple):
+    """A call of ``self.log``."""
+
+    name: str
+    given: Any
+    """A tensor or number, a dict of them, or a ``MetricReference``."""
     arguments: Mapping[str, Any]
     """The other arguments, without ``batch_size``."""
     batch_size: int | None
@@ -68,13 +77,14 @@ def _check_group(group: Any, name: str) -> None:
 
 
 class Logs(NotedCalls[LogCall]):
-    """The calls of ``self.log``; ``metrics`` knows what is logged of metrics."""
+    """The calls of ``self.log``."""
 
     kind = "self.log"
 
-    def __init__(self, module: LightningModule, metrics: Metrics, router: Router, joiner: Joiner) -> None:
+    def __init__(self, module: LightningModule, router: Router, joiner: Joiner) -> None:
         super().__init__(router)
-        self._module, self._metrics, self._joiner = module, metrics, joiner
+        self._module, self._joiner = module, joiner
+        self._metrics = {id(metric): fqn for fqn, metric in metrics_of(module).items()}
 
     @property
     @override
@@ -87,32 +97,32 @@ class Logs(NotedCalls[LogCall]):
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         call = LogCall.bound(*args, **kwargs)
-        value = self._metrics.reference(call.given)
-        if value is None and isinstance(call.given, nn.Module):
+        given = call.given
+        if id(given) in self._metrics:
+            value: Any = MetricReference(self._metrics[id(given)])
+        elif isinstance(given, nn.Module):
             raise StepError(
-                f"self.log({call.name!r}, ...) got a {type(call.given).__name__} that is not a submodule of"
+                f"self.log({call.name!r}, ...) got a {type(given).__name__} that is not a submodule of"
                 f" {type(self._module).__name__}. Make it one (self.name = ...), so that all pipeline stages have it."
             )
-        if value is None:  # a copy, since it may be changed in place later; on every stage, so that all call the same
-            value = tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), call.given)
-        self._note(replace(call, given=value))
+        else:  # a copy, since it may be changed in place later; on every stage, so that all call the same
+            value = tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), given)
+        self._note(call.name, call._replace(given=value))
 
     @override
-    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[LogCall]:
-        if not is_last:
-            return []
-        per_microbatch = self._taken(len(sizes))
-        names = [[call.name for call in calls] for calls in per_microbatch]
+    def join(self, stage: int, found: Sequence[Sequence[LogCall]], sizes: Sequence[int]) -> list[LogCall]:
+        names = [[call.name for call in calls] for calls in found]
         if any(other != names[0] for other in names):
             raise unseen(f"a call of self.log, of {names} in the microbatches,")
-        calls = [self._join(calls, sizes) for calls in zip(*per_microbatch, strict=True)]
-        return [replace(call, given=self._metrics.value_for_batch(call.given)) for call in calls]
+        return [self._join(calls, sizes) for calls in zip(*found, strict=True)]
 
     @override
     def apply(self, joined: Sequence[LogCall], *, is_own: bool) -> None:
         device = self._module.device
         for call in joined:
-            value = tree_map_only(Tensor, lambda leaf: leaf.to(device), self._metrics.resolved(call.given))
+            value = tree_map_only(Tensor, lambda leaf: leaf.to(device), call.given)
+            if isinstance(value, MetricReference):
+                value = self._module.get_submodule(value.fqn)
             self._module.log(call.name, value, **call.arguments, batch_size=call.batch_size)
 
     def _join(self, calls: Sequence[LogCall], sizes: Sequence[int]) -> LogCall:
@@ -121,8 +131,8 @@ class Logs(NotedCalls[LogCall]):
         if len(calls) == 1:
             return first
         counts, batch_size = self._join_batch_sizes([call.batch_size for call in calls], sizes, first.name)
-        if isinstance(first.given, (MetricReference, ForwardValue)):
-            return replace(first, batch_size=batch_size)
+        if isinstance(first.given, MetricReference):
+            return first._replace(batch_size=batch_size)
         reduction = first.arguments.get("reduce_fx", "mean")
 
         def reduced(*values: Any) -> Tensor:
@@ -133,7 +143,7 @@ class Logs(NotedCalls[LogCall]):
                 return self._joiner.average(values, counts, name)
             return self._joiner.extreme(values, name, largest=how == "max")
 
-        return replace(first, given=tree_map(reduced, *(call.given for call in calls)), batch_size=batch_size)
+        return first._replace(given=tree_map(reduced, *(call.given for call in calls)), batch_size=batch_size)
 
     def _join_batch_sizes(
         self, given: Sequence[int | None], sizes: Sequence[int], name: str

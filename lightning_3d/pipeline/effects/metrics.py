@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
-from lightning_3d.pipeline.effects.call_notes import Call, NotedCalls
-from lightning_3d.pipeline.effects.effect import Place
+from lightning_3d.pipeline.effects.effect import NotedCalls
 from lightning_3d.pipeline.effects.join import unseen
 from lightning_3d.torch_internals.lightning_helpers import FIXED_NAMES, start_anew
 from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES, attributes_replaced
@@ -32,40 +31,19 @@ from lightning_3d.trace.interception import Router
 _METHODS = ("update", "forward", "reset", "compute")
 
 
-class MetricCall(Call):
-    """A call of ``update``, ``forward`` or ``reset``, given (args, kwargs); its name is ``"<FQN>.<method>"``."""
+class MetricCall(NamedTuple):
+    """A call of ``update``, ``forward`` or ``reset``."""
 
-    @property
-    def fqn(self) -> str:
-        """Name of the metric."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def method(self) -> str:
-        """Name of the method."""
-        return self.name.rpartition(".")[2]
+    fqn: str
+    """Name of the metric."""
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 def metrics_of(module: nn.Module) -> dict[str, nn.Module]:
     """FQN -> metric or collection of metrics."""
     return {fqn: m for fqn, m in module.named_modules() if isinstance(m, (Metric, MetricCollection))}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MetricReference:
-    """Stands for a metric of the module in what is logged."""
-
-    fqn: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardValue:
-    """Stands for what a metric's ``forward`` returned for the batch in what is logged."""
-
-    call: int
-    """Which of the step's metric calls it was."""
-    key: str | None
-    """Which value, if it was a collection."""
 
 
 class Metrics(NotedCalls[MetricCall]):
@@ -76,10 +54,7 @@ class Metrics(NotedCalls[MetricCall]):
     def __init__(self, module: LightningModule, router: Router) -> None:
         super().__init__(router)
         self._module, self._metrics = module, metrics_of(module)
-        self._fqns = {id(metric): fqn for fqn, metric in self._metrics.items()}
         self._is_inside = False  # of a metric's own code, which may call other metrics
-        self._values: dict[int, tuple[Tensor, ForwardValue]] = {}  # id of what a metric returned -> it, its reference
-        self._answers: list[Any] = []  # to the calls of the step joined last
 
     @property
     @override
@@ -95,15 +70,6 @@ class Metrics(NotedCalls[MetricCall]):
                 stack.enter_context(attributes_replaced(metric, calls))
             yield
 
-    @override
-    @contextmanager
-    def microbatch(self, place: Place) -> Iterator[None]:
-        with super().microbatch(place):
-            try:
-                yield
-            finally:
-                self._values = {}
-
     def _on_call(
         self, fqn: str, metric: nn.Module, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -115,42 +81,32 @@ class Metrics(NotedCalls[MetricCall]):
                 f" Log the metric itself (self.log(name, self.{fqn})), or call compute() in"
                 " on_train_epoch_end, on_validation_epoch_end or another hook."
             )
-        number = self._note(MetricCall(name=f"{fqn}.{name}", given=(args, kwargs)))
+        self._note(f"{fqn}.{name}", MetricCall(fqn, name, args, kwargs))
         if name != "forward":
             return None
         self._is_inside = True
         try:
             with _scratch_state(metric):
-                value = method(*args, **kwargs)
+                return method(*args, **kwargs)
         finally:
             self._is_inside = False
-        for key, tensor in value.items() if isinstance(value, Mapping) else [(None, value)]:
-            if isinstance(tensor, Tensor):  # on every stage, so that all log alike
-                self._values[id(tensor)] = (tensor, ForwardValue(call=number, key=key))
-        return value
 
     @override
-    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> dict[str, dict[str, Any]]:
+    def join(
+        self, stage: int, found: Sequence[Sequence[MetricCall]], sizes: Sequence[int]
+    ) -> dict[str, dict[str, Any]]:
         """FQN of a metric that was updated, as it was on this rank -> its changes."""
-        if not is_last:
-            return {}
-        per_microbatch = self._taken(len(sizes))
-        calls = [call for of_microbatch in per_microbatch for call in of_microbatch]
-        if len(sizes) > 1 and calls:
-            raise unseen(f"a call of {calls[0].name}")
+        calls = [call for of_microbatch in found for call in of_microbatch]
+        if len(found) > 1 and calls:
+            raise unseen(f"a call of {calls[0].fqn}.{calls[0].method}")
         touched = {id(inner) for call in calls for inner in self._metrics[call.fqn].modules()}
         updated = {fqn: metric for fqn, metric in self._metrics.items() if id(metric) in touched}
         before = {fqn: _state(metric) for fqn, metric in updated.items()}
-        self._answers = [self._made(call) for call in calls]
+        for call in calls:
+            metric = self._metrics[call.fqn]
+            (metric if call.method == "forward" else getattr(metric, call.method))(*call.args, **call.kwargs)
         was_reset = any(call.method == "reset" for call in calls)
         return {fqn: _changes(before[fqn], _state(metric), was_reset) for fqn, metric in updated.items()}
-
-    def _made(self, call: MetricCall) -> Any:
-        """Make a call for the whole batch; returns what it returned."""
-        args, kwargs = call.given
-        metric = self._metrics[call.fqn]
-        method = metric if call.method == "forward" else getattr(metric, call.method)
-        return method(*args, **kwargs)
 
     @override
     def apply(self, joined: Mapping[str, Mapping[str, Any]], *, is_own: bool) -> None:
@@ -161,25 +117,6 @@ class Metrics(NotedCalls[MetricCall]):
                 is_appended = isinstance(value, _Appended)
                 moved = tree_map_only(Tensor, lambda leaf: leaf.to(device), value.entries if is_appended else value)
                 own[name] = [*own[name], *moved] if is_appended else moved
-
-    # ---- for logs
-
-    def reference(self, value: Any) -> MetricReference | ForwardValue | None:
-        """A stand-in for a metric, or for what its ``forward`` just returned; None for other values."""
-        if id(value) in self._values:
-            return self._values[id(value)][1]
-        return MetricReference(fqn=self._fqns[id(value)]) if id(value) in self._fqns else None
-
-    def value_for_batch(self, value: Any) -> Any:
-        """A metric's answer for the whole batch, of the step joined last, in place of a ``ForwardValue``."""
-        if not isinstance(value, ForwardValue):
-            return value
-        answer = self._answers[value.call]
-        return answer if value.key is None else answer[value.key]
-
-    def resolved(self, value: Any) -> Any:
-        """The metric in place of a ``MetricReference``."""
-        return self._metrics[value.fqn] if isinstance(value, MetricReference) else value
 
 
 @contextmanager

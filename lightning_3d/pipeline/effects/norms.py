@@ -129,7 +129,7 @@ class Norms(Effect):
         return output
 
     @override
-    def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> dict[str, dict[_Position, _Seen]]:
+    def join(self, stage: int, found: Sequence[Any], sizes: Sequence[int]) -> dict[str, dict[_Position, _Seen]]:
         return {fqn: self._joined(fqn, stage, len(sizes)) for fqn in self._shared}
 
     def _joined(self, fqn: str, stage: int, num_microbatches: int) -> dict[_Position, _Seen]:

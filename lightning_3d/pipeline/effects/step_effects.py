@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from typing_extensions import override
 
+from lightning_3d.distributed.generator_states import generators_of
 from lightning_3d.distributed.rng import StepRandomness, seed_host
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import preserved
@@ -18,7 +19,6 @@ from lightning_3d.pipeline.effects.hooks import LazyHooks
 from lightning_3d.pipeline.effects.join import Joiner, are_numbers
 from lightning_3d.pipeline.effects.logs import Logs
 from lightning_3d.pipeline.effects.metrics import Metrics
-from lightning_3d.pipeline.effects.own_generators import OwnGenerators
 from lightning_3d.pipeline.loss import check_loss
 from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.trace.interception import Router
@@ -67,12 +67,13 @@ class StepEffects:
     def __init__(self, module: LightningModule, router: Router, *more: Effect, joiner: Joiner | None = None) -> None:
         self._module, self._blocks, self._joiner = module, router.blocks.values(), joiner or Joiner()
         self._metrics = Metrics(module, router)
-        self._logs = Logs(module, self._metrics, router, self._joiner)
+        self._logs = Logs(module, router, self._joiner)
         attributes = Attributes(module, self._blocks)
         self._effects: tuple[Effect, ...] = (
-            *(*more, OwnGenerators(module), LazyHooks(module)),
-            *(attributes, self._metrics, self._logs),
+            *(*more, LazyHooks(module)),
+            *(attributes, self._metrics, self._logs),  # the logs are last
         )
+        self._found: dict[int, Sequence[Any]] = {}  # microbatch -> what is kept of it, by effect
         self.gives_more = True
         """Whether the step that was traced last does or gives more than numbers, which join over microbatches."""
 
@@ -84,6 +85,7 @@ class StepEffects:
     @contextmanager
     def begin(self, number: int) -> Iterator[None]:
         """Around a step; ``number`` counts all."""
+        self._found.clear()
         with ExitStack() as stack:
             for effect in self._effects:
                 stack.enter_context(effect.begin(number))
@@ -98,22 +100,29 @@ class StepEffects:
             yield
 
     def collect(self, place: Place) -> list[Any]:
-        """The tensors that each effect collects."""
+        """Collect what each effect does."""
         return [effect.collect(place) for effect in self._effects]
 
     def keep(self, place: Place, found: Sequence[Any]) -> None:
-        """Give each what it collected, with data in place of ghosts."""
-        for effect, own in zip(self._effects, found, strict=True):
-            effect.keep(place, own)
+        """Keep what was collected where the step ends, with data in place of ghosts."""
+        if place.is_last:
+            pairs = zip(self._effects, found, strict=True)
+            self._found[place.microbatch] = [effect.kept(own) for effect, own in pairs]
 
     def join(self, stage: int, sizes: Sequence[int], *, is_last: bool) -> list[Any]:
-        """Join what each did on a stage."""
-        return [effect.join(stage, sizes, is_last=is_last) for effect in self._effects]
+        """Join what each did on a stage, which is let go of.
+
+        Args:
+            is_last: Whether the step ended there.
+        """
+        kept = [self._found.pop(index) for index in range(len(sizes))] if is_last else []
+        return [effect.join(stage, [own[i] for own in kept], sizes) for i, effect in enumerate(self._effects)]
 
     def study(self, outputs: Sequence[Any], sizes: Sequence[int], name: str) -> None:
         """Let the joiner see the numbers that microbatches of a step logged and returned; nothing is applied."""
+        of_logs = [self._found.pop(index)[-1] for index in range(len(sizes))]
         with suppress(StepError):
-            self._logs.join(0, sizes, is_last=True)
+            self._logs.join(0, of_logs, sizes)
         with suppress(StepError):
             self._joiner.join(outputs, sizes, f"what {name} returned")
 
@@ -134,8 +143,7 @@ class StepEffects:
             with random_states_kept(), self.begin(0):
                 yield
         finally:
-            for effect in self._effects:
-                effect.forget()
+            self._found.clear()
 
     # ---- TracedEffects
 
@@ -157,6 +165,9 @@ class StepEffects:
         return output, found
 
     @property
-    def call_in_block(self) -> str | None:
-        """A call of ``self.log`` or of a metric that a block made in the step that was traced last."""
-        return self._metrics.in_block or self._logs.in_block
+    def counts_once(self) -> str | None:
+        """As of a ``Trace``."""
+        if generators_of(self._module.modules()):
+            return "Modules hold random generators of their own"
+        call = self._metrics.in_block or self._logs.in_block
+        return None if call is None else f"A block calls {call}"

@@ -6,7 +6,7 @@ rank 1      encoder(x): receives            decoder(y): runs it, sends
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,31 +28,15 @@ from lightning_3d.torch_internals.tensors import version_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
-    """A leaf of a block's output that is one of its arguments."""
-
-    place: int
-    """Among the leaves of the arguments."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sent:
-    """A tensor that follows."""
-
-    meta: Tensor
-    """A tensor without data, of its shape, strides and dtype."""
-    on_cpu: bool
-    requires_grad: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Result:
     """The result of a call."""
 
     output: Any
-    """With ``_Given`` and ``_Sent`` in the place of tensors."""
-    classes: Any
-    """The output with tensors without data, which shows the dataclasses in it."""
+    """With tensors without data, of the same shapes, strides and dtypes."""
+    given: Mapping[int, int]
+    """Leaves of the output that are arguments -> their places among the leaves of the arguments; the others follow."""
+    on_cpu: frozenset[int]
+    """Leaves of the output that are on the CPU."""
     notes: Any
     changed: Sequence[int]
     """The leaves of its arguments that it changed in place, whose values follow."""
@@ -153,27 +137,26 @@ class Exchange:
             register_dataclasses(output)
             outputs, spec = tree_flatten(output)
             own = {id(tensor): i for i, tensor in enumerate(given) if isinstance(tensor, Tensor)}
-            is_new = [isinstance(leaf, Tensor) and id(leaf) not in own for leaf in outputs]
-            outputs = [_as_sent(leaf, fqn) if new else leaf for leaf, new in zip(outputs, is_new, strict=True)]
-            described = [_described(leaf, own) for leaf in outputs]
-            found.extend((outputs, spec, described, notes))
-            classes = tree_unflatten([_shape_of(leaf) for leaf in outputs], spec)
-            drawn = None if self._generators.are_at(before) else self._generators.states()
-            output = tree_unflatten(described, spec)
-            return _Result(output=output, classes=classes, notes=notes, drawn=drawn, changed=changed)
+            passed = {i: own[id(leaf)] for i, leaf in enumerate(outputs) if id(leaf) in own}
+            outputs = [leaf if i in passed else _as_sent(leaf, fqn) for i, leaf in enumerate(outputs)]
+            found.extend((outputs, spec, passed, notes))
+            return _Result(
+                output=tree_unflatten(list(map(_without_data, outputs)), spec),
+                given=passed,
+                on_cpu=frozenset(i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and leaf.is_cpu),
+                notes=notes,
+                changed=changed,
+                drawn=None if self._generators.are_at(before) else self._generators.states(),
+            )
 
         on_one_rank(run, self._device, rank=home, group=self._group)
-        outputs, spec, described, notes = found
-        for leaf, about in zip(outputs, described, strict=True):
-            if isinstance(about, _Sent):
-                self._broadcast(leaf.detach().to(self._device), home)
+        outputs, spec, passed, notes = found
+        sent = [i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in passed]
+        for i in sent:
+            self._broadcast(outputs[i].detach().to(self._device), home)
         for i in changed:
             self._send(leaves[i], home)
-        outputs = [
-            leaves[about.place] if isinstance(about, _Given) else leaf
-            for leaf, about in zip(outputs, described, strict=True)
-        ]
-        sent = [i for i, about in enumerate(described) if isinstance(about, _Sent)]
+        outputs = [leaves[passed[i]] if i in passed else leaf for i, leaf in enumerate(outputs)]
         return tree_unflatten(_left(self._line(fqn, home), token, outputs, sent), spec), notes
 
     # ---- on the others
@@ -181,13 +164,14 @@ class Exchange:
     def _elsewhere(
         self, fqn: str, home: int, told: _Result, leaves: Sequence[Any], inputs: Sequence[Tensor]
     ) -> tuple[Any, Any]:
-        register_dataclasses(told.classes)
+        register_dataclasses(told.output)
         if told.drawn is not None:
             self._generators.restore(told.drawn)
         outputs, spec = tree_flatten(told.output)
-        sent = [about for about in outputs if isinstance(about, _Sent)]
-        if torch.is_grad_enabled() and any(about.requires_grad for about in sent):
-            trained = [about.requires_grad for about in sent]
+        is_sent = [isinstance(leaf, Tensor) and i not in told.given for i, leaf in enumerate(outputs)]
+        sent = [(leaf, i in told.on_cpu) for i, leaf in enumerate(outputs) if is_sent[i]]
+        trained = [meta.requires_grad for meta, _ in sent]
+        if torch.is_grad_enabled() and any(trained):
             anchor = torch.zeros((), device=self._device, requires_grad=True)
             received = remote(self._line(fqn, home), partial(self._receive_all, sent, home), trained, anchor, inputs)
             edges = [get_gradient_edge(tensor) for tensor in received if tensor.requires_grad]
@@ -199,17 +183,22 @@ class Exchange:
                 leaves[i].copy_(self._receive(leaves[i].shape, leaves[i].dtype, home))
         following = iter(received)
         values = [
-            leaves[about.place] if isinstance(about, _Given) else next(following) if isinstance(about, _Sent) else about
-            for about in outputs
+            leaves[told.given[i]] if i in told.given else next(following) if is_sent[i] else leaf
+            for i, leaf in enumerate(outputs)
         ]
         return tree_unflatten(values, spec), told.notes
 
-    def _receive_all(self, sent: Sequence[_Sent], home: int) -> tuple[Tensor, ...]:
+    def _receive_all(self, sent: Sequence[tuple[Tensor, bool]], home: int) -> tuple[Tensor, ...]:
+        """Receive tensors.
+
+        Args:
+            sent: For each one without data, and whether it is to be on the CPU.
+        """
         received = []
-        for about in sent:
-            tensor = torch.empty_like(about.meta, device=self._device)
+        for meta, on_cpu in sent:
+            tensor = torch.empty_like(meta, device=self._device, requires_grad=False)
             self._broadcast(tensor, home)
-            received.append(tensor.cpu() if about.on_cpu else tensor)
+            received.append(tensor.cpu() if on_cpu else tensor)
         return tuple(received)
 
     # ---- messages
@@ -289,24 +278,18 @@ def _versions(leaves: Sequence[Any]) -> list[int | None]:
     return [version_of(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else None for leaf in leaves]
 
 
-def _as_sent(tensor: Tensor, fqn: str) -> Tensor:
-    """The tensor with the strides that others can make, so that all ranks compute the same bits with it."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise StepError(
-            f"{fqn} returned a tensor of layout {tensor.layout}, which is not sent between pipeline stages: use a dense"
-            " one, or pipeline_parallel_size=1."
-        )
-    return tensor if tensor.stride() == torch.empty_like(tensor, device="meta").stride() else tensor.clone()
-
-
-def _described(leaf: Any, own: dict[int, int]) -> Any:
+def _as_sent(leaf: Any, fqn: str) -> Any:
+    """A tensor with the strides that others can make, so that all ranks compute the same bits with it."""
     if not isinstance(leaf, Tensor):
         return leaf
-    if id(leaf) in own:
-        return _Given(place=own[id(leaf)])
-    meta = torch.empty_like(leaf, device="meta", requires_grad=False)
-    return _Sent(meta=meta, on_cpu=leaf.is_cpu, requires_grad=leaf.requires_grad)
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        raise StepError(
+            f"{fqn} returned a tensor of layout {leaf.layout}, which is not sent between pipeline stages: use a dense"
+            " one, or pipeline_parallel_size=1."
+        )
+    return leaf if leaf.stride() == torch.empty_like(leaf, device="meta").stride() else leaf.clone()
 
 
-def _shape_of(leaf: Any) -> Any:
-    return torch.empty(0, device="meta") if isinstance(leaf, Tensor) else leaf
+def _without_data(leaf: Any) -> Any:
+    is_tensor = isinstance(leaf, Tensor)
+    return torch.empty_like(leaf, device="meta", requires_grad=leaf.requires_grad) if is_tensor else leaf
