@@ -204,9 +204,7 @@ def _texts(name: str, found: LossFound, num_replicas: int) -> list[str]:
                 f". Each of the {num_replicas} data-parallel ranks couples its own samples alone, as under DDP; a loss"
                 " over all of them gathers outputs by self.all_gather(..., sync_grads=True)"
             )
-        is_compared = found.kind == LossKind.WEIGHTED and found.denominator is None
-        cost = ", which every step finds out by running the code after the blocks on random numbers" * is_compared
-        texts.append(f"{name}: the loss {_SAYS[found.kind]}{cost}{per_replica}.")
+        texts.append(f"{name}: the loss {_SAYS[found.kind]}{per_replica}.")
     if found.unjoined and found.kind != LossKind.WHOLE:
         texts.append(
             f"{name}: {', '.join(found.unjoined)} can't be put together from microbatches; the code after the blocks"

@@ -2,9 +2,9 @@
 
     sums of the weights of valid labels    in a mean of ``cross_entropy`` or ``nll_loss``
     scalars                                that something is divided by, or multiplied with
+    numbers of elements                    in a mean over a selection, whose shape depends on data
 
-Shares of microbatches in one of them may be the weights of their losses (``loss_study.py``). Where a shape depends on
-data, as in ``losses[labels >= 0].mean()``, nothing is seen from there on.
+Shares of microbatches in one of them may be the weights of their losses (``loss_study.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing_extensions import override
 from lightning_3d.model.block_runner import Call
 from lightning_3d.pipeline.stage_run import Draw, StageRun, plain_call
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.trace.ghost import Ghost
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
+from lightning_3d.trace.ghost import Ghost, TensorMeta
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.trace import Trace, TracedCall
 
@@ -36,6 +37,17 @@ _DIVIDED = frozenset({"div", "truediv", "true_divide", "divide"})
 _KINKED = frozenset(
     {"abs", "clamp", "clamp_max", "clamp_min", "clip", "hardtanh", "leaky_relu", "max", "maximum", "min", "minimum"}
     | {"relu", "threshold", "where"}
+)
+_MEANS = frozenset({torch.mean, Tensor.mean})
+_MEAN_LOSSES = frozenset(
+    {
+        F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+        F.huber_loss,
+        F.l1_loss,
+        F.mse_loss,
+        F.smooth_l1_loss,
+    }
 )
 
 
@@ -56,16 +68,23 @@ class _NotedTail(StageRun):
 
     @override
     def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position = self._position
+        position, is_past_trace = self._position, self._is_past_trace
         answer = super().on_function(func, args, kwargs)
-        if self._position > position and self._flow.call_stages[position] == TAIL:
-            self._note(func, args, kwargs)
+        if is_past_trace or (self._position > position and self._flow.call_stages[position] == TAIL):
+            self._note(func, args, kwargs, is_past_trace=is_past_trace)
         return answer
 
+    @property
+    def _is_past_trace(self) -> bool:
+        """Whether a shape has depended on data, which no trace can follow."""
+        return self._expected is None and self._flow.trace.stopped_by is not None
+
     @torch.no_grad()
-    def _note(self, func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _note(self, func: Call, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_past_trace: bool) -> None:
         tensors = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf not in self._ids]
         self.denominators += _scalars(func, tensors) + _weights_of_labels(func, args, kwargs)
+        if is_past_trace:
+            self.denominators += _sizes_of_means(func, args, kwargs)
 
 
 class WatchedTail(_NotedTail):
@@ -106,7 +125,7 @@ class WatchedTail(_NotedTail):
 
 
 class GhostTail(_NotedTail):
-    """Computes nothing of what blocks gave: what comes of it has a shape, but no data, which ends some steps early."""
+    """Computes nothing of what blocks gave: what comes of it has a shape, and no data."""
 
     def __init__(self, router: Router, flow: StageFlow) -> None:
         super().__init__(router, flow, [Ghost(meta) for meta in flow.metas(flow.received(TAIL))], plain_call)
@@ -115,6 +134,14 @@ class GhostTail(_NotedTail):
     def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
         return self._skip(call, leaves)
 
+    @override
+    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._is_past_trace:
+            return super().on_function(func, args, kwargs)
+        answer = _answer(func, args, kwargs)
+        self._note(func, args, kwargs, is_past_trace=True)
+        return answer
+
 
 def is_like_input(call: TracedCall, trace: Trace) -> bool:
     """Whether a call returns one tensor, of the shape and dtype of one that it consumes."""
@@ -122,9 +149,34 @@ def is_like_input(call: TracedCall, trace: Trace) -> bool:
     return len(call.results) == len(call.outputs) == 1 and metas[0] in metas[1:]
 
 
+def _answer(func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call it, on the meta device if an argument has no data; masks have."""
+    if not any(_is_empty(leaf) for leaf in tree_leaves((args, kwargs))):
+        return func(*args, **kwargs)
+    if func is Tensor.__getitem__:
+        args = args[0], _without_masks(args[1])
+    elif func in (torch.masked_select, Tensor.masked_select):
+        func, args = Tensor.__getitem__, (args[0], _without_masks(args[1]))
+    args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else TensorMeta.of(tensor).on_meta()
+
+
 def _is_empty(leaf: Any) -> bool:
     """Whether it is a tensor without data."""
     return isinstance(leaf, Tensor) and (isinstance(leaf, Ghost) or leaf.is_meta)
+
+
+def _without_masks(index: Any) -> tuple[Any, ...]:
+    """The same index with positions in place of masks, whose data shapes depend on."""
+    entries: list[Any] = []
+    for entry in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(entry, Tensor) and entry.dtype == torch.bool
+        entries += entry.nonzero(as_tuple=True) if is_mask else [entry]
+    return tuple(entries)
 
 
 def _is_named(func: Call, names: frozenset[str]) -> bool:
@@ -166,3 +218,10 @@ def read(denominators: Sequence[Sequence[float | Tensor]]) -> list[list[float]]:
     tensors = [number for own in denominators for number in own if isinstance(number, Tensor)]
     numbers = iter(torch.stack([number.to(tensors[0].device) for number in tensors]).tolist() if tensors else [])
     return [[next(numbers) if isinstance(number, Tensor) else number for number in own] for own in denominators]
+
+
+def _sizes_of_means(func: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | Tensor]:
+    """The number of elements of a mean over all of them."""
+    is_mean = func in _MEANS and len(args) == 1 and not kwargs
+    is_mean |= func in _MEAN_LOSSES and kwargs.get("reduction", "mean") == "mean"
+    return [float(args[0].numel())] if is_mean and args else []
