@@ -97,7 +97,8 @@ def boxes_of(tensor: Tensor, parts: Parts | None = None) -> list[Box]:
     if not isinstance(tensor, DTensor):
         return boxes(tensor.shape, (), (), (), parts)
     coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
+    if coordinate is None:  # the mesh is of other ranks
+        return []
     return boxes(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements, parts)
 
 

@@ -36,11 +36,8 @@ from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.manifest import MANIFEST, META, is_own
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
-    exchange,
     filled_from,
     model_shares,
-    owners,
-    rank_on,
     restore_model,
     state_of,
 )
@@ -93,10 +90,9 @@ def folder_content(
     optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", []))}
     with failing_alike("gather the checkpoint"):
         sections.update({name: optimizer_shares(state["state"], parts) for name, state in optimizers.items()})
-    catalogs = exchange({(section, fqn): None for section, values in sections.items() for fqn in values}, pp)
-    owner, here = owners(catalogs), rank_on(pp)
+    taken = _on_stages_before({(section, fqn) for section, values in sections.items() for fqn in values}, pp)
     state: dict[str, Any] = {
-        section: {fqn: value for fqn, value in values.items() if owner[section, fqn] == here}
+        section: {fqn: value for fqn, value in values.items() if (section, fqn) not in taken}
         for section, values in sections.items()
     }
     for name in optimizers:
@@ -109,6 +105,15 @@ def folder_content(
             others = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
             torch.save({**others, HAS_MANIFEST: True}, rest)
     return state, rest.getvalue()
+
+
+def _on_stages_before(held: set[tuple[str, str]], pp: DeviceMesh | None) -> set[tuple[str, str]]:
+    """Sections and names of what ranks before this one on the pp axis hold, and write; a collective there."""
+    if pp is None:
+        return set()
+    everyone = [held] * pp.size()
+    dist.all_gather_object(everyone, held, group=pp.get_group())
+    return set().union(*everyone[: pp.get_local_rank()])
 
 
 def check_no_others(path: Path) -> None:

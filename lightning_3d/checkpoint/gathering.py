@@ -36,16 +36,16 @@ class _Pieces:
     """The boxes of a tensor and where they come from."""
 
     info: TensorInfo
-    senders: dict[tuple[torch.Size, torch.Size], tuple[int, str, Box]]
-    """Offsets and sizes of each -> the rank that sends it, and the type of device that it sends it from."""
+    senders: dict[tuple[torch.Size, torch.Size], tuple[int, Box]]
+    """Offsets and sizes of each -> the rank that sends it."""
 
     @staticmethod
     def of(share: Share) -> _Pieces:
         """The pieces of this rank."""
-        info, device = TensorInfo.of(share.tensor), _sending_device(share.tensor)
+        info = TensorInfo.of(share.tensor)
         assert info is not None
         boxes = [box for box in share.boxes if box.sizes.numel()]
-        return _Pieces(info=info, senders={(box.offsets, box.sizes): (dist.get_rank(), device, box) for box in boxes})
+        return _Pieces(info=info, senders={(box.offsets, box.sizes): (dist.get_rank(), box) for box in boxes})
 
     def add(self, other: _Pieces) -> None:
         """Take boxes from a later rank, too, if those before it lack them."""
@@ -106,28 +106,21 @@ class Gathering(Generic[Key]):
 
     def _on_first(self, key: Key) -> Tensor | None:
         """The tensor put together on rank 0; None on others, which send theirs."""
-        pieces, rank = self._found[key], dist.get_rank()
+        pieces, rank, device = self._found[key], dist.get_rank(), _sending_device()
         whole = torch.empty(pieces.info.shape, dtype=pieces.info.dtype) if rank == 0 else None
-        moves: list[dist.P2POp] = []
-        received: list[tuple[Tensor, Tensor]] = []
-        for sender, device, box in pieces.senders.values():
+        for sender, box in pieces.senders.values():
             if whole is None:
                 if sender == rank:
-                    moves.append(dist.P2POp(dist.isend, _bytes(self._own[key].at(box).to(device)), 0))
-                continue
-            place = whole[box.full]
-            if sender == 0:
-                place.copy_(self._own[key].at(box))
-                continue
-            is_direct = device == "cpu" and place.is_contiguous()
-            room = place if is_direct else torch.empty(box.sizes, dtype=whole.dtype, device=device)
-            moves.append(dist.P2POp(dist.irecv, _bytes(room), sender))
-            received.append((place, room))
-        for work in dist.batch_isend_irecv(moves) if moves else ():
-            work.wait()
-        for place, room in received:
-            if room is not place:
-                place.copy_(room)
+                    dist.send(_bytes(self._own[key].at(box).to(device)), 0)
+            elif sender == 0:
+                whole[box.full] = self._own[key].at(box)
+            else:
+                place = whole[box.full]
+                is_direct = device == "cpu" and place.is_contiguous()
+                room = place if is_direct else torch.empty(box.sizes, dtype=whole.dtype, device=device)
+                dist.recv(_bytes(room), sender)
+                if not is_direct:
+                    place.copy_(room)
         return whole
 
 
@@ -138,11 +131,11 @@ def gather(own: Mapping[Key, Any]) -> dict[Key, Any]:
     return full if dist.get_rank() == 0 else {}
 
 
-def _sending_device(tensor: Tensor) -> str:
-    """The type of device that a tensor is sent from: its own, but for gloo's, which sends from host memory alone."""
-    config, device = dist.get_backend_config(), tensor.device.type
-    if f"{device}:" in config and f"{device}:gloo" not in config:
-        return device
+def _sending_device() -> str:
+    """The type of device that tensors are sent from: through host memory where the ranks can, as there rank 0 keeps
+    them, and gloo sends from nowhere else.
+    """
+    config: str = dist.get_backend_config()
     return "cpu" if "cpu:" in config else config.partition(":")[0]
 
 

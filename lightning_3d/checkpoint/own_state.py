@@ -11,17 +11,15 @@ parameter that one data-parallel rank owns is there alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from copy import copy
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -293,27 +291,3 @@ def tied_fqns(module: nn.Module) -> dict[str, str]:
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The user's optimizer inside Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def exchange(catalog: Mapping[Key, Any], axis: DeviceMesh | None) -> list[dict[Key, Any]]:
-    """Every rank's catalog (what it holds, by key), in the order of ranks; a collective on the axis, pp or dp."""
-    mine = dict(catalog)
-    if axis is None:
-        return [mine]
-    catalogs: list[dict[Key, Any]] = [{}] * axis.size()
-    dist.all_gather_object(catalogs, mine, group=axis.get_group())
-    return catalogs
-
-
-def owners(catalogs: Sequence[Mapping[Key, Any]]) -> dict[Key, int]:
-    """The lowest rank that holds each key, ordered by rank; the same on all ranks."""
-    holders: dict[Key, int] = {}
-    for rank, catalog in enumerate(catalogs):
-        for key in catalog:
-            holders.setdefault(key, rank)
-    return holders
-
-
-def rank_on(axis: DeviceMesh | None) -> int:
-    """The index of this rank on an axis; 0 without one."""
-    return 0 if axis is None else axis.get_local_rank()

@@ -23,11 +23,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_3d.checkpoint.file_part import file_part, read_into
 from lightning_3d.checkpoint.share import Share
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals import stored_index
-from lightning_3d.torch_internals.stored_file import read_header
+from lightning_3d.torch_internals.stored_file import file_part, read_header
 
 _LARGE = 1 << 18  # bytes, of which finding the place takes no longer than copying
 
@@ -142,8 +141,12 @@ def _read_in_place(item: ReadItem, stored: Any, file: BinaryIO, target: Tensor) 
     if target.shape != (rows, *whole.shape[1:]):
         return False
     first = whole.storage_offset() + item.storage_offsets[0] * whole.stride(0)
-    if missing := read_into(target, file, stored.offset + begin + first * whole.element_size()):
-        raise CheckpointError(f"it ends {missing} bytes too early")
+    file.seek(stored.offset + begin + first * whole.element_size())
+    room = memoryview(target.view(-1).view(torch.uint8).numpy().data)
+    while room and (num_read := file.readinto(room)):  # type: ignore[attr-defined]
+        room = room[num_read:]
+    if room:
+        raise CheckpointError(f"it ends {len(room)} bytes too early")
     return True
 
 
