@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.checkpoint import full_model_state, model_state, read_full, read_sharded, write_full
+from lightning_3d.checkpoint import full_model_state, model_shares, read_full, read_sharded, write_full
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.folder import MODEL
 from lightning_3d.checkpoint.manifest import MANIFEST, META, Checksum, manifest_of
-from lightning_3d.checkpoint.whole_folder import read_folder
+from lightning_3d.checkpoint.source import read_folder
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
 from tests.checkpoints import save_sharded, staged
@@ -35,9 +35,9 @@ def _saved(path: Path, *, as_file: bool = False, add: float = 0.0) -> None:
         for parameter in model.parameters():
             parameter.add_(add)
     if not as_file:
-        save_sharded(path, {MODEL: model_state(model), "epoch": 3}, pp)
+        save_sharded(path, {MODEL: model_shares(model), "epoch": 3}, pp)
         return
-    full = full_model_state(model, pp)
+    full = full_model_state(model)
     if dist.get_rank() == 0:
         write_full({MODEL: full, "epoch": 3}, path)
     dist.barrier()

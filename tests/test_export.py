@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_3d.checkpoint import export_checkpoint
-from lightning_3d.checkpoint.export import chunks
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
 from tests.hugging_face import hugging_face
@@ -151,11 +150,8 @@ RUNS: dict[str, tuple[type[L.LightningModule], type[L.Callback] | None, Layout]]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_folder_becomes_the_file_that_would_have_been_saved(
-    workers: WorkerPools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_folder_becomes_the_file_that_would_have_been_saved(workers: WorkerPools, tmp_path: Path, name: str) -> None:
     workers(2).run(_saved_twice, name, tmp_path)
-    monkeypatch.setattr(chunks, "PIECE", 500)  # some rows of a tensor
     export_checkpoint(tmp_path / "folder", tmp_path / "out.ckpt", format="file", optimizer_states=True)
     with zipfile.ZipFile(tmp_path / "out.ckpt") as file:
         assert file.testzip() is None

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +26,7 @@ from lightning_3d import ConfigError
 from lightning_3d.checkpoint import trainer_io, write_folder
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.file_or_folder import is_too_large
-from lightning_3d.checkpoint.whole_folder import read_folder
+from lightning_3d.checkpoint.source import read_folder
 from lightning_3d.errors import CheckpointError
 from lightning_3d.memory.rank_memory import GIB
 from tests.models import TinyMLP, features, training_loader
@@ -36,7 +35,6 @@ from tests.workers import WorkerPools
 
 LAYOUTS = [Layout(dp=2, zero=3, save_distributed_checkpoint=True), Layout(pp=2)]
 IN_BACKGROUND = Layout(dp=2, save_distributed_checkpoint=True, checkpoint={"async_save": True})
-SKIPPING = replace(IN_BACKGROUND, checkpoint={"async_save": True, "while_saving": "skip"})
 NUM_STEPS = 4
 WIDTH = 160  # some 100 kB of weights
 FULL_AT = 60_000  # bytes
@@ -153,45 +151,6 @@ def test_training_goes_on(workers: WorkerPools) -> None:
     workers(2).run(_goes_on, IN_BACKGROUND)
 
 
-def _skips(layout: Layout, save_top_k: int) -> list[str]:
-    held = _Held()
-    with held.holding(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _fit(layout, _LetGo(held, 3), _every_step(save_top_k=save_top_k))
-    told = [str(each.message) for each in caught if "is not saved" in str(each.message)]
-    if dist.get_rank() == 0:
-        assert len(told) >= 1
-        assert "checkpoint.while_saving is 'skip'" in told[0]
-    assert not [name for name in _names() if damage(Path("saved", name))]
-    return _names()
-
-
-def test_saves_are_skipped_and_remove_nothing(workers: WorkerPools) -> None:
-    first, second = workers(2).run(_skips, SKIPPING, -1)
-    assert first == second
-    steps = [int(name.split("=")[1].split(".")[0].split("-")[0]) for name in first]
-    assert 1 in steps
-    assert 2 not in steps
-    assert [len(names) for names in workers(2).run(_skips, SKIPPING, 1)] == [1, 1]
-
-
-def _last_while_skipping(layout: Layout, **settings: Any) -> None:
-    with patch.object(trainer_io, "write_folder", _Slow()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        callback = _every_step(save_top_k=-1)
-        _fit(layout, callback, **settings)
-    dist.barrier()
-    assert Path(callback.best_model_path).name.startswith(f"step={NUM_STEPS}")
-    assert Path(callback.best_model_path).name in _names()
-    assert damage(Path(callback.best_model_path)) == []
-    assert len(_names()) < NUM_STEPS
-
-
-@pytest.mark.parametrize("settings", [{"max_epochs": 1}, {"max_epochs": -1, "max_steps": NUM_STEPS}], ids=str)
-def test_the_last_is_not_skipped(workers: WorkerPools, settings: dict[str, int]) -> None:
-    workers(2).run(partial(_last_while_skipping, **settings), SKIPPING)
-
-
 class _Raise(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == 2:
@@ -292,26 +251,6 @@ def test_a_full_disk(workers: WorkerPools, layout: Layout, rank: int) -> None:
     assert first == second
     assert f"(rank {rank})" in first
     assert "File too large" in first
-
-
-def _going_on(layout: Layout, rank: int) -> None:
-    for last, kept in ((3, NUM_STEPS), (NUM_STEPS, 1)):  # the last one that could be written
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer = _fit(layout, _FullDisk(rank, 2, last), _every_step(dirpath=f"saved{last}"))
-        assert trainer.global_step == NUM_STEPS
-        (name,) = _names(f"saved{last}")
-        assert name.startswith(f"step={kept}")
-        assert damage(Path(f"saved{last}", name)) == []
-        told = [str(each.message) for each in caught if "Training goes on without this checkpoint" in str(each.message)]
-        assert len(told) == (last - 1 if dist.get_rank() == 0 else 0)
-
-
-@pytest.mark.usefixtures("fresh_ranks")
-@pytest.mark.parametrize(("layout", "rank"), FULL[1:])
-def test_training_goes_on_without_a_checkpoint(workers: WorkerPools, layout: Layout, rank: int) -> None:
-    settings = {**layout.checkpoint, "on_save_failure": "warn"}
-    workers(2).run(_going_on, replace(layout, checkpoint=settings), rank)
 
 
 # ------------------------------------------------------------------------------------------- other file systems

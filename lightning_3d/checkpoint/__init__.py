@@ -12,19 +12,19 @@ from lightning_3d.checkpoint.export import export_checkpoint
 from lightning_3d.checkpoint.file import full_model_state, load_full, read_full, whole_optimizer_state, write_full
 from lightning_3d.checkpoint.folder import folder_content, is_sharded_checkpoint, load_sharded, read_sharded
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, saved_optimizers
-from lightning_3d.checkpoint.own_state import grouped_optimizer_state, model_state, optimizer_state
-from lightning_3d.checkpoint.whole_folder import read_folder
+from lightning_3d.checkpoint.own_state import model_shares, model_state, optimizer_state
+from lightning_3d.checkpoint.source import read_folder
 from lightning_3d.checkpoint.writing import write_folder
 
 __all__ = [
     "export_checkpoint",
     "folder_content",
     "full_model_state",
-    "grouped_optimizer_state",
     "is_sharded_checkpoint",
     "load_full",
     "load_optimizers",
     "load_sharded",
+    "model_shares",
     "model_state",
     "optimizer_state",
     "read_folder",

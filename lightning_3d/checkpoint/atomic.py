@@ -1,19 +1,16 @@
-"""A checkpoint, folder or file, exists entirely or not at all: it is written aside, and takes its place by one rename.
+"""A checkpoint, folder or file, exists entirely or not at all: it is written aside, and takes its place by renames.
 
-    .last.ckpt.saving/    being written, on the same file system; then synced
-    last.ckpt/            the one before, until both change places
-    .last.ckpt.saving/    the one before, until it is removed
+    .last.ckpt.saving/              being written, on the same file system; then synced, and renamed to last.ckpt
+    last.before-replacement.ckpt/   a folder that was there, for that moment
+    .last.ckpt.saving/              it again, until it is removed
 
 What a killed save leaves aside is found by nobody who looks for checkpoints, and removed by the next save to that path.
-Names change places by ``renameat2(..., RENAME_EXCHANGE)`` of Linux. Where the system or its file system (NFS) has none,
-a folder before moves away first, to ``last.before-replacement.ckpt``. If the process is killed in between,
-``completed`` finds it there, and so does Lightning for ``ckpt_path="last"`` and ``"hpc"``.
+If the process is killed between the renames, ``completed`` finds the folder before, and so does Lightning for
+``ckpt_path="last"`` and ``"hpc"``. A file takes the place of a file or link in one rename.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import os
 import shutil
@@ -22,8 +19,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _LONGEST = 200  # bytes of a name, to which others are added; systems take 255
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
@@ -99,7 +94,7 @@ def publish(path: Path, is_own: Callable[[Path], bool]) -> None:
     _sync_below(staged)
     if not _is_folder(path) and (not _is_folder(staged) or not os.path.lexists(path)):
         staged.replace(path)
-    elif not _exchanged(staged, path):
+    else:
         path.rename(_before(path))
         staged.rename(path)
         _before(path).rename(staged)
@@ -128,18 +123,6 @@ def _shortened(name: str) -> str:
 
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
-
-
-def _exchanged(first: Path, second: Path) -> bool:
-    """Let two names change places; False where the system can't."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
-        return True
-    if (number := ctypes.get_errno()) in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 def _remove(path: Path, *, keep_in: Path | None = None, is_own: Callable[[Path], bool] = lambda file: True) -> None:

@@ -1,27 +1,32 @@
-"""The part of a full tensor that a rank holds, as one box: an offset and a size per dim.
+"""Boxes: the places in a full tensor, in its original order, of what one rank holds of it.
 
-Files hold boxes. FSDP2 over tensor parallel shards a dim twice, the inner axis first, which DTensor writes as
-(`_StridedShard(d, split_factor=tp)`, `Shard(d)`); each rank's part of that is still one box. A `_StridedShard` that
-counts anything else (the parts of a fused qkv weight) leaves a rank with several pieces, of which
-torch.distributed.checkpoint would record the first offset only and write wrong data. Such axes are replicated here
-before they meet a file.
+Whatever shards a tensor (FSDP, tensor parallel, both, in even or uneven sizes, fused weights in parts, see
+[Note: parts]), a rank holds some ranges along each dim, and so some boxes. `boxes` is the one place that says which;
+files hold boxes, and reading, writing and gathering go by them.
 
-    full tensor, 8 rows         tp 0: dp 0 | dp 1    tp 1: dp 0 | dp 1        _StridedShard(0, 2), Shard(0)
-                                0  1  |  2  3          4  5  |  6  7
+    8 rows, tp 2, then dp 2 (fully_shard over tensor parallel)
+    _StridedShard(0, split_factor=2), Shard(0)      tp 0: dp 0 | dp 1    tp 1: dp 0 | dp 1
+                                                    0  1  |  2  3        4  5  |  6  7
+
+    6 rows as the parts q and k of 4 and 2, tp 2
+    Shard(0)                                        tp 0: q0 q1 k0       tp 1: q2 q3 k1
+                                                    0  1   4             2  3   5         two boxes each
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_3d.errors import CheckpointError
-from lightning_3d.torch_internals.dtensor import StridedShard, local_shape_and_offset, placed
+from lightning_3d.tensor.placement import Parts
+from lightning_3d.torch_internals.dtensor import StridedShard, part_of, placed
 from lightning_3d.zero.shard import RankShard, Shards
 
 
@@ -38,68 +43,81 @@ class TensorInfo:
         return TensorInfo(shape=tuple(value.shape), dtype=value.dtype) if isinstance(value, Tensor) else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A piece of a rank's local tensor."""
+
+    full: tuple[slice, ...]
+    """Its place in the full tensor, by dim."""
+
+    local: tuple[slice, ...]
+    """Its place in the local tensor."""
+
+    @property
+    def offsets(self) -> torch.Size:
+        """Where it begins in the full tensor."""
+        return torch.Size([along.start for along in self.full])
+
+    @property
+    def sizes(self) -> torch.Size:
+        """Its shape."""
+        return torch.Size([along.stop - along.start for along in self.full])
+
+
+def boxes(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+    parts: Parts | None = None,
+) -> list[Box]:
+    """The boxes that a rank holds of a tensor, in the order of its local tensor; none where others hold all of it.
+
+    Args:
+        shape: The shape of the full tensor.
+        mesh_shape: Sizes of the axes of its mesh.
+        coordinate: Index of the rank on each axis.
+        placements: How each axis shards it.
+        parts: The parts of a tensor in grouped order; boxes are of its original one.
+    """
+    by_dim: list[list[tuple[slice, slice]]] = []
+    for dim, size in enumerate(shape):
+        runs = [range(size)] if parts is None or parts.dim != dim else _grouped(parts)
+        for axis, num_pieces in _axes_of(dim, mesh_shape, placements) if size else ():
+            pieces = [_chunk(runs, num_pieces, number) for number in range(num_pieces)]
+            runs = [run for piece in pieces for run in _chunk(piece, mesh_shape[axis], coordinate[axis])]
+        by_dim.append(_placed_in_a_row(_merged(runs)))
+    return [
+        Box(full=tuple(full for full, _ in box), local=tuple(local for _, local in box)) for box in product(*by_dim)
+    ]
+
+
+def boxes_of(tensor: Tensor, parts: Parts | None = None) -> list[Box]:
+    """The boxes of a tensor that this rank holds, as `boxes`; all of one that is no DTensor."""
+    if not isinstance(tensor, DTensor):
+        return boxes(tensor.shape, (), (), (), parts)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # the mesh is of other ranks
+        return []
+    return boxes(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements, parts)
+
+
 def is_part(tensor: object) -> bool:
     """Whether a rank has a part of a tensor, or nothing of it."""
     return isinstance(tensor, Tensor) and (isinstance(tensor, DTensor) or tensor.is_meta)
 
 
-def check_placements(tensors: Mapping[str, object]) -> None:
-    """Refuse placements whose full value torch itself does not restore.
-
-    Raises:
-        CheckpointError: Names the FQN. It is fully_shard over a dim that tensor parallel sharded in pieces: torch 2.13
-            describes the result as (`_StridedShard`, `_StridedShard`), whose `full_tensor()` has the rows in a wrong
-            order.
-
-    """
-    for fqn, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            continue
-        changed = zip(tensor.placements, _box_placements(tensor), strict=True)
-        in_pieces = {was.dim for was, kept in changed if isinstance(was, StridedShard) and was != kept}
-        for dim in in_pieces:
-            if sum(_shards(placement, dim) for placement in tensor.placements) > 1:
-                raise CheckpointError(
-                    f"{fqn} has placements {tensor.placements} on mesh {tuple(tensor.device_mesh.shape)}: dim {dim} is "
-                    "sharded in pieces and sharded again, which torch does not undo correctly. Shard another dim of it "
-                    "(shard_placement_fn of fully_shard), or shard it without pieces"
-                )
-
-
-def as_box(tensor: Tensor) -> Tensor:
-    """`tensor` with one box per rank: itself where it is so, else redistributed (a collective on its mesh)."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    placements = _box_placements(tensor)
-    if placements == tensor.placements:
-        return tensor
-    return _on_device_of_mesh(tensor).redistribute(placements=placements)
-
-
 @torch.no_grad()
-def take_box(target: Tensor, box: Tensor) -> None:
-    """Copy `box`, made by `as_box(target)` and filled since, back into `target`; without communication."""
-    if box is not target:
-        assert isinstance(target, DTensor)
-        assert isinstance(box, DTensor)
-        target.to_local().copy_(box.redistribute(placements=target.placements).to_local())
-
-
-@torch.no_grad()
-def fill(target: Tensor, full: Tensor) -> None:
+def fill(target: Tensor, full: Tensor, parts: Parts | None = None) -> None:
     """Copy this rank's part of `full`, a plain tensor on any device, into `target`; converts dtype.
 
     Only this part of `full` is read, which matters when it lies in a memory-mapped file.
+
+    Args:
+        parts: The parts of a target in grouped order, where `full` is in its original one.
     """
-    if not isinstance(target, DTensor):
-        target.copy_(full)
-        return
-    box = as_box(target)
-    assert isinstance(box, DTensor)
-    sizes, offsets = local_shape_and_offset(box.shape, box.device_mesh, box.placements)
-    part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    box.to_local().copy_(full[part])
-    take_box(target, box)
+    for box in boxes_of(target, parts):
+        part_of(target)[box.local].copy_(full[box.full])
 
 
 @torch.no_grad()
@@ -150,17 +168,50 @@ def empty_state(parameter: nn.Parameter, info: TensorInfo, shards: Shards) -> Te
     return torch.empty(info.shape, dtype=info.dtype, device=parameter.device)
 
 
-def _box_placements(tensor: DTensor) -> tuple[Placement, ...]:
-    kept = list(tensor.placements)
-    for axis in reversed(range(len(kept))):
-        placement = kept[axis]
-        if isinstance(placement, StridedShard):
-            inner = range(axis + 1, len(kept))
-            shards = math.prod(tensor.device_mesh.size(i) for i in inner if _shards(kept[i], placement.dim))
-            if placement.split_factor != shards:
-                kept[axis] = Replicate()
-    return tuple(kept)
+def _grouped(parts: Parts) -> list[range]:
+    """Indices of the original order along a dim, in the grouped one."""
+    ends = accumulate(parts.sizes)
+    of_parts = [range(end - size, end) for end, size in zip(ends, parts.sizes, strict=True)]
+    return [
+        run for rank in range(parts.num_ranks) for part in of_parts for run in _chunk([part], parts.num_ranks, rank)
+    ]
 
 
-def _shards(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, Shard | StridedShard) and placement.dim == dim
+def _axes_of(dim: int, mesh_shape: Sequence[int], placements: Sequence[Placement]) -> list[tuple[int, int]]:
+    """The axes that shard a dim, in the order in which they did, each with the number of pieces that it sharded."""
+    axes: list[tuple[int, int]] = []
+    for axis, placement in reversed(list(enumerate(placements))):
+        if isinstance(placement, StridedShard) and placement.dim == dim:
+            if placement.split_factor == math.prod(mesh_shape[inner] for inner, _ in axes):
+                axes.append((axis, 1))  # what the inner axes had left, as fully_shard does
+            else:
+                axes.insert(0, (axis, int(placement.split_factor)))  # a fused weight
+        elif isinstance(placement, Shard) and placement.dim == dim:
+            axes.insert(0, (axis, 1))
+    return axes
+
+
+def _chunk(runs: Sequence[range], num_chunks: int, index: int) -> list[range]:
+    """A part of the indices, as ``torch.chunk`` deals them."""
+    size = -(-sum(map(len, runs)) // num_chunks)
+    found = []
+    begin = 0
+    for run in runs:
+        found.append(run[max(0, index * size - begin) : max(0, (index + 1) * size - begin)])
+        begin += len(run)
+    return [run for run in found if run]
+
+
+def _merged(runs: Sequence[range]) -> list[range]:
+    merged: list[range] = []
+    for run in runs:
+        if merged and merged[-1].stop == run.start:
+            run = range(merged.pop().start, run.stop)
+        merged.append(run)
+    return merged
+
+
+def _placed_in_a_row(runs: Sequence[range]) -> list[tuple[slice, slice]]:
+    """Places in the full and in the local tensor."""
+    ends = accumulate(map(len, runs))
+    return [(slice(run.start, run.stop), slice(end - len(run), end)) for run, end in zip(runs, ends, strict=True)]

@@ -13,17 +13,15 @@ from typing import Any, BinaryIO, cast
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.atomic import replacing
-from lightning_3d.checkpoint.box import TensorInfo, check_placements
+from lightning_3d.checkpoint.box import TensorInfo
 from lightning_3d.checkpoint.damage import check_files
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.feature_order import states_in_grouped_order
 from lightning_3d.checkpoint.folder import check_no_others
 from lightning_3d.checkpoint.gathering import Gather, gather
-from lightning_3d.checkpoint.late import Content
+from lightning_3d.checkpoint.lazy import save_lazily
 from lightning_3d.checkpoint.manifest import checksummed
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
@@ -31,40 +29,34 @@ from lightning_3d.checkpoint.own_state import (
     has_no_parameters,
     held_names,
     like_state,
-    model_state,
+    model_shares,
     parameter_fqns,
     restore_model,
     state_of,
     tied_fqns,
     unwrapped,
 )
+from lightning_3d.checkpoint.share import optimizer_shares, shares
 from lightning_3d.tensor.placement import marked
-from lightning_3d.torch_internals.stored_file import save_from
 
 # ------------------------------------------------------------------------------------------------------------- gather
 
 
-def full_model_state(module: nn.Module, pp: DeviceMesh | None, gathered: Gather = gather) -> dict[str, Any]:
+def full_model_state(module: nn.Module, gathered: Gather = gather) -> dict[str, Any]:
     """The full `module.state_dict()`, of all stages; a collective of all ranks.
 
     Args:
         module: The whole module; blocks of other stages are on the meta device.
-        pp: The pp axis through this rank, whose group rank is the stage; None without pipeline parallel.
         gathered: Brings the values to rank 0.
 
     Returns:
         On global rank 0 CPU tensors by FQN in the order of `state_dict()`; tied FQNs share one tensor. Elsewhere `{}`.
 
-    Raises:
-        CheckpointError: A placement that can't be gathered; on all ranks.
-
     """
     state, first, parts = state_of(module), tied_fqns(module), marked(module)
     held = held_names(state)
     own = {fqn: value for fqn, value in state.items() if fqn in held and first.get(fqn) not in held}
-    with failing_alike("gather the model's state"):
-        check_placements(own)
-    full = gathered(own, pp, grouped={fqn: parts[fqn] for fqn in own if fqn in parts})
+    full = gathered(shares(own, parts))
     sources = {fqn: fqn if fqn in full else first.get(fqn, fqn) for fqn in state}
     return like_state(state, {fqn: full[source] for fqn, source in sources.items() if source in full})
 
@@ -73,36 +65,29 @@ def whole_optimizer_state(
     own: Mapping[str, Any],
     module: nn.Module,
     optimizer: Optimizer | LightningOptimizer,
-    pp: DeviceMesh | None,
-    dp: DeviceMesh | None = None,
     gathered: Gather = gather,
 ) -> dict[str, Any]:
     """The full `optimizer.state_dict()`, of all stages, keyed by torch's indices; a collective of all ranks.
 
     Args:
-        own: This rank's part, from `grouped_optimizer_state`.
+        own: This rank's part, from `optimizer_state`.
         module: The whole module; the same that `optimizer` was made for.
         optimizer: An optimizer whose parameters come in the same order on all ranks.
-        pp: The pp axis through this rank; None without pipeline parallel.
-        dp: The axis of the data-parallel ranks that share the training state, through this rank; None if each has its
-            part of all states.
         gathered: Brings the values to rank 0.
 
     Returns:
         `{"state": {index: {name: CPU tensor}}, "param_groups": [...]}`, without states but on global rank 0.
 
     Raises:
-        CheckpointError: A placement that can't be gathered; on all ranks.
+        CheckpointError: A state that can't be gathered; on all ranks.
 
     """
     if has_no_parameters(optimizer):
         return {**own}
-    flat = {(fqn, name): value for fqn, values in own["state"].items() for name, value in values.items()}
-    grouped = {}
+    held: dict[str, dict[str, Any]] = {}
     with failing_alike("gather the optimizer's state"):
-        grouped = states_in_grouped_order(own["state"], marked(module))
-        check_placements({f"{name} of {fqn}": value for (fqn, name), value in flat.items()})
-    full = gathered(flat, pp, dp, grouped)
+        held = optimizer_shares(own["state"], marked(module))
+    full = gathered({(fqn, name): value for fqn, values in held.items() for name, value in values.items()})
     index = {fqn: i for i, fqn in enumerate(parameter_fqns(module, optimizer))}
     state: dict[int, dict[str, Any]] = {}
     for (fqn, name), value in sorted(full.items(), key=lambda item: index[item[0][0]]):
@@ -110,13 +95,12 @@ def whole_optimizer_state(
     return {"state": state, "param_groups": unwrapped(optimizer).state_dict()["param_groups"]}
 
 
-def write_full(checkpoint: Mapping[str, Any], path: Path, content: Content = lambda storage: storage) -> None:
+def write_full(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Write a `.ckpt` file, in place of a file or checkpoint folder there; on one rank.
 
     Args:
-        checkpoint: What is written.
+        checkpoint: What is written, where tensors may be lazy.
         path: The path of the file.
-        content: Called for each storage when the file comes to it.
 
     Raises:
         CheckpointError: There is a folder with files of others; nothing is changed.
@@ -125,7 +109,7 @@ def write_full(checkpoint: Mapping[str, Any], path: Path, content: Content = lam
     """
     check_no_others(path)
     with replacing(path, lambda file: True) as staged, staged.open("wb") as file, checksummed(file) as written:
-        save_from(dict(checkpoint), cast(BinaryIO, written), content)
+        save_lazily(checkpoint, cast(BinaryIO, written))
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -161,12 +145,11 @@ def load_full(saved: Mapping[str, Any], module: nn.Module, *, strict: bool) -> N
         CheckpointError: The checkpoint does not fit; on all ranks, before anything is changed.
 
     """
-    own = model_state(module)
+    own = model_shares(module)
     with failing_alike("load the checkpoint"):
-        check_placements(own)
         check_model(
             {fqn: TensorInfo.of(value) for fqn, value in saved.items()},
             {fqn: TensorInfo.of(value) for fqn, value in state_of(module).items()},
             strict=strict,
         )
-    restore_model(module, filled_from(saved, own, module))
+    restore_model(module, filled_from(saved, own))

@@ -25,28 +25,27 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.checkpoint.box import TensorInfo, as_box, check_placements, take_box
+from lightning_3d.checkpoint.box import TensorInfo
 from lightning_3d.checkpoint.damage import REPAIR, check_files
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.manifest import MANIFEST, META, is_own
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.own_state import (
-    exchange,
     filled_from,
-    model_state,
-    owners,
-    rank_on,
+    model_shares,
     restore_model,
     state_of,
 )
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader
+from lightning_3d.checkpoint.share import Share, optimizer_shares, tensor_of
 from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent
 from lightning_3d.errors import CheckpointError
+from lightning_3d.tensor.placement import Parts
 
 TreePath = tuple[str | int, ...]
 
@@ -72,47 +71,49 @@ def folder_content(
     checkpoint: Mapping[str, Any],
     pp: DeviceMesh | None,
     further: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    parts: Mapping[str, Parts] = MappingProxyType({}),
 ) -> FolderContent:
     """The part of a checkpoint that this rank writes to a folder; a collective of all ranks.
 
     Args:
-        checkpoint: The Trainer's checkpoint with "state_dict" from `model_state` and "optimizer_states" (if any) from
+        checkpoint: The Trainer's checkpoint with "state_dict" from `model_shares` and "optimizer_states" (if any) from
             `optimizer_state`. The rest is taken from rank 0.
         pp: The pp axis through this rank; None without pipeline parallel.
         further: More sections like that of the model.
+        parts: The parts of parameters in grouped order, by FQN.
 
     Raises:
-        CheckpointError: There are placements or values that can't be saved; on all ranks.
+        CheckpointError: There are values that can't be saved; on all ranks.
 
     """
-    models = {MODEL: checkpoint[MODEL], **further}
-    sections = dict(models)
+    sections = {MODEL: checkpoint[MODEL], **further}
     optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", []))}
-    sections.update({name: state["state"] for name, state in optimizers.items()})
-    catalogs = exchange({(section, fqn): None for section, values in sections.items() for fqn in values}, pp)
-    owner, here = owners(catalogs), rank_on(pp)
-    mine = {
-        section: {fqn: value for fqn, value in values.items() if owner[section, fqn] == here}
+    with failing_alike("gather the checkpoint"):
+        sections.update({name: optimizer_shares(state["state"], parts) for name, state in optimizers.items()})
+    taken = _on_stages_before({(section, fqn) for section, values in sections.items() for fqn in values}, pp)
+    state: dict[str, Any] = {
+        section: {fqn: value for fqn, value in values.items() if (section, fqn) not in taken}
         for section, values in sections.items()
     }
+    for name in optimizers:
+        state[name] = {"state": state[name]}
+        if dist.get_rank() == 0:
+            state[name]["param_groups"] = optimizers[name]["param_groups"]
     rest = io.BytesIO()
-    with failing_alike("gather the checkpoint"):
-        for section in models:
-            check_placements(mine[section])
-        for section in optimizers:
-            check_placements({f"{n} of {fqn}": v for fqn, named in mine[section].items() for n, v in named.items()})
     with failing_alike(f"write {META}, which holds what is no state of the model or an optimizer"):
         if dist.get_rank() == 0:
             others = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
             torch.save({**others, HAS_MANIFEST: True}, rest)
-    state: dict[str, Any] = {
-        section: {fqn: _boxed(value) for fqn, value in mine.pop(section).items()} for section in models
-    }
-    for section, values in mine.items():
-        state[section] = {"state": {fqn: {n: _boxed(v) for n, v in named.items()} for fqn, named in values.items()}}
-        if dist.get_rank() == 0:
-            state[section]["param_groups"] = optimizers[section]["param_groups"]
     return state, rest.getvalue()
+
+
+def _on_stages_before(held: set[tuple[str, str]], pp: DeviceMesh | None) -> set[tuple[str, str]]:
+    """Sections and names of what ranks before this one on the pp axis hold, and write; a collective there."""
+    if pp is None:
+        return set()
+    everyone = [held] * pp.size()
+    dist.all_gather_object(everyone, held, group=pp.get_group())
+    return set().union(*everyone[: pp.get_local_rank()])
 
 
 def check_no_others(path: Path) -> None:
@@ -127,10 +128,6 @@ def check_no_others(path: Path) -> None:
             f"{path} is a checkpoint folder, and a file is to take its place, but it holds {len(others)} files that are"
             f" no part of the checkpoint ({', '.join(others[:3])}). Move them away, or write to another path"
         )
-
-
-def _boxed(value: object) -> object:
-    return as_box(value.detach()) if isinstance(value, Tensor) else value
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -197,16 +194,15 @@ def load_sharded(
         CheckpointError: The folder can't be read or does not fit; on all ranks. If it does not fit, nothing is changed.
 
     """
-    own = model_state(module)
+    own = model_shares(module)
     room: dict[TreePath, Any] = {}
     with failing_alike(f"load the checkpoint {folder.location}"):
-        check_placements(own)
         wanted = {fqn: TensorInfo.of(value) for fqn, value in state_of(module).items()}
         found = {fqn: info for fqn, info in folder.model_tensors().items() if unread is None or fqn in unread}
         check_model(found | {fqn: TensorInfo.of(value) for fqn, value in changed.items()}, wanted, strict=strict)
         room.update(folder.room_for_model({fqn: value for fqn, value in own.items() if fqn in found}))
     loaded = folder.read(room)
-    restore_model(module, {**loaded.get(MODEL, {}), **filled_from(changed, own, module)})
+    restore_model(module, {**loaded.get(MODEL, {}), **filled_from(changed, own)})
 
 
 # ---------------------------------------------------------------------------------------------------------------- index
@@ -228,6 +224,7 @@ class Folder:
     """A checkpoint folder and its index."""
 
     location: Path
+    index: Metadata
     entries: Mapping[TreePath, Entry]
     weights_only: bool | None = None
     """As in ``torch.load``, for values that are no tensors."""
@@ -252,7 +249,7 @@ class Folder:
             if isinstance(stored, TensorStorageMetadata):
                 tensor = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
             entries[path] = Entry(key=key, tensor=tensor)
-        return cls(location=location, entries=entries, weights_only=weights_only)
+        return cls(location=location, index=metadata, entries=entries, weights_only=weights_only)
 
     def model_tensors(self) -> dict[str, TensorInfo | None]:
         """Shapes and dtypes of the model's state, by FQN; None for what is not a tensor."""
@@ -275,40 +272,31 @@ class Folder:
         return [read[section]["param_groups"] for section in sections]
 
     def room_for_model(self, own: Mapping[str, Any]) -> dict[TreePath, Any]:
-        """Where to read the model's state to: the tensors of `own` (by FQN) themselves, and room for other values."""
+        """Where to read the model's state to: the shares in `own` (by FQN), and room for other values."""
         room: dict[TreePath, Any] = {}
         for path in self.entries:
             if path[0] == MODEL and path[1] in own:
                 value = own[str(path[1])]
-                room[path] = value if isinstance(value, Tensor) else self._plain_room(path)
+                room[path] = value if isinstance(value, Share) else self._plain_room(path)
         return room
 
     def read(self, room: Mapping[TreePath, Any]) -> dict[str, Any]:
-        """Read into the tensors in `room`, in place, and other values; a collective of all ranks.
+        """Read into the shares in `room`, in place, and other values; a collective of all ranks.
 
         Args:
-            room: A tensor or None by path; paths may differ between ranks.
+            room: A share or None by path; paths may differ between ranks.
 
         Returns:
-            The values, nested as they were saved.
+            The tensors and other values, nested as they were saved.
 
         Raises:
             CheckpointError: The files can't be read; on all ranks.
 
         """
-        boxes = {
-            self.entries[path].key: as_box(target) if isinstance(target, Tensor) else target
-            for path, target in room.items()
-        }
+        found = {self.entries[path].key: share for path, share in room.items()}
         with failing_alike(f"read the checkpoint {self.location}"):
-            load(boxes, storage_reader=FolderReader(self.location), planner=self._planner)
-        leaves: list[tuple[TreePath, Any]] = []
-        for path, target in room.items():
-            value = boxes[self.entries[path].key]
-            if isinstance(target, Tensor):
-                take_box(target, value)
-                value = target
-            leaves.append((path, value))
+            load(found, storage_reader=FolderReader(self.location, self.index), planner=self._planner)
+        leaves = [(path, tensor_of(found[self.entries[path].key])) for path in room]
         return nested(leaves) if leaves else {}
 
     def read_alone(self, paths: Collection[TreePath]) -> list[Any]:
@@ -316,21 +304,22 @@ class Folder:
         values = {self.entries[path].key: self._plain_room(path) for path in paths}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
-            load(values, storage_reader=FolderReader(self.location), planner=self._planner, no_dist=True)
-        return [values[self.entries[path].key] for path in paths]
+            load(values, storage_reader=FolderReader(self.location, self.index), planner=self._planner, no_dist=True)
+        return [tensor_of(values[self.entries[path].key]) for path in paths]
 
     def read_below(self, path: TreePath) -> Any:
         """Everything that was saved under a path, whole and nested as it was, read by this rank alone."""
         paths = [found for found in self.entries if found[: len(path)] == path]
-        return nested([(found[len(path) :], value) for found, value in zip(paths, self.read_alone(paths), strict=True)])
+        leaves = zip([found[len(path) :] for found in paths], self.read_alone(paths), strict=True)
+        return nested([*leaves]) if paths else {}
 
     @property
     def _planner(self) -> FolderPlanner:
         return FolderPlanner(weights_only=self.weights_only)
 
-    def _plain_room(self, path: TreePath) -> Tensor | None:
+    def _plain_room(self, path: TreePath) -> Share | None:
         info = self.entries[path].tensor
-        return None if info is None else torch.empty(info.shape, dtype=info.dtype)
+        return None if info is None else Share(torch.empty(info.shape, dtype=info.dtype))
 
 
 def nested(leaves: Sequence[tuple[TreePath, Any]]) -> Any:

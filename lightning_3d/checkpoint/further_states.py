@@ -12,14 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_3d.checkpoint.box import TensorInfo, check_placements, is_part
+from lightning_3d.checkpoint.box import TensorInfo, is_part
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.feature_order import in_grouped_order, in_original_order
 from lightning_3d.checkpoint.folder import MODEL, Folder
 from lightning_3d.checkpoint.gathering import Gather, gather
 from lightning_3d.checkpoint.own_state import state_of
+from lightning_3d.checkpoint.share import Share, shares
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts, marked
 
@@ -59,7 +58,6 @@ def states_whole(
     checkpoint: Mapping[str, Any],
     module: nn.Module,
     own: Mapping[str, Any],
-    pp: DeviceMesh | None,
     gathered: Gather = gather,
 ) -> dict[str, Any]:
     """A checkpoint for a file: on rank 0 all state dicts in it are whole; a collective of all ranks.
@@ -74,7 +72,7 @@ def states_whole(
     whole = dict(checkpoint)
     for place in _places(checkpoint, own, is_apart=False):
         state = _at(checkpoint, place)
-        full = gathered(_present(state, own, module, place), pp)
+        full = gathered(_present(state, own, module, place))
         whole = _replaced(whole, place, {key: full[key] for key in state if key in full})
     return whole
 
@@ -104,13 +102,14 @@ def states_read(rest: dict[str, Any], folder: Folder, module: nn.Module) -> dict
         for key, info in infos.items():
             like = model.get(names.get(key, key))
             if info is None or not isinstance(like, Tensor):
-                room[section, key] = None if info is None else torch.empty(info.shape, dtype=info.dtype)
+                room[section, key] = None if info is None else Share(torch.empty(info.shape, dtype=info.dtype))
             elif like.is_meta:
                 state[key] = torch.empty(info.shape, dtype=info.dtype, device="meta")
             else:
-                room[section, key] = torch.empty_like(like, dtype=info.dtype, requires_grad=False)
+                fresh = torch.empty_like(like, dtype=info.dtype, requires_grad=False)
+                room[section, key] = Share(fresh, parts.get(names.get(key, key)))
         state |= folder.read(room).get(section, {}) if room else {}
-        rest = _replaced(rest, place, in_grouped_order(state, _by_key(names, parts)))
+        rest = _replaced(rest, place, state)
     return rest
 
 
@@ -139,7 +138,7 @@ def _places(checkpoint: Mapping[str, Any], own: Mapping[str, Any], *, is_apart: 
 
 
 def _present(state: Mapping[str, Any], own: Mapping[str, Any], module: nn.Module, place: Place) -> dict[str, Any]:
-    """The part of a state dict that this rank has, fused weights in their original order.
+    """The part of a state dict that this rank has: shares of tensors, and other values.
 
     Args:
         own: Values that are the model's under any name.
@@ -154,10 +153,9 @@ def _present(state: Mapping[str, Any], own: Mapping[str, Any], module: nn.Module
                 f" those of {type(module).__name__} ({', '.join(map(str, strangers[:3]))}), so they can't be put"
                 " together. Save the state_dict of a whole copy of the model"
             )
-        check_placements(state)
     present = {key: value for key, value in state.items() if not (isinstance(value, Tensor) and value.is_meta)}
     parts = {key: of_key for key, of_key in _by_key(names, marked(module)).items() if is_part(state[key])}
-    return in_original_order(present, parts)
+    return shares(present, parts)
 
 
 def _names_in(model: Mapping[str, Any], infos: Mapping[str, TensorInfo | None]) -> dict[str, str]:

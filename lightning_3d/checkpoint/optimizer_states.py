@@ -19,6 +19,8 @@ from lightning_3d.checkpoint.folder import Folder, TreePath
 from lightning_3d.checkpoint.match import by_fqn, check_groups, check_num_optimizers
 from lightning_3d.checkpoint.own_state import has_no_parameters, optimizer_state, restore_optimizer, stepped_parameters
 from lightning_3d.checkpoint.saved_state import SavedState
+from lightning_3d.checkpoint.share import state_share
+from lightning_3d.tensor.placement import Parts, marked
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.zero.shard import NO_SHARDS, Shards
 
@@ -58,6 +60,7 @@ def load_optimizers(
     given: list[dict[str, dict[str, Any]]] = []
     saved: list[dict[str, Any]] = []
     folder: Folder | None = None
+    parts = marked(module)
     with failing_alike("load the states of optimizers"):
         check_num_optimizers(len(states), len(optimizers))
         for i, optimizer in enumerate(optimizers):
@@ -73,10 +76,13 @@ def load_optimizers(
             if isinstance(state, SavedState):
                 folder = state.folder
                 unread, state = state.split()
-                room.update(_room(saved[i]["state"], {fqn: stepped[fqn] for fqn in stepped if fqn in unread}, shards))
+                wanted = {fqn: stepped[fqn] for fqn in stepped if fqn in unread}
+                room.update(_room(saved[i]["state"], wanted, shards, parts))
             given.append(
                 {
-                    fqn: {name: _part_of(value, parameter, shards) for name, value in state[fqn].items()}
+                    fqn: {
+                        name: _part_of(value, parameter, shards, parts.get(fqn)) for name, value in state[fqn].items()
+                    }
                     for fqn, parameter in stepped.items()
                     if fqn in state
                 }
@@ -91,18 +97,22 @@ def load_optimizers(
         restore_optimizer(module, optimizer, own, shards)
 
 
-def _room(state: SavedState, parameters: Mapping[str, nn.Parameter], shards: Shards) -> dict[TreePath, Any]:
+def _room(
+    state: SavedState, parameters: Mapping[str, nn.Parameter], shards: Shards, parts: Mapping[str, Parts]
+) -> dict[TreePath, Any]:
     """Fresh tensors to read states to, placed as these parameters."""
-    return {
-        path: None if entry.tensor is None else empty_state(parameters[str(path[2])], entry.tensor, shards)
-        for path, entry in state.folder.entries.items()
-        if path[:2] == state.path and path[2] in parameters
-    }
+    room: dict[TreePath, Any] = {}
+    for path, entry in state.folder.entries.items():
+        if path[:2] == state.path and (fqn := str(path[2])) in parameters:
+            info = entry.tensor
+            fresh = None if info is None else empty_state(parameters[fqn], info, shards)
+            room[path] = None if fresh is None else state_share(fresh, parts.get(fqn))
+    return room
 
 
-def _part_of(value: object, parameter: nn.Parameter, shards: Shards) -> object:
+def _part_of(value: object, parameter: nn.Parameter, shards: Shards, parts: Parts | None) -> object:
     if not isinstance(value, Tensor):
         return tree_map_only(Tensor, Tensor.clone, value)  # of parameters that this rank steps whole
     part = empty_state(parameter, TensorInfo(shape=tuple(value.shape), dtype=value.dtype), shards)
-    fill(part, value)
+    fill(part, value, state_share(part, parts).parts)
     return part

@@ -11,27 +11,20 @@ parameter that one data-parallel rank owns is there alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextvars import ContextVar
 from copy import copy
 from itertools import chain
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_3d.checkpoint.box import fill, full_value, is_part
-from lightning_3d.checkpoint.feature_order import (
-    in_grouped_order,
-    in_original_order,
-    state_in_grouped_order,
-    state_in_original_order,
-)
+from lightning_3d.checkpoint.share import Share, shares, tensor_of
 from lightning_3d.errors import CheckpointError, StepError
 from lightning_3d.tensor.placement import marked
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -102,14 +95,15 @@ class _PartsWarning:
 
 
 def model_state(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` without what is absent; tensors are aliases of the parameters, DTensors stay DTensors.
-
-    Only of weights that tensor parallel keeps in grouped order these are copies, in their original order; a collective
-    of the ranks that hold them.
-    """
+    """`module.state_dict()` without what is absent; tensors are aliases of the parameters, DTensors stay DTensors."""
     state = state_of(module)
     held = held_names(state)
-    return in_original_order({fqn: value for fqn, value in state.items() if fqn in held}, marked(module))
+    return {fqn: value for fqn, value in state.items() if fqn in held}
+
+
+def model_shares(module: nn.Module) -> dict[str, Any]:
+    """The same, with the shares of tensors in place of these."""
+    return shares(model_state(module), marked(module))
 
 
 def held_names(state: Mapping[str, Any]) -> set[str]:
@@ -131,7 +125,7 @@ def has_no_parameters(optimizer: Optimizer | LightningOptimizer) -> bool:
 def optimizer_state(
     module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards = NO_SHARDS
 ) -> dict[str, Any]:
-    """The optimizer's state of the parameters that this rank holds; as `model_state`, it has copies of some tensors.
+    """The optimizer's state of the parameters that this rank holds, without copies.
 
     Args:
         shards: Parameter -> the plain part of it that the optimizer's state is of, where it is not of the parameter.
@@ -144,14 +138,6 @@ def optimizer_state(
         CheckpointError: A parameter of the optimizer is not in `module`, or a state can't be saved.
 
     """
-    own = grouped_optimizer_state(module, optimizer, shards)
-    return {**own, "state": state_in_original_order(own["state"], marked(module))}
-
-
-def grouped_optimizer_state(
-    module: nn.Module, optimizer: Optimizer | LightningOptimizer, shards: Shards = NO_SHARDS
-) -> dict[str, Any]:
-    """The same as `optimizer_state`, without copies, so that states of fused weights are in the order of those."""
     if has_no_parameters(optimizer):
         return {"state": {}, "param_groups": []}
     fqns = parameter_fqns(module, optimizer)
@@ -205,29 +191,27 @@ def _placed(values: Mapping[str, Any], shard: RankShard, apart: Collection[str])
     }
 
 
-def filled_from(given: Mapping[str, Any], own: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """The tensors of `own`, made by `model_state`, filled from others of the same names; and other values.
+def filled_from(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The shares in `own`, made by `model_shares`, filled from tensors of the same names; and other values.
 
     Args:
         given: Whole tensors, or shards as the module itself has them, of which the ranks that hold them have theirs.
     """
     matching = {fqn: value for fqn, value in own.items() if fqn in given}
-    parts = marked(module)
     for fqn, value in matching.items():
-        if not isinstance(value, Tensor):
+        if isinstance(value, Share):
+            fill(value.tensor, full_value(given[fqn]), None if is_part(given[fqn]) else value.parts)
+        else:
             matching[fqn] = given[fqn]
-            continue
-        whole = full_value(given[fqn])
-        fill(value, parts[fqn].ungrouped(whole) if fqn in parts and is_part(given[fqn]) else whole)
     return matching
 
 
 def restore_model(module: nn.Module, state: dict[str, Any]) -> None:
-    """Give `module` the values in `state`, made by `model_state` and filled since; absent FQNs stay as they are.
+    """Give `module` the values in `state`, made by `model_shares` and filled since; absent FQNs stay as they are.
 
-    Most tensors alias the parameters, so this moves no other data; it runs the module's hooks and sets extra state.
+    Tensors alias the parameters, so this moves no other data; it runs the module's hooks and sets extra state.
     """
-    module.load_state_dict(in_grouped_order(state, marked(module)), strict=False)
+    module.load_state_dict({fqn: tensor_of(value) for fqn, value in state.items()}, strict=False)
 
 
 def restore_optimizer(
@@ -245,7 +229,7 @@ def restore_optimizer(
     current = unwrapped(optimizer).state_dict()["param_groups"]
     saved = state["param_groups"]
     own: dict[int, Mapping[str, Any]] = {}
-    for fqn, values in state_in_grouped_order(state["state"], marked(module)).items():
+    for fqn, values in state["state"].items():
         is_of_shard = parameters[index[fqn]] in shards
         own[index[fqn]] = {name: plain(v) if is_of_shard and isinstance(v, Tensor) else v for name, v in values.items()}
     unwrapped(optimizer).load_state_dict(
@@ -307,27 +291,3 @@ def tied_fqns(module: nn.Module) -> dict[str, str]:
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The user's optimizer inside Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def exchange(catalog: Mapping[Key, Any], axis: DeviceMesh | None) -> list[dict[Key, Any]]:
-    """Every rank's catalog (what it holds, by key), in the order of ranks; a collective on the axis, pp or dp."""
-    mine = dict(catalog)
-    if axis is None:
-        return [mine]
-    catalogs: list[dict[Key, Any]] = [{}] * axis.size()
-    dist.all_gather_object(catalogs, mine, group=axis.get_group())
-    return catalogs
-
-
-def owners(catalogs: Sequence[Mapping[Key, Any]]) -> dict[Key, int]:
-    """The lowest rank that holds each key, ordered by rank; the same on all ranks."""
-    holders: dict[Key, int] = {}
-    for rank, catalog in enumerate(catalogs):
-        for key in catalog:
-            holders.setdefault(key, rank)
-    return holders
-
-
-def rank_on(axis: DeviceMesh | None) -> int:
-    """The index of this rank on an axis; 0 without one."""
-    return 0 if axis is None else axis.get_local_rank()

@@ -11,12 +11,12 @@ Plain Trainers leave it alone and older checkpoints do not have it:
 
 from __future__ import annotations
 
-import hashlib
+import io
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_3d.distributed.mesh import Mesh, MeshShape
 
@@ -28,22 +28,14 @@ def gather_ranks(own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Gather on rank 0 a list by rank, which is empty on others; every rank calls it.
 
     Args:
-        own: Its values are sent once where several ranks have the same.
+        own: Its values; where ranks have the same, the list has one object.
     """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    digests: list[dict[str, str]] = [{}] * world_size
-    dist.all_gather_object(digests, {name: _digest(value) for name, value in own.items()})
-    owner: dict[str, int] = {}
-    for index, of_rank in enumerate(digests):
-        for digest in of_rank.values():
-            owner.setdefault(digest, index)
-    mine = {digest: own[name] for name, digest in digests[rank].items() if owner[digest] == rank}
-    everyone: list[dict[str, Any]] | None = [{}] * world_size if rank == 0 else None
-    dist.gather_object(mine, everyone, dst=0)
-    if everyone is None:
-        return []
-    values = {digest: value for of_rank in everyone for digest, value in of_rank.items()}
-    return [{name: values[digest] for name, digest in of_rank.items()} for of_rank in digests]
+    everyone: list[dict[str, bytes]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object({name: _saved(value) for name, value in own.items()}, everyone, dst=0)
+    listed = everyone or []
+    distinct = {content for of_rank in listed for content in of_rank.values()}
+    values = {content: torch.load(io.BytesIO(content), weights_only=False) for content in distinct}
+    return [{name: values[content] for name, content in of_rank.items()} for of_rank in listed]
 
 
 def of_this_rank(run: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -60,19 +52,7 @@ def of_this_rank(run: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     return state
 
 
-def _digest(value: Any) -> str:
-    sums = hashlib.blake2b(digest_size=16)
-    _update(sums, value)
-    return sums.hexdigest()
-
-
-def _update(sums: Any, value: Any) -> None:
-    if isinstance(value, Tensor):
-        sums.update(f"{value.dtype}{tuple(value.shape)}".encode() + value.cpu().contiguous().numpy().tobytes())
-    elif isinstance(value, Mapping | list | tuple):
-        sums.update(f"{type(value).__name__}{len(value)}".encode())
-        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
-            sums.update(repr(key).encode())
-            _update(sums, entry)
-    else:
-        sums.update(repr(value).encode())
+def _saved(value: Any) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()

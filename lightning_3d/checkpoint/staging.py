@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_3d.checkpoint.share import Share
 from lightning_3d.torch_internals.dtensor import placed
 from lightning_3d.torch_internals.pytree import tree_map
 
@@ -34,7 +36,9 @@ class Staging:
         self._used = []
         copies: dict[int, Tensor] = {}
 
-        def copied(leaf: object) -> object:
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Share):
+                return replace(leaf, tensor=copied(leaf.tensor))
             if not isinstance(leaf, Tensor):
                 return deepcopy(leaf)
             if id(leaf) not in copies:

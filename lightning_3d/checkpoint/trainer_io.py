@@ -42,10 +42,10 @@ from lightning_3d.checkpoint.further_states import (
 )
 from lightning_3d.checkpoint.gathering import Gather, gather
 from lightning_3d.checkpoint.last_link import link, link_before_removal
-from lightning_3d.checkpoint.late import LateValues
+from lightning_3d.checkpoint.lazy import LateValues
 from lightning_3d.checkpoint.match import check_is_lightning
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, saved_optimizers
-from lightning_3d.checkpoint.own_state import grouped_optimizer_state, optimizer_state, state_of, tied_fqns, unwrapped
+from lightning_3d.checkpoint.own_state import optimizer_state, state_of, tied_fqns, unwrapped
 from lightning_3d.checkpoint.run_state import RUN
 from lightning_3d.checkpoint.saved_state import SavedState
 from lightning_3d.checkpoint.saves import Saves
@@ -55,6 +55,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.tensor.placement import marked
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.shard import NO_SHARDS, Shards
@@ -83,7 +84,6 @@ class ThreeDCheckpointIO(CheckpointIO):
         self.is_training = False
         """Whether training goes on after a save, which may then be in the background."""
         self._pp: DeviceMesh | None = None
-        self._dp: DeviceMesh | None = None
         self._zero: Zero | None = None
         self._writes_folders = config.save_distributed_checkpoint is True
         self._is_late = False  # the checkpoint has got parts, which become whole while a file is written
@@ -96,7 +96,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         Raises:
             ConfigError: a callback would save where they can't be.
         """
-        self._pp, self._dp, self._zero = mesh.axis("pp"), mesh.sliced("dp_shard"), zero
+        self._pp, self._zero = mesh.axis("pp"), zero
         if self._config.save_distributed_checkpoint == "auto" and not self._is_users:
             device = self._strategy.root_device
             num_bytes = on_rank_zero(lambda: file_bytes(self._module, self._strategy.optimizers), device)
@@ -147,7 +147,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         if self._writes_folders or self._is_late:
             self._shown = shown_parts(self._module)
             return self._shown
-        whole = full_model_state(self._module, self._pp)
+        whole = full_model_state(self._module)
         if are_seen:
             broadcast = self._strategy.broadcast
             whole = {fqn: broadcast(whole.get(fqn)) for fqn in broadcast(list(whole))}
@@ -156,12 +156,11 @@ class ThreeDCheckpointIO(CheckpointIO):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer for a checkpoint, in parts or whole as the model's."""
-        if self._writes_folders:
-            return optimizer_state(self._module, optimizer, self._shards)
         own: dict[str, Any] = {}
         with failing_alike("gather the optimizer's state"):
-            own = grouped_optimizer_state(self._module, optimizer, self._shards)
-        return own if self._is_late else whole_optimizer_state(own, self._module, optimizer, self._pp, self._dp)
+            own = optimizer_state(self._module, optimizer, self._shards)
+        is_left = self._writes_folders or self._is_late
+        return own if is_left else whole_optimizer_state(own, self._module, optimizer)
 
     @override
     def save_checkpoint(
@@ -176,8 +175,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         own, self._shown = self._shown, {}
         is_late, self._is_late = self._is_late, False
         goes_on = self.is_training and trainer.state.status == TrainerStatus.RUNNING
-        if not self.saves.begins(path, may_skip=goes_on and not _is_last_step(trainer)):
-            return
+        self.saves.wait()
         if self._writes_folders:
             if (folder := local_path(path)) is None:
                 raise CheckpointError(f"{path} {_NO_FOLDERS}.")
@@ -188,13 +186,14 @@ class ThreeDCheckpointIO(CheckpointIO):
                 )
             left, further = states_apart(checkpoint, self._module, own)
             further[TIED] = tied_fqns(self._module)
-            self.saves.save(path, folder_content(left, self._pp, further), partial(write_folder, folder), goes_on)
+            content = folder_content(left, self._pp, further, marked(self._module))
+            self.saves.save(content, partial(write_folder, folder), goes_on)
             return
         file = self._own_path(path) if storage_options is None else None
         late = LateValues() if is_late and file is not None else None
         gathered = gather if late is None else late.gathered
         checkpoint = self._made_whole(checkpoint, own, gathered) if is_late else checkpoint
-        checkpoint = states_whole(checkpoint, self._module, own, self._pp, gathered)
+        checkpoint = states_whole(checkpoint, self._module, own, gathered)
 
         def write(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
             with failing_alike(f"write the checkpoint {path}", group):
@@ -205,14 +204,14 @@ class ThreeDCheckpointIO(CheckpointIO):
                 elif self._strategy.is_global_zero:
                     self._strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
 
-        self.saves.save(path, checkpoint, write, goes_on)
+        self.saves.save(checkpoint, write, goes_on)
 
     def _made_whole(self, checkpoint: dict[str, Any], own: dict[str, Any], gathered: Gather) -> dict[str, Any]:
         """A checkpoint with the whole states of the model and the optimizers in place of this rank's parts."""
-        checkpoint = replaced_state(checkpoint, own, full_model_state(self._module, self._pp, gathered))
+        checkpoint = replaced_state(checkpoint, own, full_model_state(self._module, gathered))
         if (states := checkpoint.get("optimizer_states")) is not None:
             checkpoint["optimizer_states"] = [
-                whole_optimizer_state(state, self._module, optimizer, self._pp, self._dp, gathered)
+                whole_optimizer_state(state, self._module, optimizer, gathered)
                 for state, optimizer in zip(states, self._strategy.optimizers, strict=True)
             ]
         return checkpoint
@@ -337,10 +336,3 @@ class ThreeDCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         self.is_training = False
         self.saves.close()
-
-
-def _is_last_step(trainer: Trainer) -> bool:
-    """Whether no step of training comes after this one, as far as the settings and callbacks of the Trainer say."""
-    is_last_epoch = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
-    num_steps = trainer.max_steps
-    return trainer.should_stop or 0 <= num_steps <= trainer.global_step or (is_last_epoch and trainer.is_last_batch)

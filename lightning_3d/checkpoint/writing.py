@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.serialization import config
 from typing_extensions import override
@@ -25,6 +27,7 @@ from lightning_3d.checkpoint.manifest import (
     is_own,
     manifest_of,
 )
+from lightning_3d.checkpoint.share import Share
 from lightning_3d.errors import CheckpointError
 
 HAS_MANIFEST = "lightning_3d_manifest"
@@ -54,7 +57,7 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
                 make_room(path, is_own)
         writer = FolderWriter(aside(path))
         with failing_alike(action, group):
-            save(state, storage_writer=writer, process_group=group)
+            save(state, storage_writer=writer, planner=_Planner(), process_group=group)
         with failing_alike(action, group):
             every: list[dict[str, Checksum]] | None = [{}] * dist.get_world_size() if is_first else None
             dist.gather_object(writer.checksums, every, group=group)
@@ -65,6 +68,14 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
         if is_first:
             give_up(path)
         raise
+
+
+class _Planner(DefaultSavePlanner):
+    @override
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The value that is written; torch's own looks for a box in nothing but tensors."""
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, Share) else value
 
 
 class FolderWriter(FileSystemWriter):

@@ -8,9 +8,13 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
 
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
+
+file_part = cast(Callable[[BinaryIO, int, int], BinaryIO], _create_file_view)
+"""File, first byte, number of bytes -> these bytes as a file, which is read alone: the file's position changes."""
 
 
 def read_header(file: BinaryIO) -> tuple[Tensor, int]:

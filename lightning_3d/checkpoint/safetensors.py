@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_3d.checkpoint.export.stored_tensor import StoredTensor
+from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.errors import CheckpointError
 
 WHOLE = "model.safetensors"
@@ -44,8 +44,8 @@ def is_own(file: Path) -> bool:
     return file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def write_safetensors(weights: Mapping[str, StoredTensor], folder: Path, *, max_shard_size: int) -> None:
-    """Write weights to an empty folder, one piece of a tensor after the other.
+def write_safetensors(weights: Mapping[str, LazyTensor], folder: Path, *, max_shard_size: int) -> None:
+    """Write weights to an empty folder, one tensor after the other.
 
     Args:
         weights: By name; of several names with the same tensor the first is written.
@@ -73,15 +73,15 @@ def write_safetensors(weights: Mapping[str, StoredTensor], folder: Path, *, max_
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _once(weights: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    first: dict[StoredTensor, str] = {}
+def _once(weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    first: dict[LazyTensor, str] = {}
     for name, stored in weights.items():
         first.setdefault(stored, name)
     return {name: stored for stored, name in first.items()}
 
 
-def _shards(weights: Mapping[str, StoredTensor], max_size: int) -> Sequence[dict[str, StoredTensor]]:
-    shards: list[dict[str, StoredTensor]] = [{}]
+def _shards(weights: Mapping[str, LazyTensor], max_size: int) -> Sequence[dict[str, LazyTensor]]:
+    shards: list[dict[str, LazyTensor]] = [{}]
     size = 0
     for name, stored in weights.items():
         if shards[-1] and size + stored.num_bytes > max_size:
@@ -92,7 +92,7 @@ def _shards(weights: Mapping[str, StoredTensor], max_size: int) -> Sequence[dict
     return shards
 
 
-def _write(shard: Mapping[str, StoredTensor], path: Path) -> None:
+def _write(shard: Mapping[str, LazyTensor], path: Path) -> None:
     # Those with large elements first, so that each lies at a multiple of its elements' size.
     ordered = sorted(shard.items(), key=lambda item: -item[1].info.dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -110,5 +110,4 @@ def _write(shard: Mapping[str, StoredTensor], path: Path) -> None:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for _, stored in ordered:
-            for piece in stored.pieces():
-                file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
+            file.write(stored.make().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -11,14 +11,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_3d.checkpoint import safetensors
 from lightning_3d.checkpoint.atomic import completed, local_path, replacing
-from lightning_3d.checkpoint.export import safetensors
-from lightning_3d.checkpoint.export.lightning_file import write_file
-from lightning_3d.checkpoint.export.renamed_folder import write_renamed
-from lightning_3d.checkpoint.export.source import Source, open_source
-from lightning_3d.checkpoint.export.stored_tensor import StoredTensor
 from lightning_3d.checkpoint.folder import check_no_others
+from lightning_3d.checkpoint.lazy import LazyTensor, save_lazily
 from lightning_3d.checkpoint.manifest import is_own as is_own_file
+from lightning_3d.checkpoint.renamed_folder import write_renamed
+from lightning_3d.checkpoint.source import Source, open_source
 from lightning_3d.errors import CheckpointError
 
 Format = Literal["safetensors", "file", "folder", "fsdp"]
@@ -26,19 +25,6 @@ FORMATS: tuple[Format, ...] = get_args(Format)
 
 _OF_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
 """Entries that Lightning leaves out with ``save_weights_only``."""
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
 
 
 def export_checkpoint(
@@ -53,7 +39,7 @@ def export_checkpoint(
     overwrite: bool = False,
     weights_only: bool = True,
 ) -> None:
-    """Convert a checkpoint; memory holds one tensor of it at a time, or a piece of one.
+    """Convert a checkpoint; memory holds one tensor of it at a time.
 
     Args:
         source: A checkpoint folder of this strategy, of Lightning's ModelParallelStrategy or its FSDPStrategy, or a
@@ -91,7 +77,7 @@ def export_checkpoint(
         weights = _named(opened, prefix, leave_out)
         write = partial(safetensors.write_safetensors, weights, max_shard_size=shard_size)
     elif format == "file":
-        write = partial(write_file, _asked(opened, optimizer_states))
+        write = partial(_write_file, _asked(opened, optimizer_states))
     elif opened.path.is_file():
         raise CheckpointError(
             f"{opened.path} is a file, which has no names of optimizers' states for a folder: Lightning's strategies"
@@ -138,13 +124,18 @@ def _asked(source: Source, optimizer_states: bool | None) -> Mapping[str, Any]:
     return {key: value for key, value in checkpoint.items() if key not in left_out}
 
 
-def _named(source: Source, prefix: str, leave_out: Sequence[str]) -> dict[str, StoredTensor]:
+def _write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        save_lazily(checkpoint, file)
+
+
+def _named(source: Source, prefix: str, leave_out: Sequence[str]) -> dict[str, LazyTensor]:
     """The weights under the names that they get."""
     weights = source.weights()
     if unused := [pattern for pattern in leave_out if not any(fnmatchcase(fqn, pattern) for fqn in weights)]:
         raise CheckpointError(f"leave_out has {unused[0]!r}, which no name in {source.path} matches: {_some(weights)}")
     kept = {fqn: value for fqn, value in weights.items() if not any(fnmatchcase(fqn, p) for p in leave_out)}
-    if strangers := [fqn for fqn, value in kept.items() if not isinstance(value, StoredTensor)]:
+    if strangers := [fqn for fqn, value in kept.items() if not isinstance(value, LazyTensor)]:
         raise CheckpointError(f"{_some(strangers)} in {source.path}: no tensor, as safetensors needs it. Leave it out")
     if others := [fqn for fqn in kept if not fqn.startswith(prefix) or fqn == prefix]:
         raise CheckpointError(
@@ -162,7 +153,8 @@ def _some(names: Sequence[str] | Mapping[str, object]) -> str:
 
 
 def _num_bytes(size: int | str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(size).strip())
-    if found is None or found[2].upper() not in _UNITS or not int(found[1]):
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)(I?)B?", str(size).strip().upper())
+    if found is None or not int(found[1]):
         raise CheckpointError(f"max_shard_size {size!r} is no number of bytes: write 5GB, 500MB, 2GiB or 1000000")
-    return int(found[1]) * _UNITS[found[2].upper()]
+    unit: int = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
+    return int(found[1]) * unit

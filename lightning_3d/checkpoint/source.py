@@ -1,10 +1,12 @@
-"""Checkpoints to convert: folders of any layout, and plain files. Their tensors are read when they are asked for."""
+"""Checkpoints as one process reads them: folders of any layout, and plain files, a tensor at a time."""
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -15,19 +17,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import override
 
 from lightning_3d.checkpoint.atomic import completed
+from lightning_3d.checkpoint.box import TensorInfo
 from lightning_3d.checkpoint.damage import damage, has_checksums, raise_of_damage
-from lightning_3d.checkpoint.export.chunks import stored_tensors
-from lightning_3d.checkpoint.export.stored_tensor import StoredTensor, of_tensor
 from lightning_3d.checkpoint.folder import MODEL, TIED, Folder, TreePath, is_sharded_checkpoint, nested, read_rest
 from lightning_3d.checkpoint.further_states import sections_inside
+from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.manifest import META
-from lightning_3d.checkpoint.reading import FolderReader
 from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 from lightning_3d.torch_internals.pytree import tree_map_only
 
 
 class Source(ABC):
-    """A checkpoint. In what it gives, tensors are `StoredTensor`; names that are tied have the same."""
+    """A checkpoint. In what it gives, tensors are `LazyTensor`; names that are tied have the same."""
 
     path: Path
 
@@ -74,7 +75,7 @@ class _File(Source):
             loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         if not isinstance(loaded, dict) or not isinstance(loaded.get(MODEL), Mapping):
             raise CheckpointError(f'{path} is no checkpoint of a Trainer: it has no "{MODEL}"')
-        known: dict[object, StoredTensor] = {}
+        known: dict[object, LazyTensor] = {}
         self._loaded: dict[str, Any] = tree_map_only(Tensor, lambda tensor: known.setdefault(*_stored(tensor)), loaded)
 
     @override
@@ -86,26 +87,47 @@ class _File(Source):
         return self._loaded
 
 
-def _stored(tensor: Tensor) -> tuple[object, StoredTensor]:
+def read_folder(path: object, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
+    """A checkpoint folder as one dictionary, for ``MyModule.load_from_checkpoint``; None where there is none.
+
+    Args:
+        map_location: As in ``torch.load``.
+        weights_only: The same.
+
+    Returns:
+        The contents of a file, but for the states of optimizers.
+    """
+    if not isinstance(path, str | Path) or not is_sharded_checkpoint(Path(path)):
+        return None
+    raise_of_damage(Path(path), damage(Path(path)))
+    folder = Folder.open(Path(path), weights_only=weights_only)
+    rest = read_rest(folder.location, map_location=map_location, weights_only=weights_only)
+    state = io.BytesIO()
+    torch.save(folder.read_below((MODEL,)), state)
+    state.seek(0)
+    return {**rest, MODEL: torch.load(state, map_location=map_location, weights_only=False)}
+
+
+def _stored(tensor: Tensor) -> tuple[object, LazyTensor]:
     """A tensor, and by which it is the same as others that are tied to it."""
     if tensor.layout != torch.strided:
         raise CheckpointError(f"the checkpoint holds a tensor of {tensor.layout}, which can't be exported")
+    info = TensorInfo(shape=tuple(tensor.shape), dtype=tensor.dtype)
     place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()) if tensor.numel() else id(tensor)
-    return place, of_tensor(tensor)
+    return place, LazyTensor(info=info, make=lambda: tensor.detach())
 
 
 class _Folder(Source):
     def __init__(self, path: Path, weights_only: bool) -> None:
         self.path, self._weights_only = path, weights_only
         self._folder = Folder.open(path, weights_only=weights_only)
-        self._tensors = stored_tensors(path, FolderReader(path).read_metadata())
 
     @override
     def weights(self) -> dict[str, Any]:
         state = self._section(MODEL)
         for other, first in self._section(TIED).items():
             there, here = state.get(first), state.get(other)
-            if isinstance(there, StoredTensor) and isinstance(here, StoredTensor) and _same(there, here):
+            if isinstance(there, LazyTensor) and isinstance(here, LazyTensor) and _same(there, here):
                 state[other] = there
         return state
 
@@ -114,7 +136,7 @@ class _Folder(Source):
         with _unpickling(self.path):
             rest = read_rest(self.path, weights_only=self._weights_only)
         rest = sections_inside(rest, self._section)
-        known: dict[object, StoredTensor] = {}
+        known: dict[object, LazyTensor] = {}
         rest = tree_map_only(Tensor, lambda tensor: known.setdefault(*_stored(tensor)), rest)
         whole = {**rest, MODEL: self.weights()}
         if "lr_schedulers" in rest:  # they are saved with the optimizers
@@ -152,15 +174,22 @@ class _Folder(Source):
         with _unpickling(self.path):
             values = dict(zip(plain, self._folder.read_alone(plain), strict=True)) if plain else {}
         return {
-            path[len(start) :]: values[path] if path in values else self._tensors[entry.key]
+            path[len(start) :]: values[path]
+            if entry.tensor is None
+            else LazyTensor(info=entry.tensor, make=partial(self._read, path))
             for path, entry in entries.items()
         }
 
+    def _read(self, path: TreePath) -> Tensor:
+        with _unpickling(self.path):
+            (tensor,) = self._folder.read_alone([path])
+        assert isinstance(tensor, Tensor)
+        return tensor
 
-def _same(first: StoredTensor, second: StoredTensor) -> bool:
-    """Whether two tensors of a folder are equal; they come in pieces of one size."""
-    pairs = zip(first.pieces(), second.pieces(), strict=True)
-    return first.info == second.info and all(torch.equal(*pair) for pair in pairs)
+
+def _same(first: LazyTensor, second: LazyTensor) -> bool:
+    """Whether two tensors of a folder are equal."""
+    return first.info == second.info and torch.equal(first.make(), second.make())
 
 
 @contextmanager
