@@ -80,11 +80,14 @@ class RunControl:
     def close(self) -> None:
         """Watch no more."""
         self._open.close()
-        with suppress(dist.DistError):  # the process that keeps the board has ended
-            self._epochs.tell()
         self._watchdog.close()
+        if self.has_failed:  # the board may have ended with the rank that failed first
+            return
+        board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]
+        with suppress(dist.DistError):
+            self._epochs.tell()
+            board.put(f"left/{self._post.rank}", "")
         if self._post.rank == 0:
-            board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]
             stay_until(lambda: board.get_all(names) is not None)
 
     @contextmanager

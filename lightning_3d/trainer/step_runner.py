@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import SplitError, StepError, TraceError
+from lightning_3d.errors import PlanError, SplitError, StepError, TraceError
 from lightning_3d.pipeline.anomaly import AnomalyDetection, MicrobatchWatch
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.step import InlineStep
@@ -175,7 +175,7 @@ class PipelineRunner(StepRunner):
         try:
             with self._heads.on():
                 output = self._run(batch, rest, number, loss_scale)
-        except (SplitError, TraceError) as error:
+        except (PlanError, SplitError, TraceError) as error:
             naming_inline(error)
             raise
         self._zero.end_step()
