@@ -28,7 +28,6 @@ from lightning_3d.ranks.tracebacks import print_frames_of_user, print_line, prin
 from lightning_3d.ranks.watchdog import Post, Watchdog
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.modules import attributes_replaced
-from lightning_3d.trainer.launcher import Launcher
 
 
 class RunControl:
@@ -39,7 +38,9 @@ class RunControl:
         launcher: Its processes are ended with this one where the main thread of this one can't end.
     """
 
-    def __init__(self, trainer: Trainer, shape: MeshShape, launcher: Launcher, *, timeout: float) -> None:
+    def __init__(
+        self, trainer: Trainer, shape: MeshShape, launcher: lightning_helpers.ScriptLauncher, *, timeout: float
+    ) -> None:
         self._trainer, self._launcher = trainer, launcher
         self._post = Post(
             board=Board.open(),
