@@ -27,8 +27,10 @@ from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig, unknown_keys_named
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
+from lightning_3d.data.resuming import Resuming
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.deferred import defer_init, has_deferred
+from lightning_3d.ranks.same_settings import check_same_training
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.probes import check_what_is_seen
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
@@ -44,8 +46,6 @@ from lightning_3d.trainer.laid_out import (
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.report import RankReport, gather_reports, tell_layout
 from lightning_3d.trainer.requirements import check, check_model
-from lightning_3d.trainer.resuming import Resuming
-from lightning_3d.trainer.same_settings import check_same_training
 from lightning_3d.trainer.session import open_before_planning, open_for_steps
 from lightning_3d.trainer.steps_strategy import StepsStrategy
 from lightning_3d.waits import Waits

@@ -29,6 +29,7 @@ ROOMS = (
     "memory",
     "planning",
     "pipeline",
+    "data",
     "checkpoint",
     "trainer",
     "strategy",

@@ -204,6 +204,20 @@ class Encoder(nn.Module):
         return x
 
 
+class Gives(Chain):
+    """Gives rows besides its loss."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        x = self.layers[1](self.layers[0](batch))
+        return {"loss": x.mean(), "rows": x.detach()}
+
+
+def test_what_is_no_number_takes_the_code_after_the_blocks_once_more() -> None:
+    for model, told in ((Chain, 0), (Gives, 1)):
+        plan = _plan(model(nn.Linear(8, 8), nn.Linear(8, 8)))
+        assert " ".join(_text(plan).split()).count("the code after the blocks runs once more") == told
+
+
 def _layers(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
 

@@ -14,6 +14,7 @@ _LOSSES = {
     "sum": "the sum of the microbatches' losses",
     "whole": "computed once, on the whole batch, while the activations of all microbatches are held",
 }
+_MORE = "the code after the blocks runs once more, on the whole batch, for metrics, rows and attributes that it gives"
 
 
 def reason_for_inline(module: LightningModule, config: ThreeDConfig) -> str | None:
@@ -50,6 +51,7 @@ def inline_text(why: str) -> str:
     )
 
 
-def loss_text(setting: str) -> str:
+def loss_text(setting: str, *, gives_more: bool) -> str:
     """A line for people on ``pipeline.loss``: how the loss of a batch comes from those of its microbatches."""
-    return f"loss: {_LOSSES[setting]} (pipeline.loss={setting})"
+    more = f"; {_MORE}" if gives_more and setting != "whole" else ""
+    return f"loss: {_LOSSES[setting]} (pipeline.loss={setting}){more}"

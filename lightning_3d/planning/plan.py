@@ -83,6 +83,8 @@ class Plan:
     """FQNs of blocks' parameters and buffers that code outside of their block uses in the trace."""
     inline: str | None = None
     """Why steps run in inline mode, if they do."""
+    gives_more: bool = False
+    """Whether the step gives more than numbers, so that the code after its blocks also runs on the whole batch."""
     batch_norms: tuple[str, ...] = ()
     """FQNs of modules that normalise by statistics of what they are given."""
     optimizers: tuple[OptimizerPlan, ...] = ()
@@ -185,7 +187,7 @@ class Plan:
         if self.inline is not None:
             tables.append(inline_text(self.inline))
         elif self.shape.pp > 1:
-            tables.append(loss_text(self.loss))
+            tables.append(loss_text(self.loss, gives_more=self.gives_more))
             tables.extend(self.losses)
         for mode in ("selective", "full"):
             if recomputed := [(block.fqn, block.kind) for block in self.blocks if block.recompute == mode]:
@@ -304,6 +306,7 @@ def make_plan(
         ties=ties,
         used_by_glue=_used_by_glue(trace),
         inline=inline,
+        gives_more=trace is not None and trace.gives_more,
         batch_norms=tuple(fqn for fqn, inner in module.named_modules() if _normalises_alone(inner)),
     )
 

@@ -30,7 +30,7 @@ def layout_text(plan: Plan, most: HeldMemory, num_sharing: int) -> str:
     if shape.tp > 1:
         lines.append(_tensor(plan))
     if shape.pp > 1 and plan.inline is None:
-        lines.append(loss_text(plan.loss))
+        lines.append(loss_text(plan.loss, gives_more=plan.gives_more))
     if plan.batch_norms and (norms := _batch_norms(plan)):
         lines.append(norms)
     lines.append(

@@ -43,6 +43,8 @@ def settle(
         explained: Tells why a connection to another rank may be lost, if that is known.
     """
     watchdog.is_ending = True
+    if watchdog.failure is not None and is_lost_connection(error):  # the board may have ended with the rank that failed
+        return Ending(first=watchdog.failure, is_alike=False)
     try:
         is_alike = not is_lost_connection(error) and _is_alike(post, error)
         first = _first(post, watchdog, error, explained)

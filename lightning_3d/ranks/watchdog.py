@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import Event, Thread
 
@@ -110,17 +109,14 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Leave the others, who then miss no beat."""
-        if not self._closing.is_set():
-            self._closing.set()
-            for thread in self._threads:
-                thread.join()
-            with suppress(dist.DistError):  # the process that keeps the board has ended
-                self._post.board.put(f"left/{self._post.rank}", "")
+        """End both threads."""
+        self._closing.set()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         try:
-            while not self._closing.wait(PERIOD):
+            while self.failure is None and not self._closing.wait(PERIOD):
                 self._look()
                 self._looked_at = self._age
         except dist.DistError:
@@ -147,9 +143,9 @@ class Watchdog:
         for look in self._looks:
             look()
         board, me = self._post.board, self._post.rank
-        if self.failure is None and (stopped := self._stopped()) is not None:
+        if (stopped := self._stopped()) is not None:
             board.put_first("failure", stopped.to_text())
-        if self.failure is None and (text := board.get("failure")) is not None:
+        if (text := board.get("failure")) is not None:
             self.failure = Failure.from_text(text)
             board.put(f"seen/{me}", "")
 

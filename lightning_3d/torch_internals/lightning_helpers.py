@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
@@ -50,9 +51,6 @@ from lightning_3d.torch_internals.pytree import tree_unflatten
 
 connect = _init_dist_connection
 """Make the default process group, and let it be destroyed at exit."""
-
-TunerExit = _TunerExitException
-"""Ends a fit of the Tuner, which is no failure."""
 
 _UNTIL_ENDED = 10.0  # seconds that a process has to raise and print its error after one that it started has failed
 
@@ -90,16 +88,46 @@ class ProcessObserver(_ChildProcessObserver):
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Starts the other processes of a node by running the script again.
+    """Starts the other processes of a node by running the script again, unless they were started already.
 
-    It notes the argument ``weights_only`` of ``fit``, ``test`` and the like: Lightning 2.6 does not hand it on to
-    strategies that restore checkpoints after setup.
+    Every exception of a run passes through it, before anything is torn down. It notes the argument ``weights_only`` of
+    ``fit``, ``test`` and the like, which Lightning 2.6 does not hand on to strategies that restore after setup.
+
+    Args:
+        fail: Takes an exception that ends a run; returns another to raise in its place, if any.
+        other arguments: Lightning's.
     """
 
     weights_only: bool | None = None
 
+    def __init__(
+        self,
+        cluster_environment: ClusterEnvironment,
+        num_processes: int,
+        num_nodes: int,
+        fail: Callable[[BaseException], Exception | None],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._fail = fail
+
+    def failed_children(self) -> Iterator[tuple[int, int]]:
+        """Local rank and exit code of each process that this one started and that has failed."""
+        for local_rank, process in enumerate(self.procs, start=1):
+            if process.poll():
+                yield local_rank, process.returncode
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        try:
+            return self._launch(function, *args, **kwargs)
+        except _TunerExitException:  # ends a fit of the Tuner, which is no failure
+            raise
+        except BaseException as error:
+            if (named := self._fail(error)) is None:
+                raise
+            raise named from error
+
+    def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:

@@ -12,13 +12,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.data.batches import example_batch
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.pipeline.microbatches import detached_from_inference, split_batch
 from lightning_3d.planning.inline_mode import is_microbatched
 from lightning_3d.planning.planner import ExampleStep
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.torch_internals.lightning_helpers import before_transfer, further_arguments
-from lightning_3d.trainer.batches import example_batch
 from lightning_3d.trainer.rehearsal import rehearsed
 
 _STEPS: Mapping[TrainerFn, str] = {

@@ -30,7 +30,7 @@ LAYOUT = "_lightning_3d_layout"
 """Attribute of a module: the layout that its model has."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Layout:
     """A plan as it was carried out; copies and pickles of a module have none."""
 
@@ -45,8 +45,7 @@ class Layout:
     parameters: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "modules", list(self.module.modules()))
-        object.__setattr__(self, "parameters", _parameters(self.module))
+        self.modules, self.parameters = list(self.module.modules()), _parameters(self.module)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -24,13 +24,13 @@ from lightning_3d.memory.held import bytes_now
 from lightning_3d.memory.meter import MemoryMeter
 from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.ranks.same_settings import check_same_optimizers
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trainer.offload import offloaded_steps
 from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.trainer.pending_gradients import gradients_seen
 from lightning_3d.trainer.requirements import check_optimizers
-from lightning_3d.trainer.same_settings import check_same_optimizers
 from lightning_3d.zero.local_steps import LocalSteps
 from lightning_3d.zero.optimizer_kind import is_known
 

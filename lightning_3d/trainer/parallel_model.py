@@ -26,6 +26,7 @@ from lightning_3d.activations.recomputation import Recomputation
 from lightning_3d.activations.selective import is_costly
 from lightning_3d.activations.transfers import SideStreams
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.data.batches import BatchGuard
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
@@ -46,7 +47,6 @@ from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
-from lightning_3d.trainer.batches import BatchGuard
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
 from lightning_3d.trainer.full_params import full_params
 from lightning_3d.trainer.heads import TracedProducts, fused_heads, tables_in, traced_products
@@ -92,7 +92,8 @@ class ParallelModel:
     @property
     def present_plan(self) -> Plan:
         """The plan, with what the steps so far have shown of heads, losses and gathered weights."""
-        return replace(self.plan, heads=self.heads.texts, losses=self.runner.losses, gathers=self.zero.gathers)
+        losses = () if self.runner.engine is None else self.runner.engine.losses()
+        return replace(self.plan, heads=self.heads.texts, losses=losses, gathers=self.zero.gathers)
 
 
 def make_parallel(

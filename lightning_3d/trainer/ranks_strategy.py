@@ -28,13 +28,12 @@ from lightning_3d.distributed.objects import broadcast_object, default_backends
 from lightning_3d.ranks.process_exit import end_in_order
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.ranks.restarts import store_of_start
+from lightning_3d.ranks.run_control import RunControl
+from lightning_3d.ranks.same_settings import check_same_settings
 from lightning_3d.ranks.tracebacks import print_frames_of_user
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
-from lightning_3d.trainer.launcher import Launcher
 from lightning_3d.trainer.requirements import refuse_offload
-from lightning_3d.trainer.run_control import RunControl
-from lightning_3d.trainer.same_settings import check_same_settings
 from lightning_3d.trainer.user_collectives import all_gather, reduce, refuse_in_stages
 
 
@@ -69,11 +68,6 @@ class RanksStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend of the default process group."""
-        return self._process_group_backend
 
     @property
     def mesh(self) -> Mesh:
@@ -121,7 +115,9 @@ class RanksStrategy(ParallelStrategy):
         resolve_mesh_shape(self.config, self.num_nodes * self.num_processes)  # raises before any process is started
         refuse_offload(self.config.activations, self.root_device)
         # Starts none under torchrun or SLURM, but checks that they started as many as the Trainer expects.
-        self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes, self._fail)
+        self._launcher = lightning_helpers.ScriptLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._fail
+        )
 
     @override
     def setup_environment(self) -> None:
@@ -135,7 +131,7 @@ class RanksStrategy(ParallelStrategy):
         if self._rendezvous is None:
             self._rendezvous = Rendezvous.open(self._timeout.total_seconds())
         if shape.world_size > 1:
-            assert isinstance(self._launcher, Launcher)
+            assert isinstance(self._launcher, lightning_helpers.ScriptLauncher)
             seconds = self._heartbeat_timeout.total_seconds()
             self._control = RunControl(self._module.trainer, shape, self._launcher, timeout=seconds)
             self._control.open()

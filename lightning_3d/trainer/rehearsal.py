@@ -7,7 +7,7 @@ their time. Hooks of Lightning's own callbacks leave nothing that a step reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -20,24 +20,10 @@ from lightning_3d.model.snapshot import Snapshot, preserved
 from lightning_3d.torch_internals.lightning_helpers import (
     callbacks_of,
     make_optimizers,
-    random_states_kept,
     reset_optimizers,
     set_up_validation,
 )
 from lightning_3d.torch_internals.modules import attributes_replaced
-
-_HOOKS: Mapping[str, Sequence[str]] = {
-    "training_step": ("on_fit_start", "on_train_start", "on_train_epoch_start"),
-    "validation_step": ("on_validation_start", "on_validation_epoch_start"),
-    "test_step": ("on_test_start", "on_test_epoch_start"),
-    "predict_step": ("on_predict_start", "on_predict_epoch_start"),
-}
-_BATCH_HOOKS: Mapping[str, str] = {
-    "training_step": "on_train_batch_start",
-    "validation_step": "on_validation_batch_start",
-    "test_step": "on_test_batch_start",
-    "predict_step": "on_predict_batch_start",
-}
 
 
 @contextmanager
@@ -53,7 +39,6 @@ def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, 
     assert isinstance(strategy, ParallelStrategy)
     callbacks = [c for c in callbacks_of(trainer) if not type(c).__module__.startswith("lightning.")]
     with ExitStack() as stack:
-        stack.enter_context(random_states_kept())
         stack.enter_context(preserved(module))
         stack.enter_context(_parameters_kept(module))
         stack.callback(Snapshot(callbacks, with_data=False).restore)
@@ -64,7 +49,10 @@ def rehearsed(trainer: Trainer, module: LightningModule, step: str, batch: Any, 
             strategy.optimizers, strategy.lr_scheduler_configs = make_optimizers(module)
             if not module.automatic_optimization:
                 stack.enter_context(_stepping_muted(module))
-        arguments = {name: () for name in _HOOKS[step]} | {_BATCH_HOOKS[step]: (batch, rest[0] if rest else 0)}
+        stage = step.removesuffix("_step").replace("training", "train")
+        arguments: dict[str, tuple[Any, ...]] = {"on_fit_start": ()} if stage == "train" else {}
+        arguments |= {f"on_{stage}_start": (), f"on_{stage}_epoch_start": ()}
+        arguments |= {f"on_{stage}_batch_start": (batch, rest[0] if rest else 0)}
         with torch.set_grad_enabled(step == "training_step"):
             for name, of_hook in arguments.items():
                 for callback in callbacks:

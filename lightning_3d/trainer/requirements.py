@@ -8,6 +8,7 @@ from itertools import chain
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.plugins import LayerSync, TorchSyncBatchNorm
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -23,9 +24,9 @@ from lightning_3d.distributed.mesh import Mesh, MeshShape
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches_itself, has_own_io, layer_sync_of
+from lightning_3d.torch_internals.modules import BatchNorm
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
-from lightning_3d.trainer.synced_norms import refusal_of_synced_norms
 from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind, steps_apart
 
 
@@ -53,8 +54,8 @@ def check(
     problems = _problems_of_callbacks(trainer, config, shape)
     if trainer.state.fn == TrainerFn.FITTING:
         syncing, device = layer_sync_of(strategy), strategy.root_device
-        synced = refusal_of_synced_norms(module, syncing, shape, device.type)
-        problems = chain(problems, _problems_of_budget(module, config.activations), [synced] if synced else [])
+        norms = _problems_of_norms(module, syncing, shape, device.type)
+        problems = chain(problems, _problems_of_budget(module, config.activations), norms)
     _raise_first(StepError, problems)
 
 
@@ -107,19 +108,37 @@ def _problems_of_callbacks(trainer: Trainer, config: ThreeDConfig, shape: MeshSh
 
 
 def _problems_of_budget(module: LightningModule, config: ActivationsConfig) -> Iterator[str]:
-    """Training steps that can't be traced, where a budget of memory is planned by the trace."""
-    name, fix = type(module).__name__, "Leave out activations.budget, and activations.recompute='auto'"
+    """Steps whose trace does not show their memory."""
     if config.plans_memory and not module.automatic_optimization:
         yield (
-            f"{name} uses manual optimization (automatic_optimization=False), but activations.budget={config.budget!r}"
-            f" is planned by a trace of its training_step, before there are optimizers. {fix}, or use automatic"
+            f"{type(module).__name__} uses manual optimization (automatic_optimization=False), but"
+            f" activations.budget={config.budget!r} is planned by a trace of its training_step, before there are"
+            " optimizers. Leave out activations.budget, and activations.recompute='auto', or use automatic"
             " optimization."
         )
-    if config.plans_memory and fetches_itself(module.training_step):
+
+
+def _problems_of_norms(
+    module: LightningModule, plugin: LayerSync | None, shape: MeshShape, device_type: str
+) -> Iterator[str]:
+    """BatchNorm that is to take the batches of all replicas, by the Trainer's plugin or as SyncBatchNorm, and can't."""
+    norms = {fqn: norm for fqn, norm in module.named_modules() if isinstance(norm, BatchNorm)}
+    synced = [fqn for fqn, norm in norms.items() if isinstance(norm, nn.SyncBatchNorm) and norm.training]
+    asks = plugin is not None and shape.dp > 1 and bool(norms)
+    if not asks and not synced:
+        return
+    what = f"Trainer(sync_batchnorm=True) for {next(iter(norms))}" if asks else f"{synced[0]}, a SyncBatchNorm,"
+    without = "Without it each replica normalises by its own batch, as under DDP."
+    if shape.is_model_parallel:
         yield (
-            f"{name}.training_step takes dataloader_iter and fetches batches itself, but"
-            f" activations.budget={config.budget!r} is planned by a trace of it on an example batch. {fix}, or let it"
-            " take the batch: def training_step(self, batch, batch_idx)."
+            f"{what} communicates inside of a block, but with pipeline_parallel_size={shape.pp} and"
+            f" tensor_parallel_size={shape.tp} blocks are traced, where they can't. Use size 1 for both, or leave it"
+            f" out. {without}"
+        )
+    if device_type == "cpu" and (synced or type(plugin) is TorchSyncBatchNorm):
+        yield (
+            f"{what} needs torch's SyncBatchNorm, which does not run on CPUs, under DDP neither: leave it out there."
+            f" {without}"
         )
 
 
@@ -170,7 +189,7 @@ def check_optimizers(
 
     Every rank calls it.
     """
-    _refuse_strangers(optimizers, module)
+    _raise_first(StepError, _problems_of_strangers(optimizers, module))
     cuts = (0, 1) if mesh.shape.tp > 1 else (0,)
     if config.optimizer_steps == "auto":
         on = device if config.offload_optimizer == "none" else torch.device("cpu")
@@ -181,58 +200,47 @@ def check_optimizers(
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
     for optimizer, kind in kinds.items():
-        _refuse_layout(type(optimizer).__name__, kind, mesh, config)
-        if config.offload_optimizer != "none":
-            _check_offloaded(optimizer, kind, config)
+        _raise_first(StepError, _problems_of_kind(optimizer, kind, mesh.shape, config))
     return kinds
 
 
-def _refuse_strangers(optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+def _problems_of_strangers(optimizers: Sequence[Optimizer], module: LightningModule) -> Iterator[str]:
     held = set(module.parameters())
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if not has_step_hooks(optimizer):
-            raise StepError(
+            yield (
                 f"{name} is no torch.optim.Optimizer, or does not call super().__init__(): strategy='3d' needs the"
                 " hooks of its step. Derive it from torch.optim.Optimizer."
             )
-        stale = [p for group in optimizer.param_groups for p in group["params"] if p not in held]
-        if stale:
-            raise StepError(
+        if stale := [p for group in optimizer.param_groups for p in group["params"] if p not in held]:
+            yield (
                 f"{name} holds {len(stale)} parameters that are not the module's (the first of shape"
                 f" {tuple(stale[0].shape)}): they are another model's, or the model was made parallel after the"
                 " optimizer got its states. Make it in configure_optimizers, from self.parameters()."
             )
 
 
-def _refuse_layout(name: str, kind: OptimizerKind, mesh: Mesh, config: ZeroConfig) -> None:
-    if kind == "all" and mesh.shape.is_model_parallel:
-        raise StepError(
-            f"{name} steps all parameters together, or runs training_step several times per step, but with"
-            f" pipeline_parallel_size={mesh.shape.pp} and tensor_parallel_size={mesh.shape.tp} no rank has them"
-            " all. Use another optimizer, or size 1 for both; or set zero.optimizer_steps if it does not."
+def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShape, config: ZeroConfig) -> Iterator[str]:
+    """Layouts in which a rank has not what an optimizer has to see of parameters in one step."""
+    name = type(optimizer).__name__
+    together = f"{name} steps all parameters together, or runs training_step several times per step, but with"
+    if kind == "all" and shape.is_model_parallel:
+        yield (
+            f"{together} pipeline_parallel_size={shape.pp} and tensor_parallel_size={shape.tp} no rank has them all."
+            " Use another optimizer, or size 1 for both; or set zero.optimizer_steps if it does not."
         )
-    is_sharded = mesh.shape.tp > 1 or (config.stage == 3 and mesh.shape.dp > 1)
-    if kind != "rows" and is_sharded:
-        raise StepError(
+    if kind != "rows" and (shape.tp > 1 or (config.stage == 3 and shape.dp > 1)):
+        yield (
             f"{name} needs whole parameters (it does not work element by element), but with"
-            f" tensor_parallel_size={mesh.shape.tp} and zero.stage={config.stage} on {mesh.shape.dp} replicas each"
-            " rank has a part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
+            f" tensor_parallel_size={shape.tp} and zero.stage={config.stage} on {shape.dp} replicas each rank has a"
+            " part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
             " zero.optimizer_steps='rows' if it does work element by element."
         )
-
-
-def _check_offloaded(optimizer: Optimizer, kind: OptimizerKind, config: ZeroConfig) -> None:
-    """Raise for optimizers that can't step parameters window by window."""
-    name = type(optimizer).__name__
-    if kind == "all" or (config.optimizer_steps == "auto" and not steps_apart(optimizer)):
-        raise StepError(
-            f"{name} steps all parameters together, or runs training_step several times per step, but with"
-            f" zero.offload_optimizer={config.offload_optimizer!r} they are stepped one window after the other. Use"
-            " another optimizer, or zero.offload_optimizer='none'; or set zero.optimizer_steps if it does not."
-        )
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        raise StepError(
-            f"{name} has capturable=True, for steps on an accelerator, but with"
-            f" zero.offload_optimizer={config.offload_optimizer!r} it steps on the CPU. Leave one of them out."
+    is_apart = config.offload_optimizer == "none" or config.optimizer_steps != "auto" or steps_apart(optimizer)
+    if config.offload_optimizer != "none" and (kind == "all" or not is_apart):
+        yield (
+            f"{together} zero.offload_optimizer={config.offload_optimizer!r} they are stepped one window after the"
+            " other. Use another optimizer, or zero.offload_optimizer='none'; or set zero.optimizer_steps if it does"
+            " not."
         )

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from lightning_3d.checkpoint.trainer_io import ThreeDCheckpointIO
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.data.resuming import Resuming
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dynamo import modules_watched
@@ -28,7 +29,6 @@ from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
 from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.parallel_model import ParallelModel
-from lightning_3d.trainer.resuming import Resuming
 from lightning_3d.trainer.user_clipping import clipping_joined
 
 

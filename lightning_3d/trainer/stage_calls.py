@@ -29,7 +29,7 @@ class StageCalls:
 
     def __init__(self, exchange: Exchange, ranks: Sequence[int], rendezvous: Rendezvous, *, has_backward: bool) -> None:
         self._exchange, self._ranks, self._met = exchange, ranks, rendezvous
-        self._has_backward, self._is_running = has_backward, False
+        self._has_backward = has_backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageCalls:
         return self
@@ -49,16 +49,13 @@ class StageCalls:
             StepError: another rank does something else.
             Exception: the call's own, on every rank.
         """
-        if self._met.is_agreed or self._is_running:
+        if self._met.is_agreed:
             return call(*args, **kwargs)
         self._met.meet(self._ranks, f"a call of {fqn}")
 
         def run(shown: Shown, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, None]:
-            self._is_running = True
-            try:
+            with self._met.agreed():  # blocks inside of it
                 return call(*args, **kwargs), None
-            finally:
-                self._is_running = False
 
         output, _ = self._exchange.run(fqn, home, run, args, kwargs)
         return output if self._has_backward else tree_map_only(Tensor, partial(_ends_here, fqn), output)

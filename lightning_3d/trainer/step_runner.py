@@ -12,12 +12,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
-from lightning_3d.errors import SplitError, StepError, TraceError
+from lightning_3d.errors import PlanError, SplitError, TraceError
 from lightning_3d.pipeline.anomaly import AnomalyDetection, MicrobatchWatch
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
-from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
@@ -55,18 +54,8 @@ class StepRunner(Protocol):
     def after_optimizer_step(self) -> None:
         """Called when an optimizer has used the gradients."""
 
-    @property
-    def losses(self) -> tuple[str, ...]:
-        """A line for each step that has shown how its loss comes from microbatches."""
-        return ()
-
-    def start_timeline(self) -> None:
-        """Measure the steps that follow."""
-        raise StepError("A timeline shows the schedule of a pipeline: set pipeline_parallel_size > 1.")
-
-    def finish_timeline(self) -> Timeline:
-        """The steps measured since, of all ranks of the pipeline."""
-        raise StepError("A timeline shows the schedule of a pipeline: set pipeline_parallel_size > 1.")
+    engine: PipelineEngine | None = None
+    """Runs the microbatches, where there are any."""
 
 
 class WholeModelRunner(StepRunner):
@@ -162,7 +151,8 @@ class PipelineRunner(StepRunner):
     ) -> None:
         self._heads = heads
         self._loss_scale = loss_scale
-        self._module, self._zero, self._engine, self._gradients = module, zero, engine, gradients
+        self._module, self._zero, self._gradients = module, zero, gradients
+        self.engine = self._engine = engine
         self._anomalies, self._splits_backward = anomalies, splits_backward
         self._pending = PendingGradients(zero)
         self._randomness, self._whole = randomness, whole
@@ -175,7 +165,7 @@ class PipelineRunner(StepRunner):
         try:
             with self._heads.on():
                 output = self._run(batch, rest, number, loss_scale)
-        except (SplitError, TraceError) as error:
+        except (PlanError, SplitError, TraceError) as error:
             naming_inline(error)
             raise
         self._zero.end_step()
@@ -219,13 +209,3 @@ class PipelineRunner(StepRunner):
 
     def after_optimizer_step(self) -> None:
         self._pending.used = zeroes_unseen(self._module.trainer, self._module)
-
-    @property
-    def losses(self) -> tuple[str, ...]:
-        return self._engine.losses()
-
-    def start_timeline(self) -> None:
-        self._engine.start_timeline()
-
-    def finish_timeline(self) -> Timeline:
-        return self._engine.finish_timeline()

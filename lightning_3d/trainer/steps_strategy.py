@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.errors import StepError
+from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.microbatches import detached_from_inference
 from lightning_3d.pipeline.spans import Timeline
 from lightning_3d.planning.plan import Plan
@@ -134,24 +135,21 @@ class StepsStrategy(RanksStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._precision.val_step_context():
-            return self._evaluate("validation_step", *args, *kwargs.values())
+        return self._evaluate("validation_step", self._precision.val_step_context(), *args, *kwargs.values())
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._precision.test_step_context():
-            return self._evaluate("test_step", *args, *kwargs.values())
+        return self._evaluate("test_step", self._precision.test_step_context(), *args, *kwargs.values())
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._precision.predict_step_context():
-            return self._evaluate("predict_step", *args, *kwargs.values())
+        return self._evaluate("predict_step", self._precision.predict_step_context(), *args, *kwargs.values())
 
-    def _evaluate(self, name: str, batch: Any, *rest: Any) -> Any:
+    def _evaluate(self, name: str, precision: AbstractContextManager[None], batch: Any, *rest: Any) -> Any:
         if self._trained is not None and self._trained.meter is not None:
             self._trained.meter.end()
         # DTensors do not survive inference mode.
-        with self._stepping(are_buffers_due=False), torch.inference_mode(False), torch.no_grad():
+        with precision, self._stepping(are_buffers_due=False), torch.inference_mode(False), torch.no_grad():
             batch = self._parts.guard(detached_from_inference(batch))
             return self._parts.runner.evaluate(name, batch, rest, number=self._num_steps)
 
@@ -225,10 +223,16 @@ class StepsStrategy(RanksStrategy):
         """Measure the pipeline steps that follow. Every rank calls it.
 
         Raises:
-            StepError: there is no pipeline.
+            StepError: there is no pipeline, or its steps run inline.
         """
-        self._parts.runner.start_timeline()
+        self._engine.start_timeline()
 
     def finish_timeline(self) -> Timeline:
         """The timeline of this rank's pipeline since ``start_timeline``. Every rank calls it."""
-        return self._parts.runner.finish_timeline()
+        return self._engine.finish_timeline()
+
+    @property
+    def _engine(self) -> PipelineEngine:
+        if (engine := self._parts.runner.engine) is None:
+            raise StepError("A timeline shows the schedule of a pipeline in microbatches, which this run has not.")
+        return engine

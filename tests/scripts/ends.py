@@ -22,6 +22,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d import ThreeDStrategy
@@ -31,6 +32,8 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
     "pp 2": {"pipeline_parallel_size": 2},
     "dp 2": {},
     "tp 2": {"tensor_parallel_size": 2},
+    "pp 2 inline": {"pipeline_parallel_size": 2, "pipeline": {"mode": "inline"}},
+    "pp 2 x dp 2 inline": {"pipeline_parallel_size": 2, "data_parallel_size": 2, "pipeline": {"mode": "inline"}},
 }
 
 DEEDS: Mapping[str, Callable[[], object]] = {
@@ -38,6 +41,8 @@ DEEDS: Mapping[str, Callable[[], object]] = {
     "exits": lambda: os._exit(3),
     "leaves": lambda: sys.exit(4),
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "is killed in a block": lambda: _block_deeds.append("is killed"),
+    "takes another path": lambda: _block_deeds.append("turns"),
     "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "has fewer batches": lambda: None,  # all the time
     "gets SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -47,7 +52,13 @@ DEEDS: Mapping[str, Callable[[], object]] = {
 
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 
-WORLD_SIZE = 2
+_block_deeds: list[str] = []
+"""What the next step of this rank does."""
+
+
+def world_size(layout: str) -> int:
+    """Of one of `LAYOUTS`."""
+    return 2 * LAYOUTS[layout].get("data_parallel_size", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +88,27 @@ class Case:
 
 def _raise(error: Exception) -> None:
     raise error
+
+
+class Acting(nn.Linear):
+    """A block that does what is asked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "is killed" in _block_deeds:
+            DEEDS["is killed"]()
+        return super().forward(x)
+
+
+class Model(TinyMLP):
+    """Both stages have a block that acts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0], self.layers[-1] = Acting(8, 32), Acting(32, 4)  # type: ignore[index,operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.relu() if "turns" in _block_deeds else y
 
 
 class Acts(Callback):
@@ -116,7 +148,7 @@ def _fit(case: Case, directory: Path) -> None:
     timeout = timedelta(seconds=case.heartbeat_timeout)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=WORLD_SIZE,
+        devices=world_size(case.layout),
         strategy=ThreeDStrategy(**LAYOUTS[case.layout], heartbeat_timeout=timeout),
         max_steps=case.num_steps,
         max_epochs=1 if case.deed == "has fewer batches" else -1,
@@ -130,22 +162,23 @@ def _fit(case: Case, directory: Path) -> None:
     )
     has_fewer = case.deed == "has fewer batches"
     data = DataLoader(Uneven(case), batch_size=8) if has_fewer else loader(features(64), global_batch_size=8)
-    trainer.fit(TinyMLP(), data)
+    trainer.fit(Model(), data)
     print(f"fitted {trainer.global_step} steps", flush=True)
 
 
 def _environment(case: Case, rank: int, port: int) -> dict[str, str]:
+    size = world_size(case.layout)
     ranks = {
         "RANK": rank,
         "LOCAL_RANK": rank,
-        "WORLD_SIZE": WORLD_SIZE,
-        "LOCAL_WORLD_SIZE": WORLD_SIZE,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
         "GROUP_RANK": 0,
     }
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if case.deed != "gets SIGUSR1":
         return {name: str(value) for name, value in {**ranks, **common, "TORCHELASTIC_RUN_ID": "test"}.items()}
-    slurm = {"SLURM_NTASKS": WORLD_SIZE, "SLURM_NTASKS_PER_NODE": WORLD_SIZE, "SLURM_PROCID": rank}
+    slurm = {"SLURM_NTASKS": size, "SLURM_NTASKS_PER_NODE": size, "SLURM_PROCID": rank}
     slurm |= {"SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_NNODES": 1, "SLURM_JOB_ID": 1}
     return {name: str(value) for name, value in {**slurm, **common, "SLURM_JOB_NAME": "test"}.items()}
 
@@ -166,7 +199,7 @@ def _start(case: Case, directory: Path) -> dict[int, int] | None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started: dict[int, int] = {}
-    for rank in range(WORLD_SIZE):
+    for rank in range(world_size(case.layout)):
         if (pid := os.fork()) == 0:
             _rank(case, rank, port, directory)
             return None
@@ -176,7 +209,7 @@ def _start(case: Case, directory: Path) -> dict[int, int] | None:
 
 def _send(case: Case, running: Mapping[int, int], directory: Path) -> None:
     assert case.signal is not None
-    while not all((directory / f"ready{rank}").exists() for rank in range(WORLD_SIZE)):
+    while not all((directory / f"ready{rank}").exists() for rank in range(world_size(case.layout))):
         time.sleep(0.01)
     time.sleep(case.delay)
     targets = [pid for pid, rank in running.items() if rank in case.ranks]

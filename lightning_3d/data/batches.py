@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_3d.config.settings import BatchConfig
+from lightning_3d.data.peeking import Peeked, is_used_up, undisturbed
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import broadcast_object
@@ -23,7 +24,6 @@ from lightning_3d.torch_internals.lightning_helpers import (
     fetched_ahead,
     random_states_kept,
 )
-from lightning_3d.trainer.peeking import Peeked, is_used_up, undisturbed
 
 _START_STEPS = 4  # steps that check="start" compares
 

@@ -28,7 +28,6 @@ from lightning_3d.ranks.tracebacks import print_frames_of_user, print_line, prin
 from lightning_3d.ranks.watchdog import Post, Watchdog
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.modules import attributes_replaced
-from lightning_3d.trainer.launcher import Launcher
 
 
 class RunControl:
@@ -39,7 +38,9 @@ class RunControl:
         launcher: Its processes are ended with this one where the main thread of this one can't end.
     """
 
-    def __init__(self, trainer: Trainer, shape: MeshShape, launcher: Launcher, *, timeout: float) -> None:
+    def __init__(
+        self, trainer: Trainer, shape: MeshShape, launcher: lightning_helpers.ScriptLauncher, *, timeout: float
+    ) -> None:
         self._trainer, self._launcher = trainer, launcher
         self._post = Post(
             board=Board.open(),
@@ -80,11 +81,14 @@ class RunControl:
     def close(self) -> None:
         """Watch no more."""
         self._open.close()
-        with suppress(dist.DistError):  # the process that keeps the board has ended
-            self._epochs.tell()
         self._watchdog.close()
+        if self.has_failed:  # the board may have ended with the rank that failed first
+            return
+        board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]
+        with suppress(dist.DistError):
+            self._epochs.tell()
+            board.put(f"left/{self._post.rank}", "")
         if self._post.rank == 0:
-            board, names = self._post.board, [f"left/{rank}" for rank in self._post.others]
             stay_until(lambda: board.get_all(names) is not None)
 
     @contextmanager

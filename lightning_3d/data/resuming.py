@@ -19,11 +19,11 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_3d.data.held_generators import generators_of_loaders, generators_of_modules
 from lightning_3d.distributed.generator_states import packed, packed_states, unpack, unpacked_states
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import BatchError
 from lightning_3d.torch_internals import data_loops
-from lightning_3d.trainer.held_generators import generators_of_loaders, generators_of_modules
 
 
 class Resuming:

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
+from lightning_3d.data.held_generators import held_by
 from lightning_3d.distributed.generator_states import is_generator, states_kept
 from lightning_3d.model.snapshot import CONTAINERS, refill
-from lightning_3d.trainer.held_generators import held_by
 
 
 class Peeked(Iterator[Any]):
