@@ -74,7 +74,7 @@ NOTHING = "would do nothing"
         ({"initial_scale_power": 128}, None, "precision.initial_scale_power=128 makes every loss infinite"),
         ({"loss_scale": 1e39}, None, r"precision.loss_scale=1e\+39 makes every loss infinite"),
         ({"loss_scale_window": 0}, None, "precision.loss_scale_window=0 is not allowed"),
-        ({"updates": "masters"}, None, "nearest: 'master'"),
+        ({"updates": "masters"}, None, "use 'auto', 'master' or 'direct'"),
     ],
 )
 def test_settings_that_are_not_used_or_contradict_each_other_are_refused(

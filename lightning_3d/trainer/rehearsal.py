@@ -16,11 +16,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import nn
 
+from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.model.snapshot import Snapshot, preserved
 from lightning_3d.torch_internals.lightning_helpers import (
     callbacks_of,
     make_optimizers,
-    random_states_kept,
     reset_optimizers,
     set_up_validation,
 )

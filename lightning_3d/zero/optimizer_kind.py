@@ -29,7 +29,7 @@ from torch.optim import (
     Rprop,
 )
 
-from lightning_3d.torch_internals.lightning_helpers import random_states_kept
+from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.torch_internals.pytree import tree_leaves
 
 OptimizerKind = Literal["rows", "parameters", "all"]
