@@ -364,14 +364,8 @@ def _refuse_other_scaler(scaler: torch.amp.GradScaler) -> None:
             "a GradScaler with enabled=False would be ignored: strategy='3d' scales losses of fp16. Leave the scaler"
             " out; with precision.loss_scale=1 losses are not scaled"
         )
-    given = {
-        "init_scale": scaler.get_scale(),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-    }
-    defaults = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    changed = ", ".join(f"{name}={value:g}" for name, value in given.items() if value not in (defaults[name], 1.0))
+    defaults = torch.amp.GradScaler("cpu").state_dict()
+    changed = ", ".join(f"{name}={value:g}" for name, value in scaler.state_dict().items() if value != defaults[name])
     if changed:
         raise ConfigError(
             f"a GradScaler with {changed} would be ignored: strategy='3d' scales losses itself, alike on all ranks."
