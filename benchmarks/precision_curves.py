@@ -26,7 +26,7 @@ from lightning_3d import ThreeDPrecision, ThreeDStrategy
 from lightning_3d.config.precision import PrecisionName
 
 STEPS, GLOBAL_BATCH, BAR = 300, 32, 0.02
-FIRST_SCALE = {"initial_scale_power": 24, "hysteresis": 1}
+FIRST_SCALE = {"initial_scale_power": 24}
 
 
 class _Curve(L.Callback):
@@ -43,10 +43,9 @@ class _Curve(L.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(trainer.callback_metrics["loss"].item())
-        for scale in trainer.precision_plugin.loss_scales:
-            if scale < self._scale:
-                self.skipped.append(len(self.losses))
-            self._scale = scale
+        if (scale := trainer.precision_plugin.loss_scale) < self._scale:
+            self.skipped.append(len(self.losses))
+        self._scale = scale
 
 
 def curve(precision: Any, num_steps: int, sizes: dict[str, int]) -> tuple[list[float], list[int]]:

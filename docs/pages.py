@@ -61,8 +61,8 @@ def settings_page() -> str:
         "# Every setting",
         "The same keys are arguments of `ThreeDStrategy(...)`, lines of a YAML file and overrides of its"
         ' `from_config`: `zero.stage` is `zero={"stage": 2}` in Python, `zero: {stage: 2}` in YAML and'
-        " `zero.stage=2` as an override. A key or value that is not allowed raises a `ConfigError` that names the"
-        " nearest one that is.",
+        " `zero.stage=2` as an override. A key that does not exist raises a `ConfigError` that names the nearest"
+        " one that does, and a value that is not allowed one that names those that are.",
         "## Sizes and checkpoints",
     ]
     sections = []

@@ -119,7 +119,7 @@ def test_our_command_fits_and_knows_the_name(workers: WorkerPools, named: str) -
     ("old", "new", "message"),
     [
         ("stage: 2", "stge: 2", "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"),
-        ("gpipe", "g-pipe", r"pipeline.schedule='g-pipe' is not allowed: use .* \(nearest: 'gpipe'\)"),
+        ("gpipe", "g-pipe", r"pipeline.schedule='g-pipe' is not allowed: use 'gpipe', '1f1b'"),
     ],
 )
 def test_typos_through_the_cli_give_our_error(

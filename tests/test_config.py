@@ -97,7 +97,7 @@ def test_jsonargparse_reads_file_and_command_line(tmp_path: Path) -> None:
     assert config.pipeline == PipelineConfig(num_microbatches=8, schedule="gpipe", partition=("layers.4",))
     with pytest.raises(ConfigError, match=re.escape("'zero.stge': the nearest valid key is 'zero.stage'")):
         _from_command_line([f"--config={file}", "--strategy.zero.stge=3"])
-    with pytest.raises(ConfigError, match=re.escape("zero.stage=7 is not allowed: use 0, 1, 2 or 3 (nearest: 3)")):
+    with pytest.raises(ConfigError, match=re.escape("zero.stage=7 is not allowed: use 0, 1, 2 or 3")):
         _from_command_line([f"--config={file}", "--strategy.zero.stage=7"])
 
 
@@ -122,7 +122,7 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
     ("mapping", "message"),
     [
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0 is not allowed: use an integer of at least 1"),
-        ({"data_parallel_size": -3}, "use an integer of at least 1 or 'auto' (nearest: 1)"),
+        ({"data_parallel_size": -3}, "use an integer of at least 1 or 'auto'"),
         ({"zero": {"prefetch": 0, "stage": 3}}, "zero.prefetch=0 is not allowed: use an integer of at least 1 or"),
         ({"zero": {"shard_size": 2, "stage": 0}}, "zero.shard_size=2 does not go with zero.stage=0: stage 0 shards"),
         ({"zero": {"prefetch": 2}}, "zero.prefetch=2 does not go with zero.stage=1"),
@@ -130,16 +130,16 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
             {"zero": {"reshard_after_forward": False, "stage": 2}},
             "zero.reshard_after_forward=False does not go with zero.stage=2",
         ),
-        ({"pipeline": {"schedule": "1F1b "}}, "'interleaved_zero_bubble' or 'zbv' (nearest: '1f1b')"),
-        ({"pipeline": {"partition": "paramters"}}, "(nearest: 'parameters')"),
+        ({"pipeline": {"schedule": "1F1b "}}, "'interleaved_zero_bubble' or 'zbv'"),
+        ({"pipeline": {"partition": "paramters"}}, "pipeline.partition='paramters' is not allowed: use 'auto'"),
         ({"pipeline": {"partition": ["a"]}}, "partition=['a'] names 1 blocks, but there are 1 stages: name 0"),
         ({"pipeline": {"partition": ["a", "a"]}}, "partition=['a', 'a'] names a block twice"),
-        ({"pipeline": {"partition": "type:"}}, "(nearest: 'type:REGEX')"),
+        ({"pipeline": {"partition": "type:"}}, "pipeline.partition='type:' is not allowed"),
         ({"pipeline": {"partition": "type:("}}, "unterminated subpattern at position 0"),
-        ({"batch": {"check": "allways"}}, "use 'start', 'always' or 'never' (nearest: 'always')"),
-        ({"tensor": {"verify": "false"}}, "tensor.verify='false' is not allowed: use True or False (nearest: False)"),
+        ({"batch": {"check": "allways"}}, "use 'start', 'always' or 'never'"),
+        ({"tensor": {"verify": "false"}}, "tensor.verify='false' is not allowed: use True or False"),
         ({"tensor": {"verify_tolerance": float("nan")}}, "tensor.verify_tolerance=nan is not allowed"),
-        ({"zero": {"offload_optimizer": "CPU"}}, "use 'none', 'cpu' or a directory, such as './cpu' (nearest: 'cpu')"),
+        ({"zero": {"offload_optimizer": "CPU"}}, "use 'none', 'cpu' or a directory, such as './cpu'"),
         ({"zero": {"offload_params": "cpu"}}, "zero.offload_params='cpu' needs zero.stage=3"),
         ({"zero": {"offload_params": "x", "stage": 3}}, "does not go with zero.offload_optimizer='none'"),
         ({"zero": {"offload_window": 8}}, "zero.offload_window=8 needs zero.offload_optimizer"),
@@ -149,7 +149,7 @@ def test_wrong_keys_are_refused(mapping: Any, message: str) -> None:
         ({"zero": {"stage": 3, "bucket_size": 1}}, "leave it out, or use stage 0 or 1 or 2"),
         ({"zero": {"stage": 3, "show_gradients": True}}, "zero.show_gradients=True does not go with zero.stage=3"),
         ({"zero": {"stage": 0, "power_sgd_start": 9}}, "a compression that is not asked for"),
-        ({"zero": {"stage": 0, "power_sgd_rank": 1, "power_sgd_start": 1}}, "(nearest: 2)"),
+        ({"zero": {"stage": 0, "power_sgd_rank": 1, "power_sgd_start": 1}}, "use an integer of at least 2"),
         (
             {"zero": {"stage": 0, "power_sgd_rank": 1, "communication_dtype": "float16"}},
             "gradients are compressed in one way",

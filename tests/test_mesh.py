@@ -135,7 +135,7 @@ def _threads_of_groups(
     mesh = build_mesh(shape, zero_stage=3, device_type="cpu", shard_size=shard_size)
     groups = [mesh.device_mesh.get_group(name) for name in mesh.device_mesh.mesh_dim_names or ()]
     groups += [mesh.dp_group, mesh.replica_group]
-    first = mesh.groups.take_once([[rank] for rank in range(shape.world_size)])
+    first = mesh.groups.make_once([[rank] for rank in range(shape.world_size)])
     assert first is not None
     for group in groups:
         total = torch.ones(1)

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import OffloadError
 from lightning_3d.zero.offload import steps
-from lightning_3d.zero.offload.files import Files
+from lightning_3d.zero.offload.store import Advice, Store
 from lightning_3d.zero.offload.windows import Part
 from tests.models import TinyGPT, TinyMLP, features
 from tests.optimizers import ByHand, ClippingAdam
@@ -198,8 +198,7 @@ def _on_full_disk(after: int | None) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("lightning_3d.zero.offload.files.os.posix_fallocate", full)
-        patch.setattr("lightning_3d.zero.offload.files._LARGEST", 1)  # a file for each state
+            patch.setattr("lightning_3d.zero.offload.store.os.posix_fallocate", full)
         patch.setattr("lightning_3d.trainer.offload.num_states", lambda _: 0)  # nothing is reserved
         fitted(Layout(dp=2, zero_settings=FILES), TinyGPT, batches=3, epochs=1)
 
@@ -214,12 +213,12 @@ def test_a_full_disk_of_one_rank_ends_all(workers: WorkerPools, after: int | Non
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path)
-    store = Files(tmp_path)
+    store = Store(tmp_path)
     with pytest.raises(OffloadError, match=r"A file of .* bytes was to be made there"):
         store.reserve(2 * free.f_frsize * free.f_blocks)
     kept = store.zeros(torch.Size([4096]), torch.float32)
     kept.add_(1)
-    store.let_go([kept])
+    store.advise([kept], Advice.NOT_FOR_A_WHILE)
     assert kept.sum() == 4096
     assert os.listdir(tmp_path) == []
 
@@ -251,7 +250,7 @@ def test_states_of_any_kind_come_home(tmp_path: Path) -> None:
     start = [torch.randn(size) for size in ((3000, 2), (7,), (), (2500,))]
     plain, offloaded = ([nn.Parameter(values.clone()) for values in start] for _ in range(2))
     expected, optimizer = _Odd(plain), _Odd(offloaded)
-    store, device = Files(tmp_path), torch.device("cpu")
+    store, device = Store(tmp_path), torch.device("cpu")
     stepping = steps.OffloadedSteps(store, store, window_bytes=4000, device=device, kinds={optimizer: "rows"})
     for step in range(4):
         for one, other in zip(plain, offloaded, strict=True):

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.config.values import accepts, nearest_value
+from lightning_3d.config.values import accepts
 from lightning_3d.errors import ConfigError
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, kind_of
 from lightning_3d.planning.schedule_order import Computation, schedule_order
@@ -231,12 +231,8 @@ SECTIONS = [(name, hint) for name, hint in _hints(ThreeDConfig).items() if is_da
 
 @settings(deadline=None)
 @given(st.sampled_from(SECTIONS), st.data())
-def test_what_a_key_does_not_allow_is_refused_with_a_value_that_it_allows(
-    section: tuple[str, type], data: st.DataObject
-) -> None:
+def test_what_a_key_does_not_allow_is_refused(section: tuple[str, type], data: st.DataObject) -> None:
     name, value = data.draw(st.sampled_from(sorted(hints := _hints(section[1])))), data.draw(JUNK)
-    nearest = nearest_value(hints[name], value)
-    assert nearest is None or accepts(hints[name], nearest)
     assume(value != [1])  # a list is taken for a tuple
     if not accepts(hints[name], value):
         with pytest.raises(ConfigError, match=name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_3d.distributed.rng import random_states_kept
 from tests.models import Block, TinyGPT
 from tests.parity import QUIET, Layout, fitted
 from tests.workers import WorkerError, WorkerPools
@@ -313,3 +315,14 @@ def test_ranks_draw_what_one_process_draws(workers: WorkerPools) -> None:
     assert len(set(alone)) == len(alone) > 1
     layout = Layout(tp=2, activations={"recompute": "auto", "budget": 100.0})
     assert workers(2).run(_numbers, layout) == [alone, alone]
+
+
+def test_random_states_are_kept_also_after_an_exception() -> None:
+    def draw() -> list[float]:
+        return [float(draw()) for draw in (lambda: torch.rand(()), random.random, np.random.rand)]
+
+    drawn: list[list[float]] = []
+    with contextlib.suppress(KeyError), random_states_kept():
+        drawn.append(draw())
+        raise KeyError
+    assert draw() == drawn[0]

@@ -160,7 +160,7 @@ def _with_precision(before: str, after: str) -> list[str]:
     ("before", "after", "words"),
     [
         ("16-true", "bf16-true", "has no use for"),
-        ("bf16-true", "16-true", "no loss scaler"),
+        ("bf16-true", "16-true", "has no loss scale"),
         ("16-true", "16-true", None),
     ],
 )

@@ -13,7 +13,6 @@ import inspect
 import logging
 import math
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from types import ModuleType
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -513,15 +511,3 @@ def test_arguments_of_distributions() -> None:
         torch.distributions.Normal(0.0, -1.0)
     with pytest.raises(ValueError, match="scale"):
         torch.distributions.Normal(0.0, -1.0)
-
-
-@canary(lightning_helpers, "random_states_kept")
-def test_random_states() -> None:
-    def draw() -> list[float]:
-        return [float(draw()) for draw in (lambda: torch.rand(()), random.random, np.random.rand)]
-
-    drawn: list[list[float]] = []
-    with contextlib.suppress(KeyError), lightning_helpers.random_states_kept():
-        drawn.append(draw())
-        raise KeyError
-    assert draw() == drawn[0]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.errors import TraceError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.stage_run import StageRun
 from lightning_3d.planning.stage_flow import StageFlow, cut
-from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.trace import Trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
-from lightning_3d.config.values import AtLeast, accepts, describe, nearest_value
+from lightning_3d.config.values import AtLeast, accepts, describe
 from lightning_3d.errors import ConfigError
 
 Size = Annotated[int, AtLeast(1)]
@@ -37,6 +37,4 @@ def check_values(config: Any) -> None:
             continue
         value = getattr(config, name)
         if not accepts(annotation, value):
-            nearest = nearest_value(annotation, value)
-            hint = "" if nearest is None else f" (nearest: {nearest!r})"
-            raise ConfigError(f"{prefix}{name}={value!r} is not allowed: use {describe(annotation)}{hint}")
+            raise ConfigError(f"{prefix}{name}={value!r} is not allowed: use {describe(annotation)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -111,10 +110,8 @@ def _check_partition(partition: str | tuple[str, ...]) -> None:
     if partition in PARTITION_METHODS:
         return
     if not partition.startswith(TYPE_PREFIX) or partition == TYPE_PREFIX:
-        nearest = difflib.get_close_matches(partition, (*PARTITION_METHODS, "type:REGEX"), n=1, cutoff=0)[0]
         raise ConfigError(
             f"pipeline.partition={partition!r} is not allowed: use {', '.join(map(repr, PARTITION_METHODS))},"
             " 'type:REGEX' with a regular expression for class names, or a list of the FQNs of blocks"
-            f" (nearest: {nearest!r})"
         )
     check_type_rule("pipeline.partition", partition)

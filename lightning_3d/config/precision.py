@@ -30,23 +30,14 @@ class PrecisionConfig:
 
     loss_scale: Annotated[float, AtLeast(1)] | Literal["dynamic"] = "dynamic"
     """The factor of losses, and so of gradients until they are unscaled, with fp16. ``"dynamic"`` halves it when
-    gradients overflow, and doubles it after a while without overflow. A step that overflows anywhere is skipped
-    everywhere, with its learning-rate schedulers."""
+    gradients overflow, and doubles it after a while without overflow, as ``torch.amp.GradScaler`` does. A step that
+    overflows anywhere is skipped everywhere, with its learning-rate schedulers; at scale 1 it ends the training."""
 
     initial_scale_power: Annotated[int, AtLeast(0)] = 16
     """The dynamic scale begins at 2 to this power."""
 
-    loss_scale_window: Size = 1000
-    """Steps without overflow after which the dynamic scale doubles."""
-
-    hysteresis: Size = 2
-    """The overflow, counted from the last time the scale doubled, with which the dynamic scale begins to be halved."""
-
-    min_loss_scale: Annotated[float, AtLeast(0)] = 1.0
-    """The smallest dynamic scale; an overflow that would halve it ends the training with an error."""
-
-    consecutive_hysteresis: bool = False
-    """Whether every step without overflow begins the count of ``hysteresis`` anew."""
+    loss_scale_window: Size = 2000
+    """Steps without overflow after which the dynamic scale doubles, as in ``torch.amp.GradScaler``."""
 
     def __post_init__(self) -> None:
         given: object = self.keep_fp32
@@ -63,16 +54,6 @@ class PrecisionConfig:
             raise ConfigError(
                 f"precision.{key}={getattr(self, key)} makes every loss infinite, as fp32 ends at 2**128: use a smaller"
                 " one; fp16 itself ends at 65504"
-            )
-        if self.min_loss_scale == 0.0:
-            raise ConfigError(
-                f"precision.min_loss_scale={self.min_loss_scale} would let the scale become 0, and so gradients: use"
-                " a positive number"
-            )
-        if self.loss_scale == "dynamic" and self.min_loss_scale > 2.0**self.initial_scale_power:
-            raise ConfigError(
-                f"precision.min_loss_scale={self.min_loss_scale} is more than the first scale,"
-                f" 2**{self.initial_scale_power}: use a larger precision.initial_scale_power, or a smaller minimum"
             )
 
     def check_for(self, precision: PrecisionName) -> None:
@@ -103,7 +84,7 @@ class PrecisionConfig:
 _MAX_POWER = 127
 """The largest power of 2 in fp32."""
 
-_DYNAMIC = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale", "consecutive_hysteresis")
+_DYNAMIC = ("initial_scale_power", "loss_scale_window")
 """Keys of the dynamic scale."""
 
 _DEFAULTS: Mapping[str, object] = {item.name: item.default for item in fields(PrecisionConfig)}

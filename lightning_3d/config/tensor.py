@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -51,8 +50,6 @@ def _check_rules(rules: tuple[tuple[str, str], ...]) -> None:
         if len(rule) != 2:
             raise ConfigError(f"tensor.plan has the rule {list(rule)}: use pairs of an FQN pattern and a style")
         if rule[1] not in TENSOR_STYLES:
-            nearest = difflib.get_close_matches(rule[1], TENSOR_STYLES, n=1, cutoff=0)[0]
             raise ConfigError(
                 f"tensor.plan gives {rule[0]!r} the style {rule[1]!r}: use {', '.join(map(repr, TENSOR_STYLES))}"
-                f" (nearest: {nearest!r})"
             )

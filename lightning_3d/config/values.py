@@ -1,4 +1,4 @@
-"""The values that an annotation allows: the test, the words for it, and the allowed value nearest to a wrong one.
+"""The values that an annotation allows: the test, and the words for it.
 
 Covers the annotations that the config uses: ``int``, ``float``, ``bool``, ``str``, ``None``, ``Literal``, unions,
 tuples of any length, dataclasses, and ``Annotated`` with an :class:`AtLeast`. It knows nothing of keys and raises
@@ -7,7 +7,6 @@ nothing.
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import dataclass, is_dataclass
 from types import NoneType, UnionType
@@ -55,42 +54,3 @@ def describe(annotation: Any) -> str:
         return f"a {cast(type, annotation).__name__} (ThreeDConfig.from_mapping takes nested mappings)"
     words = {int: "an integer", float: "a number", bool: "True or False", str: "a string", NoneType: "None"}
     return words[annotation]
-
-
-def nearest_value(annotation: Any, value: object) -> object:
-    """The allowed value nearest to a refused one: by distance for numbers, else by spelling; None if there is none."""
-    candidates = _candidates(annotation)
-    number = _as_number(value)
-    if number is not None:
-        if accepts(annotation, number):  # a number in quotes, or True for 1
-            return number
-        numbers = [item for item in candidates if type(item) is int]
-        return min(numbers, key=lambda item: abs(item - number)) if numbers else None
-    spelling = {str(item).lower(): item for item in candidates}
-    matches = difflib.get_close_matches(str(value).lower(), spelling, n=1)
-    return spelling[matches[0]] if matches else None
-
-
-def _candidates(annotation: Any) -> list[object]:
-    """The values of an annotation that can be listed: choices, and the minimum of a number."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return [get_args(annotation)[1].minimum]
-    if origin in (Union, UnionType):
-        return [value for option in get_args(annotation) for value in _candidates(option)]
-    if origin is Literal:
-        return list(get_args(annotation))
-    return [True, False] if annotation is bool else []
-
-
-def _as_number(value: object) -> int | float | None:
-    """`value` as a finite number, if it is one or spells one; an int where it is whole."""
-    if not isinstance(value, (str, int, float)):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    if not math.isfinite(number):
-        return None
-    return int(number) if number.is_integer() else number

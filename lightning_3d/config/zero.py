@@ -106,10 +106,9 @@ def _check_offload(config: ZeroConfig) -> None:
     for name, place in (("offload_optimizer", config.offload_optimizer), ("offload_params", config.offload_params)):
         reserved = place.strip().lower()
         if place not in ("none", "cpu") and reserved in ("", "none", "cpu", "nvme", "disk", "gpu", "cuda"):
-            nearest = "cpu" if reserved == "cpu" else "none"
             raise ConfigError(
                 f"zero.{name}={place!r} is not allowed: use 'none', 'cpu' or a directory, such as"
-                f" './{reserved or 'dir'}' (nearest: {nearest!r})"
+                f" './{reserved or 'dir'}'"
             )
         if place not in ("none", "cpu") and sys.platform != "linux":
             raise ConfigError(f"zero.{name}={place!r}: offloading to files needs Linux; use 'cpu' or 'none'")

@@ -16,13 +16,13 @@ from lightning_3d.data.peeking import Peeked, is_used_up, undisturbed
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import broadcast_object
+from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.errors import BatchError
 from lightning_3d.pipeline.microbatches import leaves_of
 from lightning_3d.torch_internals.lightning_helpers import (
     active_loaders,
     change_loaders,
     fetched_ahead,
-    random_states_kept,
 )
 
 _START_STEPS = 4  # steps that check="start" compares

@@ -7,10 +7,11 @@ parallel stays inside a node. Nothing here communicates beyond making groups.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.groups import GroupPool, KeptState, MeshGroups
+from lightning_3d.distributed.groups import MeshGroups
 from lightning_3d.errors import ConfigError
+from lightning_3d.torch_internals.dtensor import clear_caches
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 
@@ -221,25 +223,27 @@ def build_mesh(
     zero_stage: int,
     device_type: str,
     shard_size: int | Literal["auto"] = "auto",
-    groups: MeshGroups | None = None,
+    timeout: timedelta | None = None,
 ) -> Mesh:
-    """Make a mesh and the process groups that it lacks; every rank calls it at the same point, with the same arguments.
+    """Make a mesh and its process groups; every rank calls it at the same point, with the same arguments.
 
     Args:
         shape: Sizes of the axes; their product is the world size of the initialised default process group.
         zero_stage: 0 puts the data-parallel ranks on the axis ``dp_replicate``, 1 to 3 on ``dp_shard``.
         device_type: ``"cpu"``, ``"cuda"``, ...
         shard_size: Ranks along ``dp_shard``, if not all.
-        groups: Where it takes them from; by default it shares none with another mesh.
+        timeout: Of the groups' collectives.
 
     """
     assert dist.get_world_size() == shape.world_size, f"{shape} does not fill a world of {dist.get_world_size()}"
-    groups = MeshGroups(GroupPool(), device_type=device_type) if groups is None else groups
+    groups = MeshGroups(timeout, device_type)
     num_shards = shape.dp if shard_size == "auto" else shard_size
     dp_shard = 1 if zero_stage == 0 else num_shards
     sizes = (shape.pp, shape.dp // dp_shard, dp_shard, shape.cp, shape.tp)
     ranks = torch.arange(shape.world_size).view(sizes)
-    of_axes = [_own(groups.take(ranks.movedim(axis, -1).flatten(0, -2).tolist())) for axis in range(len(sizes))]
+    along = [ranks.movedim(axis, -1).flatten(0, -2).tolist() for axis in range(len(sizes))]
+    made = [groups.make(sets) if len(sets[0]) > 1 else groups.make_once(sets) for sets in along]
+    of_axes = [_own(group) for group in made]
     device_mesh = DeviceMesh.from_group(
         of_axes, device_type, ranks, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp")
     )
@@ -247,12 +251,11 @@ def build_mesh(
     # With tensor parallel alone it is that of tp, whose collectives come one after the other, too.
     is_tp_axis = shape.pp * shape.cp == 1
     replicas = [shape.replica_ranks(dp) for dp in range(shape.dp)]
-    replica_group = of_axes[-1] if is_tp_axis else _own(groups.take(replicas))
+    replica_group = of_axes[-1] if is_tp_axis else _own(groups.make(replicas))
     if dp_shard in (1, shape.dp):
         dp_group = device_mesh["dp_replicate" if dp_shard == 1 else "dp_shard"].get_group()
     else:
-        dp_group = _own(groups.take(shape.data_parallel_ranks()))
-    groups.serve(device_mesh)
+        dp_group = _own(groups.make(shape.data_parallel_ranks()))
     return Mesh(
         shape=shape,
         coordinate=shape.coordinate(dist.get_rank()),
@@ -268,16 +271,24 @@ def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """Groups and meshes that the runs of one process share, as long as its default process group is there."""
+@dataclass(slots=True)
+class _Made:
+    """A mesh of this process, and whether something still uses it: a Trainer, a model or a DTensor."""
 
-    pool: GroupPool = field(default_factory=GroupPool)
-    meshes: WeakValueDictionary[tuple[object, ...], Mesh] = field(default_factory=WeakValueDictionary)
+    key: tuple[object, ...]
+    mesh: weakref.ref[Mesh]
+    device_mesh: weakref.ref[DeviceMesh]
+    groups: MeshGroups
+
+    is_spoilt: bool = False
+    """Whether a run that failed may have left messages in its groups."""
 
 
-_of_process: list[_Shared] = []
-"""Has one after the first run, and none before it."""
+_made: list[_Made] = []
+"""In the same order on all ranks."""
+
+_last: list[tuple[object, Mesh]] = []
+"""Key and mesh of the last run, which the next one probably uses again."""
 
 
 def shared_mesh(
@@ -285,35 +296,40 @@ def shared_mesh(
 ) -> Mesh:
     """The mesh of an earlier run, if it is still there on all ranks, or else a new one. Every rank calls it.
 
-    It destroys the groups of meshes that are there no more.
+    It destroys the groups of meshes that no rank uses any more. That is a collective, so it is never left to the
+    garbage collector of one rank.
     """
-    if not _of_process or not _of_process[0].pool.is_current:
-        _of_process[:] = [_Shared()]
-    pool, meshes = _of_process[0].pool, _of_process[0].meshes
-    key = (shape, device_type, zero_stage, shard_size, timeout)
-    made = meshes.get(key)
-    mine = (made is not None, pool.states(None if made is None else made.device_mesh))
-    everyone: list[tuple[bool, list[KeptState]]] = [mine] * shape.world_size
+    key = (shape, device_type, zero_stage, shard_size, timeout, dist.group.WORLD)
+    _made[:] = [made for made in _made if made.key[-1] is key[-1]]  # else the groups ended with the default one
+    _last[:] = [last for last in _last if last[0] == key]
+    if any(made.device_mesh() is not None and (made.key != key or made.is_spoilt) for made in _made):
+        clear_caches()  # perhaps it is only in what DTensor remembers of operators, and in garbage
+        gc.collect()
+    mine = [(made.device_mesh() is not None, made.mesh() is not None, made.is_spoilt) for made in _made]
+    everyone = [mine] * shape.world_size
     dist.all_gather_object(everyone, mine)
-    if len({len(states) for _, states in everyone}) > 1:  # a run failed while groups were made
-        _of_process[:] = [_Shared()]
-        return shared_mesh(
-            shape, device_type=device_type, zero_stage=zero_stage, shard_size=shard_size, timeout=timeout
-        )
-    unused = pool.agree([states for _, states in everyone])
-    if made is None or not all(is_there for is_there, _ in everyone):
-        groups = MeshGroups(pool, timeout, device_type)
-        made = build_mesh(shape, zero_stage=zero_stage, device_type=device_type, shard_size=shard_size, groups=groups)
-        meshes[key] = made
-    pool.destroy(unused)
-    return made
+    if len({len(states) for states in everyone}) > 1:  # a run failed while groups were made
+        _made.clear()
+    mesh: Mesh | None = None
+    for made, states in zip(_made.copy(), zip(*everyone, strict=True) if _made else (), strict=True):
+        if not any(is_used for is_used, _, _ in states):
+            made.groups.destroy()
+            _made.remove(made)
+        elif made.key == key and all(is_there and not is_spoilt for _, is_there, is_spoilt in states):
+            mesh = made.mesh()
+    if mesh is None:
+        mesh = build_mesh(shape, zero_stage=zero_stage, device_type=device_type, shard_size=shard_size, timeout=timeout)
+        references = weakref.ref(mesh), weakref.ref(mesh.device_mesh)
+        _made.append(_Made(key, *references, mesh.groups))
+    _last[:] = [(key, mesh)]
+    return mesh
 
 
 def forget_meshes() -> None:
     """Let later runs make groups of their own, as those of a run that failed may still hold its messages."""
-    for shared in _of_process:
-        shared.meshes.clear()
-        shared.pool.spoil()
+    _last.clear()
+    for made in _made:
+        made.is_spoilt = True
 
 
 def is_shard(tensor: Tensor, axis: Literal["dp_shard", "tp"] = "dp_shard") -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,11 @@ class Generators:
             yield
         finally:
             self.restore(states)
+
+
+def random_states_kept() -> AbstractContextManager[None]:
+    """Let all default generators go on afterwards from where they are, also after an exception."""
+    return Generators(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")).preserved()
 
 
 def seed_host(seed: int) -> None:

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_3d.activations.collective_mode import CollectiveMode
 from lightning_3d.activations.selective import is_costly
 from lightning_3d.config.activations import Mode
+from lightning_3d.distributed.rng import random_states_kept
 from lightning_3d.model.blocks import kind_of
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
@@ -27,7 +28,6 @@ from lightning_3d.tensor.plan.planned_forward import PlannedForward
 from lightning_3d.torch_internals.autograd import is_cast_of_leaf
 from lightning_3d.torch_internals.dispatch import GROUPED_MM, SCALED_GROUPED_MM
 from lightning_3d.torch_internals.fake_tensors import FakeTensorMode, on_fake_tensors
-from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 from lightning_3d.trace.fake_blocks import with_state
 from lightning_3d.trace.ghost import TensorMeta

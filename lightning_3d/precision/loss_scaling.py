@@ -1,12 +1,12 @@
-"""Scaled losses of fp16: every optimizer has a scale, and all ranks skip the same steps.
+"""Scaled losses of fp16: one scale for all optimizers, and all ranks skip the same steps.
 
-    backward       losses, and so gradients, carry the smallest scale of the optimizers that it trains
+A step goes like this:
+
+    backward       losses, and so gradients, carry the scale
     before a step  gradients are unscaled (with manual optimization after every backward, as code may look at them),
                    and ranks agree on whether any of them overflowed; then hooks see them, and they are clipped
     step           skipped by all ranks if there was an overflow
-    after a step   the optimizer's scale moves
-
-`LossScaler` says how it moves.
+    after a step   the scale moves
 """
 
 from __future__ import annotations
@@ -21,11 +21,56 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_3d.config.precision import PrecisionConfig
-from lightning_3d.errors import CheckpointError, StepError
-from lightning_3d.precision.loss_scaler import LossScaler
+from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dispatch import unscale_and_check
 
 HeldGradients = Callable[[Iterable[nn.Parameter]], Sequence[Tensor]]
+
+_FACTOR = 2.0
+_SMALLEST = 1.0
+
+
+class LossScale:
+    """The factor of losses, moved as ``torch.amp.GradScaler`` moves it, whose states it gives and takes.
+
+    That class looks for overflows in ``grad`` of parameters, on one rank.
+    """
+
+    def __init__(self, config: PrecisionConfig) -> None:
+        self._is_dynamic = config.loss_scale == "dynamic"
+        self._window = config.loss_scale_window
+        self.value = 2.0**config.initial_scale_power if config.loss_scale == "dynamic" else float(config.loss_scale)
+        """The factor."""
+        self._num_steps = 0  # without overflow, since it moved
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether another overflow can't be answered, as the scale is the smallest one."""
+        return self._is_dynamic and self.value <= _SMALLEST
+
+    def update(self, *, has_overflowed: bool) -> None:
+        """After a step, or a skipped one."""
+        self._num_steps = 0 if has_overflowed else self._num_steps + 1
+        if self._is_dynamic and has_overflowed:
+            self.value = max(self.value / _FACTOR, _SMALLEST)
+        elif self._is_dynamic and self._num_steps == self._window:
+            self.value, self._num_steps = self.value * _FACTOR, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of a ``GradScaler``."""
+        return {
+            "scale": self.value,
+            "growth_factor": _FACTOR,
+            "backoff_factor": 1 / _FACTOR,
+            "growth_interval": self._window,
+            "_growth_tracker": self._num_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; a fixed scale, and the window, are those of this run."""
+        if self._is_dynamic:
+            self.value = max(float(state["scale"]), _SMALLEST)
+        self._num_steps = min(int(state["_growth_tracker"]), self._window - 1)
 
 
 class ScaledGradients:
@@ -35,9 +80,8 @@ class ScaledGradients:
         held: Gives the plain tensors that the gradients of parameters lie in on this rank.
     """
 
-    def __init__(self, optimizer: Optimizer, scaler: LossScaler, held: HeldGradients) -> None:
+    def __init__(self, optimizer: Optimizer, held: HeldGradients) -> None:
         self._optimizer, self._held = optimizer, held
-        self.scaler = scaler
         self.factor = 1.0
         self.is_unchecked = False
         """Whether nobody has looked yet for overflows in the backward of a scaled loss."""
@@ -79,7 +123,7 @@ class ScaledGradients:
 
 
 class LossScaling:
-    """The loss scales of all optimizers.
+    """The loss scale, and the gradients of all optimizers.
 
     Args:
         held: Gives the plain tensors that the gradients of parameters lie in on this rank.
@@ -97,26 +141,14 @@ class LossScaling:
         device: torch.device,
     ) -> None:
         self._held, self._names, self._device = held, names, device
-        self._scaled = {optimizer: ScaledGradients(optimizer, LossScaler(config), held) for optimizer in optimizers}
-
-    @property
-    def scales(self) -> list[float]:
-        """By optimizer."""
-        return [scaled.scaler.scale for scaled in self._scaled.values()]
-
-    @property
-    def factor(self) -> float:
-        """The factor of the loss whose backward comes."""
-        return min((scaled.scaler.scale for scaled in self._trained()), default=1.0)
-
-    def _trained(self) -> list[ScaledGradients]:
-        return [scaled for scaled in self._scaled.values() if scaled.is_trained]
+        self._scaled = {optimizer: ScaledGradients(optimizer, held) for optimizer in optimizers}
+        self.scale = LossScale(config)
+        """That of the loss whose backward comes."""
 
     def before_backward(self) -> None:
         """Before the backward of a scaled loss adds its gradients."""
-        factor = self.factor
-        for scaled in self._trained():
-            scaled.bring_to(factor)
+        for scaled in (scaled for scaled in self._scaled.values() if scaled.is_trained):
+            scaled.bring_to(self.scale.value)
             scaled.is_unchecked, scaled.has_overflowed = True, False
 
     def take_off(self) -> None:
@@ -132,10 +164,10 @@ class LossScaling:
         """
         scaled = self._scaled[optimizer]
         scaled.unscale(self._device)
-        if scaled.has_overflowed and scaled.scaler.is_spent:
+        if scaled.has_overflowed and self.scale.is_spent:
             raise StepError(
                 f"The gradient of {self._first_not_finite(scaled)} is not finite at the smallest loss scale,"
-                f" precision.min_loss_scale={scaled.scaler.scale:g}, so the loss scale can't be halved once more."
+                f" {self.scale.value:g}, so the loss scale can't be halved once more."
                 " The model or its data make these values, not the scale: look at them with"
                 " Trainer(detect_anomaly=True), or train with precision='bf16-mixed'."
             )
@@ -164,35 +196,16 @@ class LossScaling:
         if optimizer in self._scaled and self._scaled[optimizer].is_unchecked:
             raise StepError(
                 f"{type(optimizer).__name__}.step() was called beneath Lightning, with gradients of scaled losses (loss"
-                f" scale {self._scaled[optimizer].scaler.scale:g}) that were not checked for overflows. Call step() of"
+                f" scale {self.scale.value:g}) that were not checked for overflows. Call step() of"
                 " what self.optimizers() returns."
             )
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Move the optimizer's scale after a step, or a skipped one."""
-        scaled = self._scaled[optimizer]
-        before = scaled.scaler.scale
-        scaled.scaler.update(has_overflowed=scaled.has_overflowed)
-        if scaled.has_overflowed:
+        """Move the scale after a step, or a skipped one."""
+        has_overflowed, before = self._scaled[optimizer].has_overflowed, self.scale.value
+        self.scale.update(has_overflowed=has_overflowed)
+        if has_overflowed:
             rank_zero_info(
                 f"Gradients overflowed, so {type(optimizer).__name__} skipped a step; the loss scale was {before:g} and"
-                f" is {scaled.scaler.scale:g}."
+                f" is {self.scale.value:g}."
             )
-
-    def state_dict(self) -> list[dict[str, float | int]]:
-        """The state of each optimizer's scaler."""
-        return [scaled.scaler.state_dict() for scaled in self._scaled.values()]
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from a checkpoint.
-
-        Raises:
-            CheckpointError: it has scales of another number of optimizers.
-        """
-        if len(states) != len(self._scaled):
-            raise CheckpointError(
-                f"the checkpoint has loss scales of {len(states)} optimizers, but configure_optimizers returned"
-                f" {len(self._scaled)}"
-            )
-        for scaled, state in zip(self._scaled.values(), states, strict=True):
-            scaled.scaler.load_state_dict(state)

@@ -103,9 +103,9 @@ class ThreeDPrecision(Precision):
         return self.precision in ("16-mixed", "16-true")
 
     @property
-    def loss_scales(self) -> list[float]:
-        """The loss scale of every optimizer; empty without fp16."""
-        return [] if self._scaling is None else self._scaling.scales
+    def loss_scale(self) -> float:
+        """The factor of losses; 1 without fp16."""
+        return 1.0 if self._scaling is None else self._scaling.scale.value
 
     # ---- what the strategy tells
 
@@ -152,11 +152,6 @@ class ThreeDPrecision(Precision):
     def master_weights(self) -> MasterWeights | None:
         """The fp32 values that optimizers step in place of 16-bit parameters."""
         return MasterWeights() if self._widens else None
-
-    @property
-    def loss_factor(self) -> float:
-        """The factor of the loss whose backward comes."""
-        return 1.0 if self._scaling is None else self._scaling.factor
 
     def skips(self, optimizer: Optimizer) -> bool:
         """Whether its last gradients overflowed, so that it did not step."""
@@ -254,7 +249,7 @@ class ThreeDPrecision(Precision):
         if self._scaling is None:
             return tensor
         self._scaling.before_backward()
-        return tensor.float() * self._scaling.factor if self._scales_itself else tensor
+        return tensor.float() * self.loss_scale if self._scales_itself else tensor
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -315,28 +310,32 @@ class ThreeDPrecision(Precision):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._scaling is None else {"loss_scalers": self._scaling.state_dict()}
+        return {} if self._scaling is None else self._scaling.scale.state_dict()
 
     def tell_other_scales(self, checkpoint: Mapping[str, Any]) -> None:
-        """Warn where a checkpoint and this run do not both scale losses; every rank calls it before training."""
-        is_scaled = "loss_scalers" in checkpoint.get(type(self).__qualname__, ())
-        is_scaled_elsewhere = "scale" in checkpoint.get("MixedPrecision", ())
-        if self._scaling is None and (is_scaled or is_scaled_elsewhere):
+        """Take the state of Lightning's own scaler; warn where a checkpoint and this run do not both scale losses.
+
+        Every rank calls it before training.
+        """
+        of_lightning = checkpoint.get(MixedPrecision.__qualname__, {})
+        is_scaled = "scale" in of_lightning or "scale" in checkpoint.get(type(self).__qualname__, {})
+        if self._scaling is None and is_scaled:
             rank_zero_warn(
                 f"The checkpoint is of a run in fp16, and has a loss scale, which precision="
                 f"{self.precision!r} has no use for: it is not loaded."
             )
         elif self._scaling is not None and not is_scaled:
-            what = "another loss scaler" if is_scaled_elsewhere else "no loss scaler"
             rank_zero_warn(
-                f"The checkpoint has the state of {what}, so that precision={self.precision!r} begins with the loss"
-                f" scale {self.loss_scales[0]:g}."
+                f"The checkpoint has no loss scale, so that precision={self.precision!r} begins with"
+                f" {self.loss_scale:g}."
             )
+        else:
+            self.load_state_dict(of_lightning)
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._scaling is not None and "loss_scalers" in state_dict:
-            self._scaling.load_state_dict(state_dict["loss_scalers"])
+        if self._scaling is not None and "scale" in state_dict:
+            self._scaling.scale.load_state_dict(state_dict)
 
 
 def _of_weights(precision: PrecisionName) -> Precision:
@@ -365,14 +364,8 @@ def _refuse_other_scaler(scaler: torch.amp.GradScaler) -> None:
             "a GradScaler with enabled=False would be ignored: strategy='3d' scales losses of fp16. Leave the scaler"
             " out; with precision.loss_scale=1 losses are not scaled"
         )
-    given = {
-        "init_scale": scaler.get_scale(),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-    }
-    defaults = {"init_scale": 2.0**16, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-    changed = ", ".join(f"{name}={value:g}" for name, value in given.items() if value not in (defaults[name], 1.0))
+    defaults = torch.amp.GradScaler("cpu").state_dict()
+    changed = ", ".join(f"{name}={value:g}" for name, value in scaler.state_dict().items() if value != defaults[name])
     if changed:
         raise ConfigError(
             f"a GradScaler with {changed} would be ignored: strategy='3d' scales losses itself, alike on all ranks."

@@ -1,4 +1,4 @@
-"""Helpers that Lightning and torchmetrics keep private: of strategies, dataloaders, random states and metrics.
+"""Helpers that Lightning and torchmetrics keep private: of strategies, dataloaders and metrics.
 
 ``ThreeDStrategy`` also overrides ``_configure_launcher`` and sets ``_launcher`` and ``_precision_plugin``, as every
 strategy does; ``ThreeDPrecision`` overrides ``_wrap_closure`` and calls ``_after_closure``, as Lightning's plugins do.
@@ -25,7 +25,6 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
     _sync_ddp,
 )
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.core import saving
@@ -363,16 +362,6 @@ def set_up_validation(trainer: Trainer) -> None:
 def before_transfer(module: LightningModule, batch: Any) -> Any:
     """A batch as the user's ``on_before_batch_transfer`` leaves it."""
     return module._on_before_batch_transfer(batch, dataloader_idx=0)
-
-
-@contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Go on from the same states afterwards, also after an exception, where Lightning's ``isolate_rng`` does not."""
-    states = _collect_rng_states()
-    try:
-        yield
-    finally:
-        _set_rng_states(states)
 
 
 FIXED_NAMES = frozenset({"_defaults", "_persistent", "_reductions", "process_group"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,9 +16,8 @@ from lightning_3d.errors import OffloadError
 from lightning_3d.torch_internals.fsdp import move_shards, shards_of, when_gathered
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.master_weights import MasterWeights, is_half
-from lightning_3d.zero.offload.places import make_store
 from lightning_3d.zero.offload.steps import OffloadedSteps
-from lightning_3d.zero.offload.store import HostMemory, Store
+from lightning_3d.zero.offload.store import Advice, Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states
 
 _WINDOW = 64  # MiB
@@ -39,18 +39,18 @@ def offload_parameters(place: str, root: nn.Module) -> Store:
     Raises:
         OffloadError: the directory can't be written or has no room, on any rank.
     """
-    store: Store = HostMemory()
+    store = Store()
     failure: OffloadError | None = None
     if place in ("none", "cpu"):
         return store
     units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
     try:
-        store = make_store(place)
-        store.reserve(sum(store.size_of(shard.nbytes) for unit in units for shard in shards_of(unit)))
+        store = Store.at(place)
+        store.reserve(sum(shard.nbytes for unit in units for shard in shards_of(unit)))
         for unit in units:
             move_shards(unit, store.zeros)
-            store.let_go(shards_of(unit))
-            when_gathered(unit, store.let_go)
+            store.advise(shards_of(unit), Advice.NOT_FOR_A_WHILE)
+            when_gathered(unit, partial(store.advise, advice=Advice.NOT_FOR_A_WHILE))
     except OffloadError as error:
         failure = error
     raise_alike(failure)
@@ -78,8 +78,8 @@ def offloaded_steps(
     store: Store | None = None
     failure: OffloadError | None = None
     try:
-        store = make_store(config.offload_optimizer)
-        store.reserve(sum(_num_bytes(optimizer, zero, store, masters) for optimizer in kinds))
+        store = Store.at(config.offload_optimizer)
+        store.reserve(sum(_num_bytes(optimizer, zero, masters) for optimizer in kinds))
     except OffloadError as error:
         failure = error
     raise_alike(failure)
@@ -89,7 +89,7 @@ def offloaded_steps(
     return OffloadedSteps(store, zero.parameter_store, window_bytes=window_bytes, device=device, kinds=kinds)
 
 
-def _num_bytes(optimizer: Optimizer, zero: Zero, store: Store, masters: MasterWeights | None) -> int:
+def _num_bytes(optimizer: Optimizer, zero: Zero, masters: MasterWeights | None) -> int:
     """Bytes of the states that it will have on this rank, as far as a trial tells."""
     num_bytes, num = 0, num_states(optimizer)
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in zero.shards):
@@ -97,5 +97,5 @@ def _num_bytes(optimizer: Optimizer, zero: Zero, store: Store, masters: MasterWe
         widens = masters is not None and is_half(own)
         num_kept = num + (masters is not None and widens)
         if parameter.requires_grad:
-            num_bytes += num_kept * store.size_of(own.numel() * 4 if widens else own.nbytes)
+            num_bytes += num_kept * (own.numel() * 4 if widens else own.nbytes)
     return num_bytes

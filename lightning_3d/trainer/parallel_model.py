@@ -272,7 +272,7 @@ class _Making:
             randomness=randomness,
             whole=partial(full_params, module, module, plan, mesh, device, writeback=True),
             splits_backward=self._config.pipeline.splits_backward,
-            loss_scale=lambda: precision.loss_factor,
+            loss_scale=lambda: precision.loss_scale,
             anomalies=anomalies,
             heads=heads,
         )

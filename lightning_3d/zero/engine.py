@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_3d.torch_internals.dispatch import foreach_multiply
 from lightning_3d.zero.master_weights import is_half
-from lightning_3d.zero.offload.store import HostMemory, Store
+from lightning_3d.zero.offload.store import Store
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 from lightning_3d.zero.shard import RankShard, plain
 
@@ -73,7 +73,7 @@ class Zero(ABC):
         """Data-parallel ranks that share what is stepped."""
         self.owners: dict[nn.Parameter, int] = {}
         """Parameters that one of them steps whole, also those of other pipeline stages -> its index."""
-        self.parameter_store: Store = HostMemory()
+        self.parameter_store = Store()
         """Holds parameters that do not lie on the device."""
         self.shows_gradients = True
         """Whether the user's code may look at gradients before the optimizer's step, so that they have to be whole."""

@@ -113,7 +113,7 @@ def _stage_groups(
     dist.all_gather_object(everyone, set(shared))
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for stages in sorted(set().union(*(found for found in everyone if found))):
-        group = mesh.groups.take_once([[ranks[stage] for stage in stages] for ranks in mesh.shape.pipelines()])
+        group = mesh.groups.make_once([[ranks[stage] for stage in stages] for ranks in mesh.shape.pipelines()])
         if group is not None:
             groups[stages] = group
     return groups

@@ -1,16 +1,21 @@
-"""How much of a parameter an optimizer has to see at once, found by trying it on small tensors."""
+"""How much of a parameter an optimizer has to see at once, found by trying copies of it on small tensors."""
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import (
     ASGD,
+    LBFGS,
     SGD,
     Adadelta,
     Adagrad,
@@ -24,8 +29,8 @@ from torch.optim import (
     Rprop,
 )
 
-from lightning_3d.torch_internals.lightning_helpers import random_states_kept
-from lightning_3d.zero.optimizer_trial import Problem, Trial, maker
+from lightning_3d.distributed.rng import random_states_kept
+from lightning_3d.torch_internals.pytree import tree_leaves
 
 OptimizerKind = Literal["rows", "parameters", "all"]
 """``"rows"``: it works element by element, so any rows of a parameter can be stepped alone. ``"parameters"``: it needs
@@ -34,12 +39,13 @@ elsewhere than in its groups, or was not understood."""
 
 _CPU = torch.device("cpu")
 _ELEMENTWISE = (SGD, Adam, AdamW, NAdam, RAdam, Adagrad, RMSprop, Adadelta, Adamax, ASGD, Rprop)
-_STEPS = 30  # some begin to do other things after a while
-_SHORT = 20  # of those that do not work element by element, which cost more
-_MOST_GROWTH = 500  # steps
-_NO_GROWTH = 10  # steps after which states are taken to grow no more
-_LRS = (1e-2, 1.0)  # a schedule may begin with 0; some learn their own rate, from 1 alone
+_STEPS = 20  # some begin to do other things after a while
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative to how far parameters move
+_SHAPES = {1: (132,), 2: (132, 130), 3: (132, 65, 2), 4: (132, 33, 2, 2)}  # some treat small matrices otherwise
+_PLAIN = {"fused": None, "foreach": None, "capturable": False}  # these change how fast a step is
+
+_Problem = tuple[Tensor, Tensor]
+"""Values of a parameter, and its gradient in each step."""
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -50,8 +56,7 @@ def is_known(optimizer: Optimizer) -> bool:
 def optimizer_kind(optimizer: Optimizer, *, cuts: Sequence[int] = (0,), device: torch.device = _CPU) -> OptimizerKind:
     """Find the kind of an optimizer. Nothing of it is changed.
 
-    Optimizers of its class with the settings of each of its groups step random tensors: whole, cut in two, beside
-    another, beside an empty one, and with an empty group.
+    Copies of it step random tensors: whole, beside others, cut in two, beside an empty one.
 
     Args:
         cuts: Dims along which ranks share parameters.
@@ -59,9 +64,8 @@ def optimizer_kind(optimizer: Optimizer, *, cuts: Sequence[int] = (0,), device: 
     """
     if is_known(optimizer):
         return "rows"
-    with random_states_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kinds = {_kind(make, dim, cuts, device) for make, dim in _cases(optimizer)}
+    with _undisturbed():
+        kinds = {_kind(optimizer, group, dim, cuts, device) for group, dim in _cases(optimizer)}
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
 
 
@@ -72,143 +76,147 @@ def steps_apart(optimizer: Optimizer) -> bool:
     """
     if is_known(optimizer):
         return True
-    with random_states_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return all(_steps_apart(make, dim) for make, dim in _cases(optimizer))
-
-
-def _steps_apart(make: _Make, dim: int) -> bool:
-    torch.manual_seed(0)
-    problems = [Problem.random(dim, _STEPS, torch.float32, _CPU) for _ in range(2)]
-    together, apart = Trial(make, [problems]), Trial(make, [problems])
-    for step in range(_SHORT):
-        together.step(step)
-        apart.step_each(step)
-        if not all(_is_close(together.moved(i), apart.moved(i), _TOLERANCES[torch.float32]) for i in range(2)):
-            return False
+    with _undisturbed():
+        for group, dim in _cases(optimizer):
+            problems = [_problem(dim, torch.float32, _CPU) for _ in range(2)]
+            together, apart = (_try(optimizer, group, [problems], calls_apart=apart) for apart in (False, True))
+            if not _are_close(together.moved, apart.moved):
+                return False
     return True
 
 
 def num_states(optimizer: Optimizer) -> int:
-    """Tensors like a parameter that an optimizer keeps for it once they grow no more; 0 if it can't be tried.
+    """Tensors like a parameter that an optimizer keeps for it; 0 if it can't be tried."""
+    if isinstance(optimizer, LBFGS):  # once it remembers as many iterations as it may
+        return 2 * int(optimizer.param_groups[0]["history_size"]) + 2
+    with _undisturbed():
+        try:
+            trials = [_try(optimizer, group, [[_problem(dim, torch.float32)]]) for group, dim in _cases(optimizer)]
+        except Exception:  # as in `_kind`
+            return 0
+    return max((trial.num_states for trial in trials), default=0)
 
-    That of LBFGS grows for as many iterations as it remembers.
-    """
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
     with random_states_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for by_closure in (False, True):
-            torch.manual_seed(0)
-            try:
-                return _most_states(optimizer, by_closure=by_closure)
-            except Exception:  # as in `_kind`
-                continue
-    return 0
+        torch.manual_seed(0)
+        yield
 
 
-def _most_states(optimizer: Optimizer, *, by_closure: bool) -> int:
-    problem = Problem.random(2, 1, torch.float32, _CPU)
-    if by_closure:  # which takes many iterations
-        problem = Problem(torch.randn(8, 12), torch.empty(0))
-    trial = Trial(maker(optimizer, optimizer.param_groups[0], _LRS[0]), [[problem]])
-    goal, most, num_alike = torch.zeros_like(problem.values), 0, 0
-    for _ in range(_MOST_GROWTH):
-        goal = goal + 0.1 * torch.randn_like(goal)  # else one that has arrived remembers nothing more
-        trial.descend([goal], by_closure=by_closure)
-        num = trial.num_states()
-        num_alike = num_alike + 1 if num <= most else 0
-        most = max(most, num)
-        if num_alike == _NO_GROWTH:
-            break
-    return most
-
-
-_Make = Callable[[Any], Optimizer]
-
-
-def _cases(optimizer: Optimizer) -> Iterator[tuple[_Make, int]]:
-    """How to make an optimizer with the settings of each group, and numbers of dims of the group's parameters."""
-    seen: set[str] = set()
+def _cases(optimizer: Optimizer) -> list[tuple[dict[str, Any], int]]:
+    """Groups whose settings differ, without their parameters, and numbers of dims of these."""
+    cases = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for dim in sorted({min(parameter.dim(), 4) for parameter in group["params"]} - {0}):
-            case = repr((dim, sorted(settings.items(), key=str)))
-            if case not in seen:
-                yield from ((maker(optimizer, group, lr), dim) for lr in _LRS)
-            seen.add(case)
+        settings.update((key, value) for key, value in _PLAIN.items() if key in group)
+        if isinstance(group.get("lr"), float | Tensor):  # a schedule may begin with 0
+            settings["lr"] = max(group["lr"], 1e-2)
+        for dim in {min(parameter.dim(), 4) for parameter in group["params"]} - {0}:
+            cases[repr((dim, sorted(settings.items(), key=str)))] = settings, dim
+    return list(cases.values())
 
 
-def _kind(make: _Make, dim: int, cuts: Sequence[int], device: torch.device) -> OptimizerKind:
+def _kind(
+    optimizer: Optimizer, group: dict[str, Any], dim: int, cuts: Sequence[int], device: torch.device
+) -> OptimizerKind:
     for dtype in _TOLERANCES:
-        torch.manual_seed(0)
+        first, second = (_problem(dim, dtype, device) for _ in range(2))
         try:
-            return _compare(make, dim, [cut for cut in cuts if cut < dim], dtype, device)
+            alone, others = _try(optimizer, group, [[first], []]), _try(optimizer, group, [[first, second], [second]])
         except Exception:  # of the user's class: whatever it can't do with such tensors
             continue
+        # What is counted in a group is to be alike on all ranks, of which some have none of its parameters.
+        is_alike = _are_close(alone.moved, others.moved) and alone.settings == others.settings
+        if not is_alike or not alone.moved.any():
+            return "all"
+        try:
+            is_by_rows = _are_close(alone.moved, _try(optimizer, group, [[first, _part(first, 0, 0, 0)]]).moved)
+            for cut in (cut for cut in cuts if cut < dim):
+                size = first[0].shape[cut]
+                ends = (0, size * 2 // 3, size)
+                parts = [_part(first, cut, *pair) for pair in pairwise(ends)]
+                moved = torch.cat([_try(optimizer, group, [[part]]).moved for part in parts], cut)
+                is_by_rows &= _are_close(alone.moved, moved)
+        except Exception:  # what it does with whole ones it can't do with these
+            return "parameters"
+        return "rows" if is_by_rows else "parameters"
     return "all"
 
 
-def _compare(make: _Make, dim: int, cuts: Sequence[int], dtype: torch.dtype, device: torch.device) -> OptimizerKind:
-    first, second = (Problem.random(dim, _STEPS, dtype, device) for _ in range(2))
-    alone, tolerance = Trial(make, [[first]]), _TOLERANCES[dtype]
-    full, empty = Trial(make, [[first], [second]]), Trial(make, [[first], [second]], left_out=1)
-    same = [Trial(make, [[first, second]]), Trial(make, [[first]], moves=True), full, empty]
-    parts = _Parts(make, first, cuts, tolerance)
+def _problem(num_dims: int, dtype: torch.dtype, device: torch.device = _CPU) -> _Problem:
+    """Random values, and gradients mostly of one direction; last rows and columns are larger, so that norms differ."""
+    shape = _SHAPES[num_dims]
+    scale = torch.ones(shape, dtype=dtype, device=device)
+    for dim, size in enumerate(shape[:2]):
+        scale.narrow(dim, size * 2 // 3, size - size * 2 // 3).mul_(10.0)
+    gradients = torch.randn_like(scale) + torch.randn(_STEPS, *shape, dtype=dtype, device=device)
+    for step, gradient in enumerate(gradients):
+        gradient *= scale * 0.5 ** (step % 10)  # some change large steps after small ones, or small after large
+    return torch.randn_like(scale) * scale, gradients
+
+
+def _part(problem: _Problem, dim: int, start: int, stop: int) -> _Problem:
+    values, gradients = problem
+    return values.narrow(dim, start, stop - start), gradients.narrow(dim + 1, start, stop - start)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trial:
+    """What steps did to the first of some tensors."""
+
+    moved: Tensor
+    settings: str
+    """Of the groups, in words."""
+    num_states: int
+
+
+def _try(
+    optimizer: Optimizer, settings: dict[str, Any], groups: Sequence[Sequence[_Problem]], *, calls_apart: bool = False
+) -> _Trial:
+    """Step a copy of an optimizer with other parameters, in groups of the same settings.
+
+    Args:
+        calls_apart: Whether each parameter of the one group is stepped by a call of its own.
+    """
+    parameters = [[nn.Parameter(_new(values)) for values, _ in group] for group in groups]
+    copied = _copied(optimizer)
+    copied.param_groups = [{**copy.deepcopy(settings), "params": group} for group in parameters]
     for step in range(_STEPS):
-        if _SHORT <= step < _STEPS - 1 and not parts.are_alike:
-            continue
-        try:
-            for trial in (alone, *same):
-                trial.step(step)
-        except Exception:
-            if step == _STEPS - 1:  # it does not take gradients that are not finite
-                break
-            raise
-        moved = alone.moved()
-        if not all(_is_close(moved, trial.moved(), tolerance) for trial in same):
-            return "all"
-        if full.settings(1) != empty.settings(1):  # what is counted in a group is to be alike on all ranks
-            return "all"
-        parts.step(step, moved)
-    return "rows" if parts.are_alike else "parameters"
+        for parameter, (_, gradients) in zip(chain(*parameters), chain(*groups), strict=True):
+            parameter.grad = _new(gradients[step])
+        before = [dict(group) for group in copied.param_groups]
+        for only in parameters[0] if calls_apart else [None]:
+            if only is not None:
+                copied.param_groups[0].update(before[0], params=[only])
+            copied.step()
+    first, settings_now = parameters[0][0], [{**group, "params": None} for group in copied.param_groups]
+    states = [leaf for leaf in tree_leaves(copied.state[first]) if isinstance(leaf, Tensor)]
+    return _Trial(
+        moved=first.detach() - groups[0][0][0],
+        settings=str(settings_now),
+        num_states=sum(leaf.numel() == first.numel() for leaf in states),
+    )
 
 
-class _Parts:
-    """A problem cut along some dims, and an empty one beside another, stepped until they move otherwise than whole."""
-
-    def __init__(self, make: _Make, whole: Problem, cuts: Sequence[int], tolerance: float) -> None:
-        self._tolerance = tolerance
-        self._cuts: list[tuple[int, list[Trial]]] = []
-        self.are_alike = True
-        """Whether they moved as the whole does."""
-        with self._telling():
-            self._cuts = [(dim, [Trial(make, [[part]]) for part in whole.parts(dim)]) for dim in cuts]
-            self._cuts.append((0, [Trial(make, [[whole, whole.empty()]])]))
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception:  # what it does with whole ones it can't do with these
-            self.are_alike = False
-
-    def step(self, number: int, moved: Tensor) -> None:
-        """Step once, and compare with how far the whole has moved."""
-        if not self.are_alike:
-            return
-        with self._telling():
-            for dim, trials in self._cuts:
-                for trial in trials:
-                    trial.step(number)
-                parts = torch.cat([trial.moved() for trial in trials], dim)
-                self.are_alike &= _is_close(moved, parts, self._tolerance)
+def _new(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _is_close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def _copied(optimizer: Optimizer) -> Optimizer:
+    """An optimizer with the same attributes, without states, hooks and the parameters that it refers to."""
+    copied = object.__new__(type(optimizer))
+    others = {id(p): nn.Parameter(torch.empty(0)) for group in optimizer.param_groups for p in group["params"]}
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups", "step")}
+    own.update((name, OrderedDict()) for name in own if name.endswith("_hooks"))
+    vars(copied).update(copy.deepcopy(own, others), state=defaultdict(dict), param_groups=[])
+    return copied
+
+
+def _are_close(a: Tensor, b: Tensor) -> bool:
     """Whether movements are alike, elements that are not finite included."""
-    if torch.equal(a, b):
-        return True
-    finite = a.isfinite()
-    if not torch.equal(finite, b.isfinite()):
+    if not torch.equal(a.isfinite(), b.isfinite()):
         return False
-    a, b = a[finite], b[finite]
-    return not a.numel() or bool((a - b).abs().max() <= tolerance * a.abs().max())
+    a, b = a.nan_to_num(0.0, 0.0, 0.0), b.nan_to_num(0.0, 0.0, 0.0)
+    return bool((a - b).abs().max() <= _TOLERANCES[a.dtype] * a.abs().max())

@@ -64,7 +64,7 @@ class PlainParameters(Zero):
         self._replicas = Replicas(mesh) if mesh.shape.dp > 1 else None
         self._compressing: dist.ProcessGroup | None = None
         if self._replicas is not None and self._power_sgd_rank is not None:  # its hook goes on in callbacks
-            self._compressing = mesh.groups.take_once(mesh.shape.data_parallel_ranks(), runs_callbacks=True)
+            self._compressing = mesh.groups.make_once(mesh.shape.data_parallel_ranks(), runs_callbacks=True)
         self.num_sharing = 1 if self._replicas is None else self._replicas.num_shards
         self.shards = {parameter: self._shard(parameter, mesh) for parameter in present}
         self._by_rows = dict(self.shards)

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from typing_extensions import override
 
 from lightning_3d.distributed.generator_states import generators_of
-from lightning_3d.distributed.rng import StepRandomness, seed_host
+from lightning_3d.distributed.rng import StepRandomness, random_states_kept, seed_host
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.pipeline.effects.attributes import Attributes
@@ -20,7 +20,6 @@ from lightning_3d.pipeline.effects.join import Joiner, are_numbers
 from lightning_3d.pipeline.effects.logs import Logs
 from lightning_3d.pipeline.effects.metrics import Metrics
 from lightning_3d.pipeline.loss import check_loss
-from lightning_3d.torch_internals.lightning_helpers import random_states_kept
 from lightning_3d.trace.interception import Router
 
 

@@ -6,7 +6,7 @@ is under way, whose hooks, profiler and result belong to the step as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.master_weights import follow
 from lightning_3d.zero.offload.copies import HostCopies, Lent
 from lightning_3d.zero.offload.states import OffloadedStates
-from lightning_3d.zero.offload.store import Store
+from lightning_3d.zero.offload.store import Advice, Store
 from lightning_3d.zero.offload.windows import Part, Piece, deal
 from lightning_3d.zero.optimizer_kind import OptimizerKind
 
@@ -57,7 +57,8 @@ class OffloadedSteps:
         for parameter in only or [p for p in optimizer.state if isinstance(p, nn.Parameter)]:
             state = optimizer.state[parameter]
             self._states.bring_home(optimizer, parameter)
-            self._let_go(value for value in tree_leaves(state) if isinstance(value, Tensor))
+            held = [value for value in tree_leaves(state) if isinstance(value, Tensor)]
+            self._advise(held, Advice.NOT_FOR_A_WHILE)
 
     @torch.no_grad()
     def enter(self, optimizer: Optimizer, parts: Sequence[Part], *closure: KnownLoss) -> Window:
@@ -84,14 +85,12 @@ class OffloadedSteps:
         return self._open(optimizer, lent)
 
     def _fetch(self, pieces: Sequence[Piece]) -> Lent:
-        for store in self._stores:
-            store.will_need(self._held(pieces))
+        self._advise(self._held(pieces), Advice.SOON)
         return self._copies.fetch(pieces)
 
     def _open(self, optimizer: Optimizer, lent: Lent) -> Window:
         lent.wait()
-        for store in self._stores:
-            store.need(self._held(lent.pieces))
+        self._advise(self._held(lent.pieces), Advice.WRITTEN_NOW)
         for piece, values in zip(lent.pieces, lent.values, strict=True):
             if piece.rounded is not None:
                 follow(values, lent.rounded[piece])
@@ -125,15 +124,14 @@ class OffloadedSteps:
                 self._states.take_back(optimizer, piece, parameter)
         except OffloadError as error:
             self._failure = error
-        self._let_go(self._held(lent.pieces))
+        self._advise(self._held(lent.pieces), Advice.NOT_FOR_A_WHILE)
 
     def _held(self, pieces: Sequence[Piece]) -> list[Tensor]:
         return [t for piece in pieces for t in (piece.values, *self._states.of(piece))]
 
-    def _let_go(self, tensors: Iterable[Tensor]) -> None:
-        held = list(tensors)
+    def _advise(self, tensors: Sequence[Tensor], advice: Advice) -> None:
         for store in self._stores:
-            store.let_go(held)
+            store.advise(tensors, advice)
 
     def finish(self) -> None:
         """After a step; every rank calls it.

@@ -1,82 +1,126 @@
-"""Memory for what does not lie on the device: that of the host, or files mapped into it."""
+"""Memory for what does not lie on the device: that of the host, or files below a directory that are mapped into it.
+
+A file is reserved whole when it is made, so that a full disk shows there and not when a page is written. The kernel
+reads pages when they are touched, or before, when told to; it writes changed pages when it likes and drops them when
+memory is short. What a process has touched counts as its own until it lets go.
+
+Files have no names: they are gone with the process, however that ends, and runs can share a directory.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import ctypes
+import math
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable
-from typing import ClassVar
+from enum import IntEnum
+from pathlib import Path
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
-from typing_extensions import override
+from torch import Tensor, UntypedStorage
+
+from lightning_3d.errors import OffloadError
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Store(ABC):
-    """Holds tensors of the CPU device."""
+class Advice(IntEnum):
+    """How tensors in files are used next, in the numbers of Linux's madvise(2)."""
 
-    can_fail: ClassVar[bool] = False
-    """Whether room may be missing."""
+    SOON = 3  # MADV_WILLNEED
+    WRITTEN_NOW = 23  # MADV_POPULATE_WRITE; before Linux 5.14 pages come one by one, when they are touched
+    NOT_FOR_A_WHILE = 4  # MADV_DONTNEED
 
-    @abstractmethod
+
+class Store:
+    """Holds tensors of the CPU device. Memory of the host is not pinned: only parameters and gradients travel.
+
+    Args:
+        directory: Has the files, of tensors that are no smaller than a page, if there are any. Made if it does not
+            exist.
+
+    Raises:
+        OffloadError: it can't be made or written.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        self._files: WeakSet[UntypedStorage] = WeakSet()
+        self._reserved: Tensor | None = None
+        if directory is not None:
+            self.reserve(_PAGE)
+
+    @classmethod
+    def at(cls, place: str) -> Store:
+        """The one of ``zero.offload_optimizer`` or ``zero.offload_params``; ``"none"`` is the memory of the host, too.
+
+        Raises:
+            OffloadError: it is a directory that can't be made or written, on this rank.
+        """
+        return cls(None if place in ("none", "cpu") else Path(place).expanduser())
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether room may be missing."""
+        return self._directory is not None
+
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor, or what it is a view of, lies here."""
+        is_small = self._directory is None or tensor.nbytes < _PAGE
+        return tensor.device.type == "cpu" and (is_small or self._is_in_file(tensor))
 
-    @abstractmethod
     def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A new tensor.
 
         Raises:
             OffloadError: there is no room.
         """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._directory is None or num_bytes < _PAGE:
+            return torch.zeros(shape, dtype=dtype)
+        self._reserved = None
+        memory = self._new_file(num_bytes)
+        self._files.add(memory.untyped_storage())
+        return memory.view(dtype).view(shape)
 
-    @abstractmethod
     def reserve(self, num_bytes: int) -> None:
-        """Make sure of room for tensors that come.
+        """Make sure of room for tensors that come, and keep it until the first does.
 
         Raises:
             OffloadError: there is none.
         """
+        if self._directory is not None and num_bytes > 0:
+            self._reserved = self._new_file(num_bytes)
 
-    def size_of(self, num_bytes: int) -> int:
-        """Bytes of room that a tensor of so many bytes takes."""
-        return num_bytes
+    def _new_file(self, num_bytes: int) -> Tensor:
+        assert self._directory is not None
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                return torch.from_file(f"/proc/self/fd/{file.fileno()}", True, num_bytes, dtype=torch.uint8)
+        except OSError as error:
+            folders = (self._directory, *self._directory.absolute().parents)
+            free = shutil.disk_usage(next(path for path in folders if path.exists())).free
+            raise OffloadError(
+                f"can't offload to {self._directory}: {error.strerror or error}. A file of {num_bytes:,} bytes was to"
+                f" be made there, and {free:,} bytes are free. Make room, or give zero.offload_optimizer and"
+                " zero.offload_params a directory that each rank can write to"
+            ) from error
 
-    @abstractmethod
-    def will_need(self, tensors: Iterable[Tensor]) -> None:
-        """Begin to bring near what is used soon; other tensors are ignored."""
+    def advise(self, tensors: Iterable[Tensor], advice: Advice) -> None:
+        """Tell how tensors are used next, by all pages that they touch; those that are in no file are ignored."""
+        if not self._files:
+            return
+        madvise = ctypes.CDLL(None).madvise
+        for tensor in tensors:
+            if tensor.nbytes and self._is_in_file(tensor):
+                first = tensor.data_ptr() // _PAGE * _PAGE
+                length = tensor.data_ptr() + tensor.nbytes - first
+                madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), advice.value)
 
-    @abstractmethod
-    def need(self, tensors: Iterable[Tensor]) -> None:
-        """Tell what is written now; other tensors are ignored."""
-
-    @abstractmethod
-    def let_go(self, tensors: Iterable[Tensor]) -> None:
-        """Tell what is not used for a while; other tensors are ignored."""
-
-
-class HostMemory(Store):
-    """The memory of the host. Not pinned: states stay there, only parameters and gradients travel."""
-
-    @override
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu"
-
-    @override
-    def zeros(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype)
-
-    @override
-    def reserve(self, num_bytes: int) -> None:
-        """Nothing."""
-
-    @override
-    def will_need(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing."""
-
-    @override
-    def need(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing."""
-
-    @override
-    def let_go(self, tensors: Iterable[Tensor]) -> None:
-        """Nothing."""
+    def _is_in_file(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage() in self._files
