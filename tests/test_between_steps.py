@@ -121,11 +121,33 @@ def test_calls_are_those_of_one_process(workers: WorkerPools, layout: Layout) ->
     assert_same_state(workers(2).run(_call, layout), {k: v for k, v in expected.items() if k not in left_out})
 
 
+@torch.no_grad()
+def _follows(module: Coders) -> None:
+    """Changes weights by those of the other coder, which another pipeline stage may have, and reads all of them."""
+    one, other = module.backbone.up, module.decoder.up
+    other.bias.lerp_(one.bias, 0.5)
+    module.decoder.scale.data.copy_(module.backbone.scale.data)
+    torch._foreach_mul_([one.bias, module.backbone.scale], [other.bias, module.decoder.scale])
+    other.bias.data = 0.9 * other.bias.data + 0.1 * one.bias.data
+    module.seen["norm"] = torch.stack([parameter.norm() for parameter in module.parameters()]).norm()
+    module.seen["vector"] = nn.utils.parameters_to_vector(module.parameters())
+
+
+def _follow(layout: Layout | None) -> Seen:
+    return _run(layout, _follows)
+
+
+@pytest.mark.parametrize("layout", [PP, Layout(pp=2, tp=2), Layout(pp=2, dp=2, zero=3)], ids=str)
+def test_weights_follow_those_of_another_stage(workers: WorkerPools, layout: Layout) -> None:
+    (expected,) = workers(1).run(_follow, None)
+    assert_same_state(workers(layout.world_size).run(_follow, layout), expected)
+
+
 def _refuse() -> None:
     def check(module: Coders) -> None:
         absent = [parameter for parameter in module.parameters() if parameter.is_meta]
         with pytest.raises(StepError, match="stack needs the values of"):
-            torch.stack([parameter.detach().norm() for parameter in module.parameters()])
+            torch.stack([parameter.norm() for parameter in module.parameters()])  # with a graph
         with pytest.raises(StepError, match="__float__ needs the values of"):
             float(absent[0].sum())
         with pytest.raises(StepError, match="A backward came to decoder, which was called outside of a step"):

@@ -30,7 +30,7 @@ from lightning_3d.tensor.placement import Parts, Sharded
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction
 from lightning_3d.torch_internals.dtensor import local_tensor, spec_of
 from lightning_3d.torch_internals.tensors import count_as_parameter, is_referred_to
-from lightning_3d.zero.outside_reads import ShardedParameter
+from lightning_3d.zero.outside_reads import for_steps, whole_of
 
 
 def refuse_second_order(what: str) -> None:
@@ -220,9 +220,9 @@ def own_shard(tensor: DTensor) -> Tensor:
 
     Parameters of which ZeRO stage 3 has left each replica a share are gathered for it.
     """
-    if isinstance(tensor, ShardedParameter):
+    if whole_of(tensor) is not None:
         with DisableTorchFunction():
-            tensor = tensor.gathered()
+            tensor = for_steps(tensor)
     local = _apply(_OwnShard, tensor)
     if isinstance(tensor, nn.Parameter):
         count_as_parameter(local)  # what a block's code finds is an nn.Parameter to it

@@ -28,7 +28,6 @@ from lightning_3d.tensor.rules.function import (
     DECIDES,
     METADATA,
     ON_WHOLE,
-    SET_DATA,
     Function,
     function_name,
     map_tensors,
@@ -41,7 +40,7 @@ from lightning_3d.tensor.rules.table import RULES
 from lightning_3d.tensor.running_statistics import RunningStatistics
 from lightning_3d.tensor.sequence import SEQUENCE_DIM, GatheredSequence, is_along
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
-from lightning_3d.torch_internals.dispatch import DisableTorchFunction
+from lightning_3d.torch_internals.dispatch import SET_DATA, DisableTorchFunction
 from lightning_3d.torch_internals.modules import buffers_of
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_unflatten
 from lightning_3d.torch_internals.tensors import version_of

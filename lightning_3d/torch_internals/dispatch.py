@@ -64,6 +64,12 @@ class OperatorMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
 
 
+GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor, a new object every time
+SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+_INFIX = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _INFIX)})
+
 FUSED_RMS_NORM = torch.ops.aten._fused_rms_norm.default
 GROUPED_MM = torch.ops.aten._grouped_mm
 INDEX_PUT_IMPL = torch.ops.aten._index_put_impl_.default
@@ -89,6 +95,11 @@ schema_of: Callable[[OpOverload], FunctionSchema] = attrgetter("_schema")
 
 unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
 """Multiply tensors of one device in place by a factor, and set a flag to 1 where one of them is not finite."""
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of torch that is called so changes its first argument."""
+    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def name_of(op: Operator) -> str:

@@ -15,11 +15,10 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import StepError
 from lightning_3d.model.deferred import attributes
 from lightning_3d.model.initial_weights import of_rank
-from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.placement import mark, marked
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.trainer.held_parts import answer_for_parts, copy_in, own_part
+from lightning_3d.trainer.held_parts import copy_in, own_part
 
 
 def copies_of(model: nn.Module, callbacks: Iterable[Callback]) -> list[nn.Module]:
@@ -33,7 +32,7 @@ def copies_of(model: nn.Module, callbacks: Iterable[Callback]) -> list[nn.Module
     return list(found)
 
 
-def lay_out_copies(copies: Sequence[nn.Module], model: nn.Module, device: torch.device, rendezvous: Rendezvous) -> None:
+def lay_out_copies(copies: Sequence[nn.Module], model: nn.Module, device: torch.device) -> None:
     """Give copies of a model that are whole the model's layout; every rank calls it."""
     if len(set(nums := gather_numbers(len(copies)))) > 1:
         raise StepError(
@@ -42,7 +41,6 @@ def lay_out_copies(copies: Sequence[nn.Module], model: nn.Module, device: torch.
         )
     for copy in copies:
         _lay_out(copy, model, device)
-        answer_for_parts(copy, rendezvous)
 
 
 def _lay_out(copy: nn.Module, model: nn.Module, device: torch.device) -> None:

@@ -1,9 +1,10 @@
-"""A whole model on every rank, of which each rank otherwise holds a part: for a while, or for good."""
+"""A whole model on every rank, of which each rank otherwise holds a part: for a while, or for good, or one tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,15 +14,61 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.box import fill, full_value, is_part
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
+from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.placement import Parts, marked
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.fsdp_units import forget_units
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.trainer.held_parts import as_built
+from lightning_3d.trainer.part_tensors import order_of
 from lightning_3d.zero.attributes import users_attributes
 from lightning_3d.zero.gathered import reshard_units
 
 Slots = dict[Tensor, tuple[str, list[tuple[nn.Module, str]]]]
 """Parameters and buffers -> their first FQN in the model, and all places where it holds them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PipelineStages:
+    """The stages of a model, which send each other values between steps and in steps that run inline.
+
+    Args:
+        ranks: Those that have a part of the model among them.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    device: torch.device
+    ranks: Sequence[int]
+    rendezvous: Rendezvous
+
+    @property
+    def are_met(self) -> bool:
+        """Whether the present code runs on all stages alike."""
+        return self.are_between_steps or self.plan.inline is not None
+
+    @property
+    def are_between_steps(self) -> bool:
+        """Whether a stage that calls `values` alone raises."""
+        return not self.rendezvous.is_agreed
+
+    def holders(self, fqn: str) -> frozenset[int]:
+        """Indices on the pp axis of the ranks that have a parameter or buffer."""
+        return frozenset(self.plan.state_ranks.get(fqn, range(self.mesh.shape.pp)))
+
+    def values(self, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
+        """The full values on every rank of tensors that some stages lack, the others as they are; all ranks call it."""
+        self.rendezvous.meet(self.ranks, f"{what} of tensors of several pipeline stages")
+        own = [not tensor.is_meta for tensor in tensors]
+        everyone = [own] * self.mesh.shape.pp
+        dist.all_gather_object(everyone, own, group=self.mesh.group("pp"))
+        values = []
+        with torch.no_grad(), DisableTorchFunctionSubclass():
+            for tensor, *are_there in zip(tensors, *everyone, strict=True):
+                stages = tuple(i for i, is_there in enumerate(are_there) if is_there)
+                is_lacked = 0 < len(stages) < len(everyone)
+                values.append(_whole(tensor, order_of(tensor), stages, self.mesh, self.device) if is_lacked else tensor)
+        return values
 
 
 @contextmanager
@@ -64,17 +111,6 @@ def stay_whole(module: nn.Module, plan: Plan, mesh: Mesh, device: torch.device) 
                 put(owner, name, whole)
     as_built(module).pop_all()  # never to be undone
     forget_units(module)
-
-
-@contextmanager
-def tensors_kept(root: nn.Module, module: nn.Module) -> Iterator[None]:
-    """Let a module that is whole on every rank keep its parameters and buffers, with the values of those put there."""
-    slots = _slots(root, module)
-    try:
-        yield
-    finally:
-        for tensor, (_, owners) in slots.items():
-            _put_back(tensor, tensor, None, owners, writeback=True)
 
 
 def _slots(root: nn.Module, module: nn.Module) -> Slots:
@@ -121,6 +157,6 @@ def _put_back(
     for owner, name in owners:
         whole = getattr(owner, name) if getattr(owner, name) is not given else whole  # another than was put there
         put(owner, name, tensor)
-    if writeback and whole is not tensor and not tensor.is_meta:
+    if writeback and not tensor.is_meta:
         values = whole.detach()
         fill(tensor.detach(), values if parts is None else parts.grouped(values))

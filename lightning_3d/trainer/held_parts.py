@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.checkpoint.box import fill, is_part
 from lightning_3d.checkpoint.own_state import warn_of_parts
 from lightning_3d.errors import StepError
-from lightning_3d.model.absent import mark_absent
+from lightning_3d.model.absent import Stages, mark_absent
 from lightning_3d.model.block_runner import SUMMON, runner_of
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.placement import Parts, marks_hidden, marks_of
@@ -35,11 +35,15 @@ def holds_parts(module: nn.Module) -> bool:
     return any(map(is_part, module.parameters())) or any(map(is_part, module.buffers()))
 
 
-def answer_for_parts(module: nn.Module, rendezvous: Rendezvous) -> None:
-    """Let a module that holds parts answer as described above."""
+def answer_for_parts(module: nn.Module, rendezvous: Rendezvous, stages: Stages) -> None:
+    """Let a module that holds parts answer as described above.
+
+    Args:
+        stages: The module's.
+    """
     if not holds_parts(module):
         return
-    mark_absent(module)
+    mark_absent(module, stages)
     watch_parts(module, rendezvous)
     for owner in module.modules():
         if isinstance(owner, FSDPModule):

@@ -22,7 +22,7 @@ from lightning_3d.model.block_runner import SUMMON
 from lightning_3d.planning.plan import Plan
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
-from lightning_3d.trainer.full_params import full_params, stay_whole, tensors_kept
+from lightning_3d.trainer.full_params import full_params, stay_whole
 from lightning_3d.trainer.held_parts import copy_in, is_held_as
 from lightning_3d.zero.gathered import reshard_units
 
@@ -122,11 +122,7 @@ def summoned(
         root = copied
     if is_in_parts:
         rendezvous.meet(range(layout.mesh.shape.world_size), "summon_full_params")
-    if writeback and not is_in_parts:
-        context = tensors_kept(root, module)
-    else:
-        context = full_params(root, module, layout.plan, layout.mesh, layout.device, writeback=writeback)
-    with context:
+    with full_params(root, module, layout.plan, layout.mesh, layout.device, writeback=writeback):
         yield
 
 

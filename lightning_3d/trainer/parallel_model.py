@@ -48,7 +48,7 @@ from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
-from lightning_3d.trainer.full_params import full_params
+from lightning_3d.trainer.full_params import PipelineStages, full_params
 from lightning_3d.trainer.heads import TracedProducts, fused_heads, tables_in, traced_products
 from lightning_3d.trainer.held_parts import answer_for_parts, holds_parts
 from lightning_3d.trainer.laid_out import Layout, lay_out
@@ -280,13 +280,16 @@ class _Making:
     def _inline(self, plan: Plan, router: Router, zero: Zero) -> InlineStep:
         """Let calls of blocks, between steps and in those that run inline, come to where their weights are."""
         homes = {block.fqn: plan.stage_ranks[block.stages[0]] for block in plan.blocks}
-        shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
-        ranks = sorted(self._mesh.sliced(*shared).mesh.flatten().tolist())
         exchange = Exchange(self._mesh, self._device)
-        calls = StageCalls(exchange, ranks, self._rendezvous, has_backward=plan.inline is not None)
+        calls = StageCalls(exchange, self._sharing(zero), self._rendezvous, has_backward=plan.inline is not None)
         for fqn, home in homes.items():
             running(self.blocks[fqn]).joined = partial(calls.run, fqn, home)
         return InlineStep(self._module, router, exchange, homes)
+
+    def _sharing(self, zero: Zero) -> list[int]:
+        """The ranks that have the model among them, with this one."""
+        shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
+        return sorted(self._mesh.sliced(*shared).mesh.flatten().tolist())
 
     def budget(self, plan: Plan, zero: Zero, products: TracedProducts) -> Budget | None:
         """The memory that the traced step takes, where it is to be planned."""
@@ -310,12 +313,16 @@ class _Making:
 
     def lay_out(self, plan: Plan, zero: Zero) -> Layout:
         """Let the model, and copies of it that callbacks hold, answer for the parts that this rank has of them."""
-        answer_for_parts(self._module, self._rendezvous)
+        mesh, device, met = self._mesh, self._device, self._rendezvous
         copies: list[nn.Module] = []
         if self._mesh.shape.is_model_parallel or isinstance(zero, FullySharded):
             copies = copies_of(self._module, callbacks_of(self._trainer))
-            lay_out_copies(copies, self._module, self._device, self._rendezvous)
-        layout = Layout(self._module, plan, self._mesh, self._device, copies)
+            lay_out_copies(copies, self._module, device)
+        ranks = self._sharing(zero)
+        stages = PipelineStages(plan=plan, mesh=mesh, device=device, ranks=ranks, rendezvous=met)
+        for module in (self._module, *copies):
+            answer_for_parts(module, met, stages)
+        layout = Layout(self._module, plan, mesh, device, copies)
         lay_out(layout)
         return layout
 

@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a part, in user code between steps.
+"""Parameters of which each rank holds a part, in the hands of code that takes them for whole.
 
 They are DTensors, of which Python's ``float()`` gives a rank's own number, ``parameter.data = ...`` changes nothing,
 and random numbers are the same on every shard. A `PartTensor` is one that user code may take for the whole:
@@ -9,12 +9,15 @@ and random numbers are the same on every shard. A `PartTensor` is one that user 
     a backward            torch.autograd.grad(y, a)         gradients of parts, as parts
     everything else       a.norm(), F.linear(x, a), a[0]    gathered, and computed on the whole by all ranks, who meet
                                                             first; what is changed in it goes back to the parts
+
+Steps compute with the parts that tensor parallel makes; those of ZeRO stage 3 they gather wherever they are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, SupportsIndex
 
 import torch
@@ -26,17 +29,27 @@ from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.errors import StepError
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.placement import Parts, marked
-from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.dispatch import GET_DATA, SET_DATA, DisableTorchFunctionSubclass, is_in_place
 from lightning_3d.torch_internals.modules import named_state
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_map_only, tree_unflatten
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 from lightning_3d.zero.attributes import OWN_PREFIX, users_attributes
-from lightning_3d.zero.outside_reads import ALIASES, SET_DATA, ShardedParameter, answered_by, is_about, is_in_place
+from lightning_3d.zero.outside_reads import for_steps, mark_whole, whole_of
 
+_ABOUT = {  # what a parameter says of itself without its values
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.stride, Tensor.__hash__, Tensor.__repr__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.requires_grad_, Tensor.register_hook, Tensor.__deepcopy__),
+    *(Tensor.nelement, Tensor.ndimension, Tensor.element_size, Tensor.is_contiguous, Tensor.get_device),
+    *(Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage_offset, Tensor.register_post_accumulate_grad_hook),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+_VALUE_GETTERS = {getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
+_ALIASES = {Tensor.detach, torch.detach, GET_DATA}
+"""Functions that give the same values under another name."""
 _GET_GRAD = Tensor.grad.__get__  # type: ignore[union-attr]  # a getset descriptor
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]
-_PART = f"{OWN_PREFIX}part"
 _DIFFERENTIATE = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+_MAX_FUNCTIONS = 4096
 
 _ARITHMETIC = {
     *("abs", "neg", "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "truediv", "pow"),
@@ -49,6 +62,9 @@ _CONVERTING = {"to", "cpu", "cuda", "float", "double", "half", "bfloat16", "bool
 
 _ELEMENTWISE = _ARITHMETIC | _COMPARISONS | _MAKING | _CONVERTING
 """Names of functions that compute each element of their result from the same element of their arguments."""
+
+
+_PART, _GATHERED = f"{OWN_PREFIX}part", f"{OWN_PREFIX}gathered"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +92,7 @@ class _Part:
         """Give each rank its part of a full value."""
         fill(tensor.detach(), whole.detach() if self.parts is None else self.parts.grouped(whole.detach()))
 
-    def like(self, tensor: DTensor, whole: Tensor) -> Tensor:
+    def like(self, tensor: DTensor, whole: Tensor) -> DTensor:
         """A full value in parts as those of a tensor."""
         placed = torch.empty_like(tensor, dtype=whole.dtype, requires_grad=False)
         assert isinstance(placed, DTensor)
@@ -115,35 +131,87 @@ class PartTensor(DTensor):
             )
 
 
+def watch_parts(module: nn.Module, rendezvous: Rendezvous) -> None:
+    """Let user code read and change the module's parameters of which this rank has a part."""
+    parts = marked(module)
+    for fqn, tensor, _ in named_state(module):
+        if isinstance(tensor, DTensor):
+            _watched(tensor, _Part(fqn=fqn, parts=parts.get(fqn), rendezvous=rendezvous))
+
+
+def _watched(tensor: DTensor, part: _Part) -> DTensor:
+    tensor.__class__ = PartTensor
+    vars(tensor)[_PART] = part
+    return tensor
+
+
+def _as_part(result: DTensor, tensor: PartTensor) -> DTensor:
+    """Let what comes of a part be one."""
+    _watched(result, _part_of(tensor))
+    whole = whole_of(tensor)
+    if whole is not None and whole.reads.is_on:
+        mark_whole(result, whole)
+    return result
+
+
+def _is_read(leaf: Any) -> bool:
+    """Whether a step runs that computes with the full value of a part."""
+    whole = whole_of(leaf)
+    return whole is not None and whole.reads.is_on
+
+
+@lru_cache(_MAX_FUNCTIONS)
+def _is_about(func: Any) -> bool:
+    """Whether a function asks for what a parameter says of itself without its values, or for its gradient."""
+    name = _name(func)
+    if name in ("__get__", "__set__"):
+        return func not in _VALUE_GETTERS and func not in _ALIASES and func != SET_DATA
+    return func in _ABOUT
+
+
 def _answer(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    if func in _DIFFERENTIATE:
-        with DisableTorchFunctionSubclass():
-            return _differentiated(func, args, kwargs)
-    if func in ALIASES or is_about(func):
+    is_about = _is_about(func)
+    if is_about and len(types) == 1:  # of its first argument; optimizers and FSDP2 ask that all the time
         with DisableTorchFunctionSubclass():
             return _answered(func, args, kwargs)
     leaves, spec = tree_flatten((args, kwargs))
-    if len(types) > 1 and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-        return NotImplemented  # what lies on another pipeline stage answers for itself
-    first = next(leaf for leaf in leaves if isinstance(leaf, _PARTS))
+    if _is_of_stages(types, leaves):
+        return NotImplemented
+    is_read = any(map(_is_read, leaves))
+    if is_read and not (is_about or func in _ALIASES or _writes(func, args, kwargs)):
+        args, kwargs = tree_unflatten(list(map(for_steps, leaves)), spec)
+        return func(*args, **kwargs)
+    first = next(leaf for leaf in leaves if isinstance(leaf, PartTensor))
     part = _part_of(first)
     with DisableTorchFunctionSubclass():
-        if part.rendezvous.is_agreed:
+        if func in _DIFFERENTIATE:
+            return _differentiated(func, args, kwargs)
+        if is_about or func in _ALIASES:
+            return _answered(func, args, kwargs)
+        if part.rendezvous.is_agreed and not is_read:
             return func(*args, **kwargs)
         if _foreach_stays(func, args, kwargs):
             with implicit_replication():  # of tensors that lie whole on each rank
                 return func(*args, **kwargs)
-        if func == SET_DATA and isinstance(args[0], _PARTS):
+        if func == SET_DATA and isinstance(args[0], PartTensor):
             return _set_data(*args)
         if _can_stay(func, args, first, leaves):
             leaves = [part.grouped(leaf, first.shape) if _is_plain(leaf) else leaf for leaf in leaves]
             args, kwargs = tree_unflatten(leaves, spec)
             with implicit_replication():
-                return tree_map_only(DTensor, lambda result: _watched(result, part), func(*args, **kwargs))
+                return tree_map_only(DTensor, lambda result: _as_part(result, first), func(*args, **kwargs))
     return _on_wholes(func, args, kwargs)
 
 
-_PARTS = (PartTensor, ShardedParameter)
+def _is_of_stages(types: Any, leaves: Sequence[Any]) -> bool:
+    """Whether some of it lies on another pipeline stage, and answers for itself."""
+    return len(types) > 1 and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+
+
+def _writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function changes a part in place."""
+    changed = args[:1] if is_in_place(_name(func)) or func == SET_DATA else kwargs.get("out")
+    return any(isinstance(leaf, PartTensor) for leaf in tree_leaves(changed))
 
 
 class GatheredView(Tensor):
@@ -151,7 +219,10 @@ class GatheredView(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        gathered = [_gathered(leaf) for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GatheredView)]
+        leaves = tree_leaves((args, kwargs))
+        if _is_of_stages(types, leaves):
+            return NotImplemented
+        gathered = [_gathered(leaf) for leaf in leaves if isinstance(leaf, GatheredView)]
         versions = [version_of(entry.whole) for entry in gathered]
         with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -185,28 +256,16 @@ class _Gathered:
             if type(leaf) is not Tensor or leaf.requires_grad or storage_id(leaf.untyped_storage()) != storage:
                 return leaf
             view = leaf.as_subclass(GatheredView)
-            vars(view)[_PART] = self
+            vars(view)[_GATHERED] = self
             return view
 
         with DisableTorchFunctionSubclass():
             return tree_map_only(Tensor, shown, result)
 
 
-def watch_parts(module: nn.Module, rendezvous: Rendezvous) -> None:
-    """Let user code between steps read and change the module's parameters of which this rank has a part."""
-    parts = marked(module)
-    for fqn, tensor, _ in named_state(module):
-        if isinstance(tensor, DTensor):
-            _watched(tensor, _Part(fqn=fqn, parts=parts.get(fqn), rendezvous=rendezvous))
-        if isinstance(tensor, ShardedParameter):
-            answered_by(tensor, _answer, lambda copy, original: _watched(copy, _part_of(original)))
-
-
-def _watched(tensor: Tensor, part: _Part) -> Tensor:
-    if not isinstance(tensor, ShardedParameter):
-        tensor.__class__ = PartTensor
-    vars(tensor)[_PART] = part
-    return tensor
+def order_of(tensor: Tensor) -> Parts | None:
+    """How the features of a tensor are grouped, if it lies in parts."""
+    return _part_of(tensor).parts if isinstance(tensor, PartTensor) else None
 
 
 def _part_of(tensor: Tensor) -> _Part:
@@ -215,21 +274,21 @@ def _part_of(tensor: Tensor) -> _Part:
 
 
 def _gathered(view: GatheredView) -> _Gathered:
-    gathered: _Gathered = vars(view)[_PART]
+    gathered: _Gathered = vars(view)[_GATHERED]
     return gathered
 
 
 def _answered(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Answer what is about a part, or gives the part itself."""
     tensor = args[0]
-    if not isinstance(tensor, _PARTS):
+    if not isinstance(tensor, PartTensor) or (_is_read(tensor) and func not in _ALIASES):
         return func(*args, **kwargs)
     part = _part_of(tensor)
     if func == _SET_GRAD and _is_plain(args[1]):
-        return func(tensor, _watched(part.like(tensor, args[1]), part))
+        return func(tensor, _as_part(part.like(tensor, args[1]), tensor))
     result = func(*args, **kwargs)
-    is_part = isinstance(result, DTensor) and (func in ALIASES or func == _GET_GRAD)
-    return _watched(result, part) if is_part else result
+    is_part = isinstance(result, DTensor) and (func in _ALIASES or func == _GET_GRAD)
+    return _as_part(result, tensor) if is_part else result
 
 
 @torch.no_grad()
@@ -253,10 +312,10 @@ def _is_plain(leaf: Any) -> bool:
 
 def _can_stay(func: Any, args: Sequence[Any], first: DTensor, leaves: Sequence[Any]) -> bool:
     """Whether a function can be computed on parts."""
-    if not _is_elementwise(func) or (is_in_place(func) and not (args and isinstance(args[0], _PARTS))):
+    if not _is_elementwise(func) or (is_in_place(_name(func)) and not (args and isinstance(args[0], PartTensor))):
         return False
     for leaf in leaves:
-        if isinstance(leaf, _PARTS):
+        if isinstance(leaf, PartTensor):
             if not _are_alike(leaf, first):
                 return False
         elif isinstance(leaf, Tensor) and leaf.dim():
@@ -269,7 +328,7 @@ def _can_stay(func: Any, args: Sequence[Any], first: DTensor, leaves: Sequence[A
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    if not (isinstance(one, _PARTS) and isinstance(other, _PARTS)):
+    if not (isinstance(one, PartTensor) and isinstance(other, PartTensor)):
         return _is_plain(one) and _is_plain(other)
     return (one.shape, one.placements, _part_of(one).parts) == (other.shape, other.placements, _part_of(other).parts)
 
@@ -282,7 +341,7 @@ def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
     inputs = [inputs] if isinstance(inputs, Tensor) else inputs
     return tuple(
-        _watched(result, _part_of(tensor)) if isinstance(tensor, _PARTS) and isinstance(result, DTensor) else result
+        _as_part(result, tensor) if isinstance(tensor, PartTensor) and isinstance(result, DTensor) else result
         for tensor, result in zip(inputs, results, strict=True)
     )
 
@@ -300,7 +359,7 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     leaves, spec = tree_flatten((args, kwargs))
     gathered: dict[int, _Gathered] = {}
     for leaf in leaves:
-        if isinstance(leaf, _PARTS) and id(leaf) not in gathered:
+        if isinstance(leaf, PartTensor) and id(leaf) not in gathered:
             with DisableTorchFunctionSubclass():
                 gathered[id(leaf)] = _Gathered(tensor=leaf, whole=_part_of(leaf).whole(leaf))
     wholes = [gathered[id(leaf)].whole if id(leaf) in gathered else leaf for leaf in leaves]
@@ -314,9 +373,13 @@ def _on_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     return result
 
 
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
 def _is_elementwise(func: Any) -> bool:
     """Whether a function, or its form that changes its first argument, computes element by element."""
-    name = getattr(func, "__name__", "")
+    name = _name(func)
     if name.startswith("__"):
         name = name.strip("_")
         return name in _ARITHMETIC | _COMPARISONS or name[1:] in _ARITHMETIC | _COMPARISONS  # radd, iadd

@@ -28,10 +28,7 @@ _LATE = (
     "at ZeRO stage 3, gradients of blocks before one that takes gradients in its forward come after on_after_backward"
 )
 
-_COPIED = "weights can't be copied into those of another pipeline stage: refused, with summon_full_params as the way"
-
 KNOWN = {
-    "deep-q.pp*": _COPIED,
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
     "odd-gpt.*zero3.*.hooks": _LATE,

@@ -23,11 +23,8 @@ from torch import Tensor
 
 from lightning_3d.tensor.axis import Axis
 from lightning_3d.tensor.placement import WHOLE, Partial, Placement
-from lightning_3d.tensor.rules.function import SET_DATA, Function, map_tensors, tensors_in
-
-_INFIX = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-
-_IN_PLACE_OPERATORS = frozenset({"__setitem__", *(f"__i{name}__" for name in _INFIX)})
+from lightning_3d.tensor.rules.function import Function, map_tensors, tensors_in
+from lightning_3d.torch_internals.dispatch import SET_DATA, is_in_place
 
 
 class Call:
@@ -55,8 +52,7 @@ class Call:
         """The tensor that the call changes in place, or None."""
         if isinstance(self.kwargs.get("out"), Tensor):
             return self.kwargs["out"]  # type: ignore[no-any-return]  # just checked
-        changes = self.function == SET_DATA or self.name in _IN_PLACE_OPERATORS
-        changes = changes or (self.name.endswith("_") and not self.name.endswith("__"))
+        changes = self.function == SET_DATA or is_in_place(self.name)
         return self.first if changes and isinstance(self.first, Tensor) else None
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Call:

@@ -114,8 +114,6 @@ METADATA = frozenset(
 )
 """Calls that read no more of a tensor than a `ShardedTensor` knows without its data."""
 
-SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor, a new object every time
-
 
 @functools.lru_cache(_MAX_NAMES)
 def function_name(function: Function) -> str:

@@ -19,17 +19,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord, obstacle_of
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
-from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
+from lightning_3d.torch_internals.dispatch import GET_DATA, SET_DATA, DisableTorchFunctionSubclass, is_in_place
 from lightning_3d.torch_internals.modules import named_state, parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import base_of, makes_a_parameter
 from lightning_3d.zero.attributes import OWN_PREFIX
 from lightning_3d.zero.gathering import wait_for
-from lightning_3d.zero.outside_reads import DATA, SET_DATA, ShardedParameter, gathered_as, is_in_place
+from lightning_3d.zero.outside_reads import gathered_as, whole_of
 
 _HEAD, _MODE = f"{OWN_PREFIX}head", f"{OWN_PREFIX}mode"
 
@@ -51,7 +52,7 @@ class _Seen(Tensor):
         if func is Tensor.detach and makes_a_parameter():  # which has to be of the class of what it is made of
             _let_go(args[0])
             return nn.Parameter(args[0]) if isinstance(args[0], nn.Parameter) else func(*args, **kwargs)
-        if is_in_place(func) or func in _SETTERS:
+        if is_in_place(getattr(func, "__name__", "")) or func in _SETTERS:
             for leaf in tree_leaves(args[:1]):
                 if isinstance(leaf, _Seen):
                     _head_of(leaf).record.make_before(getattr(func, "__name__", str(func)))
@@ -200,7 +201,7 @@ class TableHead:
             return
         wait_for([parameter])
         try:
-            if isinstance(parameter, ShardedParameter):
+            if isinstance(parameter, DTensor) and whole_of(parameter) is not None:
                 with gathered_as(parameter, self._see):
                     yield
             else:
@@ -222,7 +223,7 @@ class TableHead:
 
     def see_output(self, tensor: Tensor, origin: Tensor, func: Function) -> None:
         """See the functions of a tensor that was made of one that is seen, if that is a matrix of the same memory."""
-        if func == DATA:
+        if func == GET_DATA:
             self._aliases.append(tensor.detach())  # has its version
         if type(tensor) is not Tensor or tensor.dim() != 2 or not _is_of_present_mode(origin):
             return

@@ -142,7 +142,8 @@ class Graphs(Trained):
 
 class DeepQ(L.LightningModule):
     """Q-learning: acts by what it has learned, learns from what it remembers, and by a target that follows at times
-    (Mnih et al. 2015). The batch is the environment: states, and the reward of each action.
+    (Mnih et al. 2015), copied in a step, or slowly between steps (Lillicrap et al. 2016). The batch is the environment:
+    states, and the reward of each action.
     """
 
     def __init__(self) -> None:
@@ -152,6 +153,8 @@ class DeepQ(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         states, rewards = batch
+        if self.global_step % 2 == 0:
+            self.target.load_state_dict(self.values.state_dict())
         with torch.no_grad():
             actions = self.values(states).argmax(1, keepdim=True)
         self.replay.append((states, actions, rewards.gather(1, actions), 0.9 * states.roll(1, 1)))
@@ -165,8 +168,8 @@ class DeepQ(L.LightningModule):
         self.log("val_loss", batch[1].gather(1, self.values(batch[0]).argmax(1, keepdim=True)).mean())
 
     def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_step % 2 == 0:
-            self.target.load_state_dict(self.values.state_dict())
+        for target, values in zip(self.target.parameters(), self.values.parameters(), strict=True):
+            target.data.mul_(0.5).add_(values.data, alpha=0.5)
 
 
 class ProximalPolicy(L.LightningModule):
