@@ -34,15 +34,20 @@ FORWARDS: Counter[str] = Counter()
 
 
 class Busy(nn.Module):
-    """Does all that a block may do besides computing; (B, WIDTH) -> its output and a dict with another."""
+    """Does all that a block may do besides computing; (B, WIDTH) -> its output and a dict with another.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        has_generators: Whether it draws by random generators of its own, too, with which a pipeline runs inline.
+    """
+
+    def __init__(self, name: str, *, has_generators: bool) -> None:
         super().__init__()
         self.name = name
         self.inner, self.outer = nn.Linear(8 if name == "0" else WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.norm, self.dropout = nn.BatchNorm1d(4 * WIDTH), nn.Dropout(0.2)
         self.calls, self.means = 0, [0.0]
-        self.own, self.of_numpy = torch.Generator().manual_seed(3), np.random.default_rng(4)
+        self.own = torch.Generator().manual_seed(3) if has_generators else None
+        self.of_numpy = np.random.default_rng(4) if has_generators else None
         self.register_buffer("average", torch.zeros(WIDTH))
         self.average: Tensor
 
@@ -50,7 +55,7 @@ class Busy(nn.Module):
         if self.training and torch.is_grad_enabled():
             FORWARDS[self.name] += 1
         hidden = F.relu(self.inner(x), inplace=True)  # changes the result of a matrix product in place
-        hidden = self.dropout(self.norm(hidden)) * (1.0 + random.random() + self.of_numpy.random())
+        hidden = self.dropout(self.norm(hidden)) * (1.0 + random.random() + (self.of_numpy or np.random).random())
         hidden = hidden + 0.1 * torch.rand((), generator=self.own)
         self.calls += 1
         self.means[0] = float(self.calls)
@@ -68,9 +73,9 @@ class BusyNet(Regression):
 
     lr = 0.01
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_generators: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Busy(str(i)) for i in range(4))
+        self.blocks = nn.ModuleList(Busy(str(i), has_generators=has_generators) for i in range(4))
         self.head = nn.Linear(WIDTH, 4)
         self.hooked: Counter[str] = Counter()
         for block in self.blocks:
@@ -123,7 +128,8 @@ def _outcome(
     """Metrics, state, attributes of the blocks here, calls of hooks, forwards."""
     FORWARDS.clear(), HOOKED.clear()
     with _hooks_of_all_modules():
-        trainer, module = fitted(layout, BusyNet, data=features, plugins=[ThreeDPrecision(precision)])
+        made = partial(BusyNet, has_generators=layout.schedule != "zbv")
+        trainer, module = fitted(layout, made, data=features, plugins=[ThreeDPrecision(precision)])
     assert isinstance(module, BusyNet)
     assert HOOKED["BatchNorm1d 1"] == HOOKED["BatchNorm1d 2"] > 0
     here = [b for b in module.blocks if not next(b.parameters()).is_meta]
@@ -144,6 +150,7 @@ BUSY = {
         Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2, partition="type:Busy"),
         "bf16-mixed",
     ),
+    "pp2-inline": (Layout(pp=2, mode="inline", partition="type:Busy"), "32-true"),
 }
 
 

@@ -253,7 +253,7 @@ READS: list[tuple[str, type[TinyGPT], str, tuple[dict[str, float], dict[str, flo
     ("dp2-zero0", LogsLoss, "32-true", ({}, {})),
     ("tp2", LogsLoss, "32-true", ({}, {})),
     ("dp2", SteppedByOwners, "32-true", ({}, {})),
-    ("pp2", UpdatesMetric, "32-true", ({}, {**SHARES, "read: pipeline/effects/metrics.py:_made": 2.0})),
+    ("pp2", UpdatesMetric, "32-true", ({}, {**SHARES, "read: pipeline/effects/metrics.py:join": 2.0})),
     ("zero3", LogsLoss, "16-mixed", ({"read: precision/loss_scaling.py:unscale": 1.0},) * 2),
 ]
 """Layout, model, precision -> where a step makes the host of each rank wait for its device, and how often."""

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 EVERY = int(os.environ.get("LAW_EVERY", 7))
 """Of so many cases of the cover one is run."""
 
-DRAW = {"drops", "drawing-blocks", "noise", "proximal-policy"}
+DRAW = {"drops", "dropping", "drawing-blocks", "noise", "proximal-policy"}
 """Models that draw random numbers, which are others on each kind of device."""
 
 OF_THE_DEVICE = (

@@ -146,8 +146,8 @@ class InlineStep:
                 changed = original(module, *values)
                 if changed is None and versions_of(values) == versions:
                     noted.append(Noted(call=hook, values=values))
-                else:
-                    changing.add(hook)
+                    return None  # so that it counts as one that only looks
+                changing.add(hook)
                 return values[2] if changed is None else changed
 
             return run
