@@ -164,11 +164,11 @@ def _part(problem: _Problem, dim: int, start: int, stop: int) -> _Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class _Trial:
-    """What steps did to the first of some tensors."""
+    """The outcome of some steps, for the first of the tensors."""
 
     moved: Tensor
     settings: str
-    """Of the groups, in words."""
+    """Settings of the groups, in words."""
     num_states: int
 
 
