@@ -237,7 +237,8 @@ def _check(name: str, leaves: Iterable[Any], *, writes: bool) -> None:
         if any(_fqn_of(tensor, _lack(absent[0]).model()) for tensor in present):
             raise StepError(
                 f"{name} changes {_lack(absent[0]).fqn} by a parameter of another pipeline stage than its own, so that"
-                f" no rank has the values of both. Do it on every rank {SUMMON}."
+                f" no rank has the values of both. Do it on every rank {SUMMON}, or, in a step, set"
+                " pipeline.mode=inline."
             )
     elif any(tensor.dim() or (writes and tensor is tensors[0]) for tensor in present):
         raise _needs_values(name, absent[0])

@@ -86,7 +86,9 @@ def full_params(
     holders = _holders(slots, plan, mesh)
     wholes: dict[Tensor, Tensor] = {}
     for tensor, (fqn, _) in slots.items():
-        wholes[tensor] = _like(tensor, _whole(tensor, parts.get(fqn), holders[fqn], mesh, device))
+        is_whole = not is_part(tensor) and len(holders[fqn]) == mesh.shape.pp
+        stays = is_whole and writeback  # else changes are to be lost
+        wholes[tensor] = tensor if stays else _like(tensor, _whole(tensor, parts.get(fqn), holders[fqn], mesh, device))
     with ExitStack() as stack:
         for tensor, (fqn, owners) in slots.items():
             stack.callback(_put_back, tensor, wholes[tensor], parts.get(fqn), owners, writeback=writeback)
@@ -157,6 +159,5 @@ def _put_back(
     for owner, name in owners:
         whole = getattr(owner, name) if getattr(owner, name) is not given else whole  # another than was put there
         put(owner, name, tensor)
-    if writeback and not tensor.is_meta:
-        values = whole.detach()
-        fill(tensor.detach(), values if parts is None else parts.grouped(values))
+    if writeback and whole is not tensor and not tensor.is_meta:
+        fill(tensor.detach(), whole.detach(), parts)

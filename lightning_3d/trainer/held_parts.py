@@ -82,7 +82,7 @@ def own_part(whole: Tensor, like: Tensor, parts: Parts | None) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     placed = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
-    fill(placed, whole if parts is None else parts.grouped(whole))
+    fill(placed, whole, parts)
     return placed.to(whole.device)
 
 

@@ -90,7 +90,7 @@ class _Part:
 
     def take(self, tensor: DTensor, whole: Tensor) -> None:
         """Give each rank its part of a full value."""
-        fill(tensor.detach(), whole.detach() if self.parts is None else self.parts.grouped(whole.detach()))
+        fill(tensor.detach(), whole.detach(), self.parts)
 
     def like(self, tensor: DTensor, whole: Tensor) -> DTensor:
         """A full value in parts as those of a tensor."""
