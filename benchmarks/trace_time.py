@@ -23,7 +23,7 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.trace.interception import routed
-from lightning_3d.trace.tracer import StepTracing
+from lightning_3d.trace.step_tracing import StepTracing
 
 NUM_BLOCKS, STEPS, MICROBATCHES = 48, 20, 2
 

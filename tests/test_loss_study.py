@@ -17,7 +17,7 @@ from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
 from lightning_3d.pipeline.traces import Traces
 from lightning_3d.trace.interception import routed
-from lightning_3d.trace.tracer import StepTracing
+from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.zero.engine import RankModule
 from tests.losses import CLASSES, LENGTH, LOSSES, LossNet, labelled
 

@@ -42,7 +42,7 @@ from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.process_groups import object_device
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
-from lightning_3d.trace.tracer import StepTracing
+from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.waits import Wait
 from lightning_3d.zero.engine import RankModule
 

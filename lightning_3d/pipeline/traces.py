@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_3d.pipeline.microbatches import map_lists, num_samples, signature
+from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
 from lightning_3d.trace.traced_lists import Looks
 from lightning_3d.trace.traced_numbers import OF_TRAINER, Decisions
-from lightning_3d.trace.tracer import StepTracing
 from lightning_3d.trace.world_collectives import world_collectives_refused
 
 T = TypeVar("T")

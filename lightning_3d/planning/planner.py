@@ -24,8 +24,8 @@ from lightning_3d.planning.plan import Plan, make_plan
 from lightning_3d.planning.split_blocks import greatest_imbalance, is_balanced, opened_until_enough, split_blocks
 from lightning_3d.planning.tensor_blocks import plan_blocks
 from lightning_3d.trace.interception import Router, routed
+from lightning_3d.trace.step_tracing import StepTracing, TracedEffects
 from lightning_3d.trace.trace import Trace
-from lightning_3d.trace.tracer import StepTracing, TracedEffects
 from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.waits import Wait, not_told
 

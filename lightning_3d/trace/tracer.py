@@ -15,22 +15,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_3d.distributed.rng import host_position, seed_host
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import BlockRunner, Call
 from lightning_3d.model.pytrees import as_called, register_dataclasses
-from lightning_3d.torch_internals.fake_tensors import (
-    FakeTensor,
-)
+from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import forward_hook_registries, named_state
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id, version_of
@@ -46,13 +42,7 @@ from lightning_3d.trace.refusals import (
     gradient_refused,
     user_frame,
 )
-from lightning_3d.trace.side_outputs import (
-    HookCall,
-    SideOutputs,
-    call_hook,
-    call_own_hooks,
-    unpack_outputs,
-)
+from lightning_3d.trace.side_outputs import HookCall, SideOutputs, call_hook, call_own_hooks, unpack_outputs
 from lightning_3d.trace.storages import StorageNotes
 from lightning_3d.trace.trace import Result, Trace, TracedCall
 
@@ -122,26 +112,21 @@ class _Tracer(StepMode):
         self._ids: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> id of its present value
         self._block_inputs: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._failed_call: str | None = None
-        self._failed_in_block = False
-        self._is_joint = False
-        self._kept_hooks = kept_hooks
-        self._fakes = fakes
+        self._failed_in_block = self._is_joint = False
+        self._fakes, self._kept_hooks = fakes, kept_hooks
         self._blocks = FakeBlocks(module, router.blocks, self._fakes, kept_hooks)
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
         self._num_calls: dict[str, int] = {}
-        self._state = {tensor for _, tensor, _ in named_state(module)}
+        self._state = {tensor: fakes.of_state(tensor) for _, tensor, _ in named_state(module)}
         for name, tensor, _ in named_state(module):
-            self._fakes.of_state(tensor)
             if isinstance(tensor, nn.Parameter) or tensor in self._blocks.tensors:
                 self._sources[tensor] = frozenset({name})
-        weights = (self._fakes.of_state(tensor) for _, tensor, _ in named_state(module))
-        self._storages = StorageNotes(weights) if notes_storages else None
+        self._storages = StorageNotes(self._state.values()) if notes_storages else None
 
     def trace(self, step: Callable[[], Any], *, calls_all: bool) -> Trace:
         """Run ``step`` and give what was written down."""
-        output, stopped_by = None, None
-        alive: set[int] = set()
+        output, stopped_by, alive = None, None, set[int]()
         try:
             with self:
                 output = step()
@@ -180,7 +165,7 @@ class _Tracer(StepMode):
     @override
     def __torch_function__(self, func: Call, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func in DEVICE_GETTERS and args[0] in self._state:
-            return func(self._fakes.of_state(args[0]))  # parameters are moved after the trace
+            return func(self._state[args[0]])  # parameters are moved after the trace
         return super().__torch_function__(func, types, args, kwargs)
 
     @override
@@ -310,12 +295,10 @@ class _Tracer(StepMode):
                 check_constant(leaf, name, where)
         self._failed_call = None
 
-        changed = {
-            i: fakes[i] for i in _positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]
-        }
-        aliased = self._retag_aliases([(leaves[i], fake) for i, fake in changed.items()], where) if changed else {}
-        entangled = self._entangled([(leaves[i], fake) for i, fake in changed.items()])
-        mutated = {i: self._new_id(leaves[i], fake) for i, fake in changed.items()}
+        changed = [i for i in _positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]]
+        aliased = self._retag_aliases([(leaves[i], fakes[i]) for i in changed], where) if changed else {}
+        entangled = self._entangled([(leaves[i], fakes[i]) for i in changed])
+        mutated = {i: self._new_id(leaves[i], fakes[i]) for i in changed}
         results, answer = self._answers(outputs, fakes, leaves, None if is_recorded else sources)
         if is_recorded:
             if self._storages is not None and noted is not None:
@@ -415,55 +398,3 @@ def _positions(leaves: Sequence[Any]) -> dict[int, int]:
         if isinstance(leaf, Tensor):
             positions.setdefault(id(leaf), i)
     return positions
-
-
-class TracedEffects(Protocol):
-    """Follows what a traced step does beside its loss."""
-
-    @property
-    def gives_more(self) -> bool:
-        """As of a ``Trace``, of the step that was traced last; as ``counts_once``."""
-
-    @property
-    def counts_once(self) -> str | None: ...
-
-    def undone(self) -> AbstractContextManager[None]:
-        """Trace inside; what the step changes in its module is put back."""
-
-    def returned(self, name: str, step: Callable[[], Any]) -> Any:
-        """Run the step method ``name``; returns its output and what it logs or keeps, which count as outputs too."""
-
-
-class StepTracing:
-    """Traces the steps of a module."""
-
-    def __init__(self, module: nn.Module, router: Router, effects: TracedEffects, device: torch.device) -> None:
-        self._module, self._router, self._effects, self._device = module, router, effects, device
-
-    def __call__(
-        self, name: str, microbatch: Any, rest: Sequence[Any], *, with_data: bool = False, notes_storages: bool = False
-    ) -> Trace:
-        """Trace ``module.<name>(microbatch, *rest)``; the others as for ``trace_step``."""
-
-        def step() -> Any:
-            return self._effects.returned(name, lambda: getattr(self._module, name)(microbatch, *rest))
-
-        with self._effects.undone():
-            seed_host(0)
-            calls_all = name == "training_step"
-            module, router, device = self._module, self._router, self._device
-            trace = trace_step(
-                step,
-                module,
-                router,
-                device,
-                calls_all=calls_all,
-                with_data=with_data,
-                notes_storages=notes_storages,
-            )
-            return replace(
-                trace,
-                host_position=host_position(),
-                gives_more=trace.gives_more or self._effects.gives_more,
-                counts_once=self._effects.counts_once,
-            )

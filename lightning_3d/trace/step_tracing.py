@@ -1,0 +1,68 @@
+"""Tracing the step methods of a module, with what else they do followed and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lightning_3d.distributed.rng import host_position, seed_host
+from lightning_3d.trace.interception import Router
+from lightning_3d.trace.trace import Trace
+from lightning_3d.trace.tracer import trace_step
+
+
+class TracedEffects(Protocol):
+    """Follows what a traced step does beside its loss."""
+
+    @property
+    def gives_more(self) -> bool:
+        """As of a ``Trace``, of the step that was traced last; as ``counts_once``."""
+
+    @property
+    def counts_once(self) -> str | None: ...
+
+    def undone(self) -> AbstractContextManager[None]:
+        """Trace inside; what the step changes in its module is put back."""
+
+    def returned(self, name: str, step: Callable[[], Any]) -> Any:
+        """Run the step method ``name``; returns its output and what it logs or keeps, which count as outputs too."""
+
+
+class StepTracing:
+    """Traces the steps of a module."""
+
+    def __init__(self, module: nn.Module, router: Router, effects: TracedEffects, device: torch.device) -> None:
+        self._module, self._router, self._effects, self._device = module, router, effects, device
+
+    def __call__(
+        self, name: str, microbatch: Any, rest: Sequence[Any], *, with_data: bool = False, notes_storages: bool = False
+    ) -> Trace:
+        """Trace ``module.<name>(microbatch, *rest)``; the others as for ``trace_step``."""
+
+        def step() -> Any:
+            return self._effects.returned(name, lambda: getattr(self._module, name)(microbatch, *rest))
+
+        with self._effects.undone():
+            seed_host(0)
+            calls_all = name == "training_step"
+            module, router, device = self._module, self._router, self._device
+            trace = trace_step(
+                step,
+                module,
+                router,
+                device,
+                calls_all=calls_all,
+                with_data=with_data,
+                notes_storages=notes_storages,
+            )
+            return replace(
+                trace,
+                host_position=host_position(),
+                gives_more=trace.gives_more or self._effects.gives_more,
+                counts_once=self._effects.counts_once,
+            )
