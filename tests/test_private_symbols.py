@@ -1,4 +1,6 @@
-"""No file outside of `torch_internals/` touches a private symbol of torch, Lightning or torchmetrics."""
+"""No file outside of `torch_internals/` touches a private symbol of torch, Lightning or torchmetrics, and those in it
+are in the table of `docs/private-symbols.md`, with reasons.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +82,35 @@ def test_only_the_adapters_touch_private_symbols() -> None:
         for line, use in _private_uses(tree, inherited)
     ]
     assert not found, "Make an adapter in torch_internals/ for it:\n" + "\n".join(found)
+
+
+_MODULES = {"_C", "_autograd", "_dynamo", "_functorch", "_pytree"}
+"""Parts of longer names."""
+
+
+def _listed() -> dict[str, set[str]]:
+    """Symbols by file, in the table of the documentation."""
+    found: dict[str, set[str]] = {}
+    file = ""
+    for line in (_ROOT.parent / "docs/private-symbols.md").read_text().splitlines():
+        if line.startswith("| `") or line.startswith("| | `"):
+            _, named, symbols, reason, _ = line.split("|")
+            file = named.strip(" `") or file
+            assert reason.strip()
+            found.setdefault(file, set()).update(symbol.strip(" `") for symbol in symbols.split(","))
+    return found
+
+
+def test_each_private_symbol_is_listed_with_a_reason() -> None:
+    used: dict[str, set[str]] = {}
+    for path in sorted((_ROOT / "torch_internals").glob("*.py")):
+        names = {
+            use.split()[-1].strip("'").rpartition(".")[2]
+            for _, use in _private_uses(ast.parse(path.read_text()), set())
+        }
+        if names - _MODULES:
+            used[path.stem] = names - _MODULES
+    assert used == _listed()
 
 
 SEEN = (
