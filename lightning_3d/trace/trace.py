@@ -102,6 +102,8 @@ class Trace:
     """Block FQN -> name in it of an attribute that its forward reads -> its value."""
     changed_buffers: frozenset[str] = frozenset()
     """FQNs of buffers that their block's forward changes."""
+    written_by: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """FQN of a parameter that glue changes in place -> FQNs of those that it computes the change from."""
     host_position: int = 0
     """How far it moved the generators of Python and NumPy, from where all traces begin."""
     is_joint: bool = False

@@ -117,6 +117,7 @@ class _Tracer(StepMode):
         self._blocks = FakeBlocks(module, router.blocks, self._fakes, kept_hooks)
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
+        self._written_by: dict[str, frozenset[str]] = {}
         self._num_calls: dict[str, int] = {}
         self._state = {tensor: fakes.of_state(tensor) for _, tensor, _ in named_state(module)}
         for name, tensor, _ in named_state(module):
@@ -157,6 +158,7 @@ class _Tracer(StepMode):
             changed_buffers=frozenset(self._blocks.changed_buffers),
             is_joint=self._is_joint,
             gives_more=bool(self._written) or stopped_by is not None,
+            written_by=self._written_by,
             storages=None if self._storages is None else self._storages.storages,
         )
 
@@ -320,6 +322,9 @@ class _Tracer(StepMode):
                     side=side[0] if side else SideOutputs(),
                 )
             )
+        elif fakes and isinstance(fakes[0], Tensor) and version_of(fakes[0]) != versions[0]:
+            changed_names = self._sources.get(leaves[0], frozenset())
+            self._written_by |= {fqn: self._written_by.get(fqn, sources) | sources for fqn in changed_names}
         return tree_unflatten(answer, out_spec)
 
     def _answers(
