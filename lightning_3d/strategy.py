@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +28,10 @@ from lightning_3d.config.settings import BatchConfig, ThreeDConfig, unknown_keys
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.data.resuming import Resuming
+from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import ConfigError, StepError
-from lightning_3d.model.deferred import defer_init, has_deferred
+from lightning_3d.model.initial_weights import is_on_meta
+from lightning_3d.model.unbuilt import building, is_unbuilt
 from lightning_3d.ranks.same_settings import check_same_training
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.probes import check_what_is_seen
@@ -49,6 +51,9 @@ from lightning_3d.trainer.requirements import check, check_model
 from lightning_3d.trainer.session import open_before_planning, open_for_steps
 from lightning_3d.trainer.steps_strategy import StepsStrategy
 from lightning_3d.waits import Waits
+
+_NO_PATHS = (None, "best", "last", "hpc", "registry")
+"""Values of ``ckpt_path`` for which there may be no checkpoint."""
 
 
 class ThreeDStrategy(StepsStrategy):
@@ -106,8 +111,8 @@ class ThreeDStrategy(StepsStrategy):
         self._resuming: Resuming | None = None  # in a fit
         self._resumes: Mapping[str, Any] | None = None  # the state of the run that this one goes on with, until it does
         self._restores_late: bool | None = None  # after setup; known once the model is built
+        self._is_empty = False  # the model was built on the meta device, and is not restored yet
         self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
-        self._is_deferring = False  # inside tensor_init_context, which may nest
 
     def _new_checkpoints(self) -> ThreeDCheckpointIO:
         return ThreeDCheckpointIO(self, self.config, self._timeout, lambda: self._is_alone)
@@ -155,8 +160,8 @@ class ThreeDStrategy(StepsStrategy):
 
     @property
     def _is_as_built(self) -> bool:
-        """Whether no Trainer has run the model, so that every rank has the whole of it."""
-        return self._parallel is None and not has_some_layout(self._module) and not has_deferred(self._module)
+        """Whether no Trainer has run the model, so that rank 0 has the whole of it."""
+        return self._parallel is None and not has_some_layout(self._module)
 
     @property
     def _is_in_parts(self) -> bool:
@@ -183,14 +188,12 @@ class ThreeDStrategy(StepsStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """For ``configure_model`` and ``trainer.init_module()``: with a pipeline, what is built inside gets its weights
-        when it is set up, so that no rank ever holds those of other stages.
+        """For ``configure_model`` and ``trainer.init_module()``: with a pipeline, rank 0 builds the model, in host
+        memory, and the others get the weights of their stages when it is set up, and never hold those of other stages.
         """
-        with super().tensor_init_context(empty_init), ExitStack() as stack:
-            if self.config.pipeline_parallel_size > 1 and not self._is_deferring:
-                self._is_deferring = True
-                stack.callback(setattr, self, "_is_deferring", False)
-                stack.enter_context(defer_init(self.root_device))
+        is_in_stages = self.config.pipeline_parallel_size > 1
+        built = building(is_first=self.global_rank == 0) if is_in_stages else nullcontext()
+        with super().tensor_init_context(empty_init), built:
             yield
 
     @override
@@ -232,6 +235,8 @@ class ThreeDStrategy(StepsStrategy):
 
     def _made_parallel(self, trainer: Trainer) -> ParallelModel:
         check_model(self._module, self.config, self.mesh.shape)
+        assert isinstance(self._launcher, lightning_helpers.ScriptLauncher)
+        self._is_empty = is_on_meta(self._module)
         self._early = WeakIdKeyDictionary({p: fqn for fqn, p in self._module.named_parameters()})
         self._precision.convert(self._module, self.config.precision, self.root_device)
         if (syncing := lightning_helpers.layer_sync_of(self)) is not None and self.mesh.shape.dp > 1:
@@ -251,6 +256,7 @@ class ThreeDStrategy(StepsStrategy):
                 device=self.root_device,
                 wait=wait,
                 rendezvous=self._met,
+                is_restored=self._launcher.ckpt_path not in _NO_PATHS,
             )
 
     @override
@@ -324,9 +330,9 @@ class ThreeDStrategy(StepsStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Before it, as with DDP, unless the model gets its weights in setup: there is nothing to restore before."""
+        """Before it, as with DDP, unless ranks get their weights in setup: there is nothing to restore before."""
         if self._restores_late is None:
-            self._restores_late = has_deferred(self._module)
+            self._restores_late = any(gather_numbers(int(is_unbuilt(self._module) or is_on_meta(self._module))))
         return self._restores_late
 
     @override
@@ -375,7 +381,8 @@ class ThreeDStrategy(StepsStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._checkpoints.load_model(checkpoint, strict=strict)
+        self._checkpoints.load_model(checkpoint, strict=strict or self._is_empty)
+        self._is_empty = False
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

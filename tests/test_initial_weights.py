@@ -1,10 +1,10 @@
-"""Initial weights: those of one process, whatever the construction code does and whichever rank computes them."""
+"""Initial weights: those of one process, which rank 0 builds and sends, and which no other rank holds whole."""
 
 from __future__ import annotations
 
 import copy
-import io
 import math
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -14,18 +14,21 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_3d import ThreeDStrategy
-from lightning_3d.model.deferred import DeferredTensor, defer_init, recording
+from lightning_3d import PlanError, ThreeDStrategy
+from lightning_3d.model.initial_weights import check_same_model, place_buffers, place_weights
+from lightning_3d.model.unbuilt import UnbuiltTensor, building
+from tests.hugging_face import CLM, IMAGES, S2S, hugging_face
 from tests.models import TinyGPT, tokens
 from tests.parity import QUIET
 from tests.workers import WorkerPools
 
 CPU = torch.device("cpu")
 N = 130
-"""N x N floats are large enough not to be recorded by value."""
+"""N x N floats are large enough to be built on rank 0 alone."""
 
 Build = Callable[[], nn.Module]
 
@@ -33,22 +36,27 @@ Build = Callable[[], nn.Module]
 # ---- construction code of many kinds
 
 
-def _module(**tensors: Tensor | nn.Module) -> nn.Module:
+def _module(**members: Tensor | nn.Module) -> nn.Module:
     module = nn.Module()
-    for name, value in tensors.items():
+    for name, value in members.items():
         setattr(module, name, value if isinstance(value, nn.Module) else nn.Parameter(value))
     return module
 
 
 def torch_init() -> nn.Module:
-    """Every initialisation of torch.nn.init."""
+    """Every initialisation of torch.nn.init, on parameters."""
     names = (
-        "uniform normal trunc_normal ones eye xavier_uniform xavier_normal kaiming_uniform kaiming_normal orthogonal"
+        "uniform normal trunc_normal ones zeros eye xavier_uniform xavier_normal kaiming_uniform kaiming_normal"
+        " orthogonal"
     )
-    module = _module(**{name: getattr(nn.init, f"{name}_")(torch.empty(N, N + 10)) for name in names.split()})
-    module.sparse = nn.Parameter(nn.init.sparse_(torch.empty(N, N), 0.1))
-    module.dirac = nn.Parameter(nn.init.dirac_(torch.empty(32, 32, 5)))
-    module.narrow = nn.Parameter(nn.init.trunc_normal_(torch.empty(N, N), std=0.02, a=-0.01, b=0.01))
+    module = _module(**{name: torch.empty(N, N + 10) for name in names.split()})
+    for name in names.split():
+        getattr(nn.init, f"{name}_")(getattr(module, name))
+    module.sparse, module.narrow = nn.Parameter(torch.empty(N, N)), nn.Parameter(torch.empty(N, N))
+    nn.init.sparse_(module.sparse, 0.1)
+    nn.init.trunc_normal_(module.narrow, std=0.02, a=-0.01, b=0.01)
+    module.dirac = nn.Parameter(torch.empty(32, 32, 5))
+    nn.init.dirac_(module.dirac)
     return module
 
 
@@ -69,17 +77,34 @@ def applied() -> nn.Module:
 
 
 def dependent() -> nn.Module:
-    """Weights that depend on other weights and on what was read from them."""
+    """Weights that depend on other weights, large ones and small ones, ties, and copies."""
     first, second, third, fourth = (nn.Linear(N, N) for _ in range(4))
     with torch.no_grad():
         second.weight.copy_(first.weight)
         second.weight[:5].zero_()
-        third.weight.mul_(second.weight.std() / first.weight.abs().max().item())
+        third.weight.mul_(second.weight.std() / first.weight.abs().max())
         third.weight.t().add_(first.weight)
+        third.bias.copy_(first.weight.mean(0))
+        second.bias[3:7] = first.weight[0, 3:7]
+        torch.mv(first.weight, second.bias, out=fourth.bias)
         first.weight.normal_()  # changed after it was used
         fourth.load_state_dict(third.state_dict())
-        fourth.weight.clamp_(min=float(first.weight.flatten()[:100].tolist()[7]))
+        fourth.weight.clamp_(min=-0.01)
+    third.weight = nn.Parameter(first.weight)
     return _module(first=first, second=second, third=third, fourth=fourth, tied=fourth, taught=copy.deepcopy(first))
+
+
+def layers_of_torch() -> nn.Module:
+    """Layers that copy each other, or that do more than draw."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    return _module(
+        encoder=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        lstm=nn.LSTM(64, 64, num_layers=2, bidirectional=True),
+        table=nn.Embedding(300, 64, padding_idx=7),
+        conv=nn.Conv2d(32, 64, 3).to(memory_format=torch.channels_last),
+        half=nn.Linear(N, N).to(torch.bfloat16),
+        experts=nn.ParameterList(torch.randn(N, N) for _ in range(2)),
+    )
 
 
 def power_iteration() -> nn.Module:
@@ -87,50 +112,36 @@ def power_iteration() -> nn.Module:
     return _module(
         spectral=nn.utils.parametrizations.spectral_norm(nn.Linear(N, N)),
         weight=nn.utils.parametrizations.weight_norm(nn.Linear(N, N)),
-        orthogonal=nn.utils.parametrizations.orthogonal(nn.Linear(N, N)),
         old=nn.utils.spectral_norm(nn.Linear(N, N)),
     )
 
 
 def drawn() -> nn.Module:
-    """Other ways to draw: rows in a loop, permutations, own generators, other dtypes."""
-    generator = torch.Generator().manual_seed(7)
-    rows = torch.empty(N, N, dtype=torch.float64)
-    for row in rows:
-        row.exponential_()
-    own = [torch.randn(N, N, generator=generator) for _ in range(2)]
-    return _module(
-        rows=rows,
-        permutation=torch.randperm(N * N).float(),
-        choice=torch.multinomial(torch.rand(N * N), 5000).float(),
-        first_own=own[0],
-        second_own=own[1],
-        brain=torch.rand(N, N, dtype=torch.bfloat16),
-        joined=torch.stack([torch.full((N,), float(i)) for i in range(N)]),
-        step=torch.log(torch.expm1(torch.rand(N * N).clamp(min=1e-4))),
-        uneven=torch.randn(N, 2 * N)[:, ::2].bernoulli_(0.3),
+    """Other ways to draw, on parameters: rows in a loop, views, own generators, other dtypes, numpy's and Python's."""
+    module = _module(
+        rows=torch.empty(N, N, dtype=torch.float64),
+        own=torch.empty(N, N),
+        brain=torch.empty(N, N, dtype=torch.bfloat16),
+        columns=torch.empty(N, N),
+        numpy=torch.empty(N, N),
     )
-
-
-def from_elsewhere() -> nn.Module:
-    """Values that can't be computed again: numpy's, and what may be changed through shared memory."""
-    values = np.arange(N * N, dtype=np.float32).reshape(N, N)
-    layer = nn.Linear(N, N)
-    shared = torch.randn(N, N)
-    alias = shared.numpy()
+    generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        layer.weight.add_(torch.from_numpy(values))
-    alias[0] = 5.0
-    values[:] = 0.0
-    buffer = io.BytesIO()
-    saved = torch.randn(N, N)
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    return _module(layer=layer, shared=shared, saved=saved, loaded=torch.load(buffer))
+        for row in module.rows:  # type: ignore[union-attr]
+            row.exponential_()
+        for tensor in (module.own, module.brain):
+            tensor.normal_(generator=generator)  # type: ignore[operator]
+        module.columns.zero_()  # type: ignore[operator]
+        module.columns[:, :50].uniform_()  # type: ignore[index, operator]
+        module.columns.t()[60:].normal_()  # type: ignore[operator]
+        module.columns.add_(torch.rand_like(module.rows).bernoulli_(0.3))  # type: ignore[operator, arg-type]
+        module.numpy.copy_(torch.from_numpy(np.random.randn(N, N)) * random.random())  # type: ignore[operator]
+    module.small = nn.Parameter(torch.randn(5))
+    return module
 
 
 class Buffers(nn.Module):
-    """Buffers, a plain attribute, a view and a frozen parameter."""
+    """Buffers, also of parameters, a plain attribute, a view and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,6 +151,9 @@ class Buffers(nn.Module):
         self.copied = copy.deepcopy(self.plain)
         self.weight = nn.Parameter(torch.randn(N, N), requires_grad=False)
         self.weight.kind = "frozen"
+        self.register_buffer("norms", self.weight.norm(dim=0))
+        self.register_buffer("mean", torch.zeros(N))
+        self.mean.copy_(self.weight.mean(0))
         self.top = self.weight[:3]
 
 
@@ -147,82 +161,90 @@ BUILDS: dict[str, Build] = {
     "torch.nn.init": torch_init,
     "applied": applied,
     "dependent": dependent,
+    "layers of torch": layers_of_torch,
     "power iteration": power_iteration,
     "drawn": drawn,
-    "from elsewhere": from_elsewhere,
     "buffers": Buffers,
+    "gpt2": partial(hugging_face, "GPT2Config", CLM, vocab_size=300, n_positions=64, n_embd=64, n_layer=2, n_head=2),
+    "t5": partial(hugging_face, "T5Config", S2S, vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=2),
+    "vit": partial(
+        hugging_face,
+        "ViTConfig",
+        IMAGES,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        image_size=64,
+        patch_size=8,
+    ),
 }
 
 
-# ---- in one process
-
-
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    return dict(named)
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
-def _data(tensor: Tensor) -> Tensor:
-    return tensor.computed() if isinstance(tensor, DeferredTensor) else tensor
-
-
-def _build_deferred(build: Build, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    with defer_init(CPU):
-        return build()
-
-
-def _build(build: Build, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return build()
+def _drawn_next() -> tuple[Any, ...]:
+    return torch.rand(3).tolist(), np.random.rand(), random.random()
 
 
 def _assert_same(expected: nn.Module, actual: nn.Module) -> None:
     wanted, got = _tensors(expected), _tensors(actual)
     assert wanted.keys() == got.keys()
     for fqn, tensor in got.items():
-        assert torch.equal(_data(tensor), wanted[fqn]), fqn
+        assert type(tensor) is type(wanted[fqn]), fqn
+        assert torch.equal(tensor, wanted[fqn]), fqn
         assert tensor.stride() == wanted[fqn].stride(), fqn
         assert tensor.requires_grad == wanted[fqn].requires_grad, fqn
-        assert isinstance(tensor, nn.Parameter) == isinstance(wanted[fqn], nn.Parameter), fqn
     assert len({id(tensor) for tensor in got.values()}) == len({id(tensor) for tensor in wanted.values()})
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
-@pytest.mark.parametrize("working_set", [0, 2**25])
-@pytest.mark.parametrize("kind", BUILDS)
-def test_deferred_weights_are_those_of_plain_construction(
-    kind: str, working_set: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recording, "_WORKING_SET", working_set)
-    expected = _build(BUILDS[kind])
-    state = torch.get_rng_state()
-    actual = _build_deferred(BUILDS[kind])
-    if kind in ("torch.nn.init", "applied", "dependent", "drawn"):
-        large = [tensor for tensor in _tensors(actual).values() if tensor.nbytes > 2**14]
-        assert large
-        assert working_set == 0 or all(isinstance(t, DeferredTensor) and t.contents is not None for t in large)
-    assert torch.equal(torch.get_rng_state(), state), "construction left another random state"
+def _built(kind: str) -> None:
+    rank = dist.get_rank()
+    L.seed_everything(0, verbose=False)
+    expected, drawn = BUILDS[kind](), None
+    drawn = _drawn_next()
+    L.seed_everything(0, verbose=False)
+    with building(is_first=rank == 0):
+        actual = BUILDS[kind]()
+    assert _drawn_next() == drawn, "construction left other random states"
+    large = [p for p in actual.parameters() if p.nbytes > 2**14]
+    assert large
+    assert all(isinstance(parameter, UnbuiltTensor) == (rank > 0) for parameter in large)
+    check_same_model(actual, is_restored=False)
+    place_buffers(actual, CPU)
+    place_weights(actual, lambda fqn: True, CPU)
     _assert_same(expected, actual)
-    assert torch.equal(torch.get_rng_state(), state), "computing weights drew random numbers"
 
 
-def test_a_failing_initialisation_leaves_the_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_WORKING_SET", 0)
-
-    def build() -> nn.Module:
-        first, second, third = (nn.Linear(N, N) for _ in range(3))
-        with pytest.raises(RuntimeError, match="uniform_ expects"):
-            first.weight.data.uniform_(1.0, 0.0)
-        return _module(first=first, second=second, third=third)
-
-    _assert_same(_build(build), _build_deferred(build))
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("kind", BUILDS)
+def test_weights_are_those_of_one_process(workers: WorkerPools, kind: str) -> None:
+    workers(2).run(_built, kind)
 
 
-def test_what_can_not_be_deferred_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "_TOLD", 2**14)
-    with pytest.warns(UserWarning, match="values come from files, numpy or another thread"):
-        _build_deferred(lambda: _module(weight=torch.from_numpy(np.zeros((N, N), dtype=np.float32)) + 1))
+READS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda weight: weight.std().item(),
+    "__bool__": lambda weight: bool((weight > 0).any()),
+    "tolist": lambda weight: weight[0].tolist(),
+    "numpy": lambda weight: weight.detach().numpy(),
+    "multinomial": lambda weight: torch.multinomial(weight.abs(), 2),
+    "nonzero": lambda weight: weight[weight > 0],
+    "pickling": lambda weight: copy.copy(weight),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_code_that_needs_values_raises(name: str) -> None:
+    with building(is_first=False):
+        layer = nn.Linear(N, N)
+        with pytest.raises(PlanError, match=r"needs the values of Linear.weight, .* Build the model before, as in"):
+            READS[name](layer.weight)
+    assert nn.Linear(N, N).weight.std().item() > 0
 
 
 # ---- in a pipeline
@@ -235,7 +257,7 @@ class _Weights(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.held = {fqn: tensor.detach().clone() for fqn, tensor in _tensors(pl_module).items() if not tensor.is_meta}
-        assert not any(isinstance(tensor, DeferredTensor) for tensor in _tensors(pl_module).values())
+        assert not any(isinstance(tensor, UnbuiltTensor) for tensor in _tensors(pl_module).values())
 
 
 class Late(L.LightningModule):

@@ -1,1 +1,1 @@
-"""The user's model: its blocks, names, state, initial weights, and deferred construction."""
+"""The user's model: its blocks, names, state, and how ranks get its initial weights."""

@@ -22,7 +22,15 @@ from torch import Tensor, nn
 
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import SUMMON
-from lightning_3d.torch_internals.dispatch import SET_DATA, DisableTorchFunctionSubclass, is_in_place
+from lightning_3d.torch_internals.dispatch import (
+    GET_DEVICE,
+    SET_DATA,
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    draws_random_numbers,
+    is_in_place,
+    written_arguments,
+)
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
@@ -30,17 +38,13 @@ from lightning_3d.torch_internals.tensors import storage_id
 from lightning_3d.zero.attributes import OWN_PREFIX, users_attributes
 from lightning_3d.zero.shard import plain
 
-_READERS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
+READERS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 """Functions that make Python's or numpy's values of a tensor's."""
 
-_DRAWING = {
-    *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
-    *("bernoulli", "normal", "rand_like", "randint_like", "randn_like"),
-}
-"""Functions that draw random numbers."""
+_DRAWN_BY_VALUES = ("multinomial", "binomial", "poisson", "_standard_gamma", "_sample_dirichlet")
+"""Operators that draw as many random numbers as values want."""
 
 _ACCESSORS = {"__get__", "__set__", "__delete__"}
-_GET_DEVICE = Tensor.device.__get__
 _LACK = f"{OWN_PREFIX}lack"
 _ON_STAGE = "lies on another pipeline stage"
 
@@ -90,7 +94,7 @@ class AbsentTensor(Tensor):
         if func == SET_DATA:
             _check("data", args, writes=True)
             return None  # the stage that holds it takes the values
-        if func == _GET_DEVICE and _lack(args[0]).place == _ON_STAGE:
+        if func == GET_DEVICE and _lack(args[0]).place == _ON_STAGE:
             return _device_of(_lack(args[0]).model())
         if name == "to" and isinstance(args[0], AbsentTensor):
             args, kwargs = tree_map_only((str, torch.device), lambda _: torch.device("meta"), (args, kwargs))
@@ -101,9 +105,7 @@ class AbsentTensor(Tensor):
         if not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)  # with values that came
         try:
-            with DisableTorchFunctionSubclass():
-                if name in _DRAWING or getattr(func, "__module__", "") == nn.init.__name__:
-                    _draw(func, args, kwargs)
+            with DisableTorchFunctionSubclass(), StandInDraws(_device_of(_lack(_first_absent(args, kwargs)).model())):
                 result = func(*args, **kwargs)
         except NotImplementedError as error:  # as of ``cpu()`` or ``torch.equal``
             raise _needs_values(name, _first_absent(args, kwargs)) from error
@@ -140,6 +142,38 @@ class AbsentTensor(Tensor):
 
 class AbsentParameter(AbsentTensor, nn.Parameter):
     """A parameter that this rank has no values of."""
+
+
+class StandInDraws(TorchDispatchMode):
+    """Draws the random numbers of tensors on meta for others of their shapes, so that those that follow are the same
+    as where the values are.
+
+    Args:
+        device: Where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        has_values = not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in tree_leaves((args, kwargs)))
+        if has_values or not draws_random_numbers(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func.overloadpacket.__name__ in _DRAWN_BY_VALUES:
+            raise NotImplementedError(f"{func} on meta")
+        drawn_args, drawn_kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs))
+        if kwargs.get("device") is not None:
+            drawn_kwargs["device"] = self._device
+        drawn = func(*drawn_args, **drawn_kwargs)
+        if written := written_arguments(func, args, kwargs):
+            return written[0]
+        return tree_map_only(Tensor, lambda tensor: tensor.to("meta"), drawn)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        memory = torch.zeros(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=self._device)
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def mark_absent(module: nn.Module, stages: Stages | None = None) -> None:
@@ -186,17 +220,6 @@ def _device_of(model: nn.Module | None) -> torch.device:
     return next(iter(present), torch.device("cpu"))
 
 
-def _draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Draw the random numbers that the stage with the values draws, so that those that follow are the same."""
-    device = _device_of(_lack(_first_absent(args, kwargs)).model())
-
-    def stand_in(tensor: AbsentTensor) -> Tensor:
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-
-    args, kwargs = tree_map_only(AbsentTensor, stand_in, (args, kwargs))
-    func(*args, **kwargs)
-
-
 def _needs_values(name: str, absent: AbsentTensor) -> StepError:
     return StepError(
         f"{name} needs the values of {_lack(absent).fqn}, or of what was computed from it, but it"
@@ -231,7 +254,7 @@ def _check(name: str, leaves: Iterable[Any], *, writes: bool) -> None:
     present = list(filter(_is_present, tensors))
     if not absent:
         return
-    if name in _READERS:
+    if name in READERS:
         raise _needs_values(name, absent[0])
     if writes and tensors[0] is absent[0]:
         if any(_fqn_of(tensor, _lack(absent[0]).model()) for tensor in present):

@@ -12,15 +12,36 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import PlanError
-from lightning_3d.model.deferred import DeferredTensor, attributes, fingerprint, hash_of
+from lightning_3d.model.absent import AbsentTensor
+from lightning_3d.model.reals import as_reals
+from lightning_3d.model.unbuilt import UnbuiltTensor, is_unbuilt
+from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.modules import move_other_state, named_state, put
+from lightning_3d.zero.attributes import users_attributes
+
+_HASHED = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    }
+)
+"""Dtypes that ``torch.hash_tensor`` takes."""
 
 
-def check_same_model(module: nn.Module) -> None:
+def is_on_meta(module: nn.Module) -> bool:
+    """Whether the author built a module, or some of it, on the meta device."""
+    return any(tensor.is_meta and not isinstance(tensor, AbsentTensor) for tensor in _state(module))
+
+
+def check_same_model(module: nn.Module, *, is_restored: bool) -> None:
     """Check that names, shapes and dtypes are the same on all ranks, which every later collective relies on.
 
+    Args:
+        is_restored: Whether a checkpoint will be loaded into the model.
+
     Raises:
-        PlanError: the ranks built different models, or a parameter or buffer is on the meta device; on all ranks.
+        PlanError: the ranks built different models, or a parameter or buffer is on the meta device, and no checkpoint
+            will give it values; on all ranks.
     """
     state = _state(module)
     described = [
@@ -38,11 +59,19 @@ def check_same_model(module: nn.Module) -> None:
             f"The ranks built different models: where rank 0 has {first}, rank {other} has {second}. Build the model"
             " from the same code and arguments on every rank."
         )
-    if missing := [fqn for tensor, fqn in state.items() if tensor.is_meta]:
+    if not (missing := [fqn for tensor, fqn in state.items() if tensor.is_meta]):
+        return
+    if not is_restored:
         raise PlanError(
             f"{len(missing)} parameters or buffers are on the meta device ({', '.join(missing[:3])}, ...): the model"
-            " has no weights yet. Build it without torch.device('meta'): in configure_model and under"
-            " trainer.init_module() a rank does not keep the weights of other pipeline stages anyway."
+            " has no weights yet. Restore it from a checkpoint by the argument ckpt_path, a path, of which each rank"
+            " reads its own part; or build it without torch.device('meta'), in configure_model or under"
+            " trainer.init_module(), where with a pipeline no rank but the first holds weights of other stages."
+        )
+    if unsaved := [fqn for fqn in missing if fqn not in module.state_dict()]:
+        raise PlanError(
+            f"{len(unsaved)} buffers are on the meta device with persistent=False ({', '.join(unsaved[:3])}, ...), so"
+            " that no checkpoint has them. Compute them outside of torch.device('meta')."
         )
 
 
@@ -51,7 +80,8 @@ def place_weights(
 ) -> None:
     """Give this stage its weights and buffers, the same as on rank 0, and put those of other stages on meta.
 
-    The ranks differ if the model was built without a seed. Seeded ranks only exchange checksums.
+    Rank 0 sends its own, one at a time, where another lacks some, or has others, as without a seed: seeded ranks that
+    built the whole model only exchange checksums. Those that the author built on meta get memory for a checkpoint.
 
     Args:
         module: Complete, on every rank.
@@ -59,20 +89,19 @@ def place_weights(
         device: Where it goes.
         parameters_on: Where parameters go, if elsewhere.
     """
-    state = _state(module)
-    if len(set(gather_numbers(_checksum(state)))) > 1:
-        _broadcast(state, holds, device)
-    del state
-    _replace(module, lambda fqn, tensor: tensor if holds(fqn) else _on_meta(tensor))
-    computed = {fqn for tensor, fqn in _state(module).items() if isinstance(tensor, DeferredTensor)}
-    elsewhere = parameters_on or device
+    is_sent = len(set(gather_numbers(_checksum(module)))) > 1
 
-    def moved(_: str, tensor: Tensor) -> Tensor:
-        return _moved(tensor, elsewhere if isinstance(tensor, nn.Parameter) else device)
+    def placed(fqn: str, tensor: Tensor) -> Tensor:
+        goes_to = parameters_on or device if isinstance(tensor, nn.Parameter) else device
+        values = of_rank(0, tensor, device) if is_sent and not tensor.is_meta else None
+        if not holds(fqn):
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        if tensor.is_meta:
+            return torch.empty_like(tensor, device=goes_to)
+        return _moved(tensor if values is None else _filled(tensor, values.to(goes_to)), goes_to)
 
-    _replace(module, moved)
+    _replace(module, placed)
     move_other_state(module, device)
-    _agree({fqn: tensor for tensor, fqn in _state(module).items() if fqn in computed}, module, device)
 
 
 def _state(module: nn.Module) -> dict[Tensor, str]:
@@ -80,62 +109,53 @@ def _state(module: nn.Module) -> dict[Tensor, str]:
     return {tensor: fqn for fqn, tensor, _ in named_state(module)}
 
 
-def _checksum(state: Mapping[Tensor, str]) -> int:
-    deferred = [tensor for tensor in state if isinstance(tensor, DeferredTensor)]
-    recorded = fingerprint([tensor.contents for tensor in deferred if tensor.contents is not None])
-    present = [t for t in state if not isinstance(t, DeferredTensor)]
-    present += [tensor.materialised() for tensor in deferred if tensor.contents is None]
-    return zlib.crc32(repr([recorded, *map(hash_of, present)]).encode())
+def _checksum(module: nn.Module) -> int:
+    """That of the model's values; -1, which none is, where this rank lacks some."""
+    if is_unbuilt(module):
+        return -1
+    return zlib.crc32(repr([_hash_of(tensor) for tensor in _state(module) if not tensor.is_meta]).encode())
 
 
-def _broadcast(state: Mapping[Tensor, str], holds: Callable[[str], bool], device: torch.device) -> None:
-    """Take the data of rank 0, one tensor at a time."""
-    for tensor, fqn in state.items():
-        there = of_rank(0, tensor, device)
-        if holds(fqn) and isinstance(tensor, DeferredTensor):
-            tensor.replace_data(there)
-        elif holds(fqn):
-            tensor.detach().copy_(there)
+def _hash_of(tensor: Tensor) -> int:
+    values = as_reals(tensor.detach())
+    values = values if values.dtype in _HASHED else values.contiguous().view(-1).view(torch.uint8)
+    return int(torch.hash_tensor(values).view(torch.int64)) if tensor.numel() else 0
 
 
 def of_rank(source: int, tensor: Tensor, device: torch.device) -> Tensor:
     """The data of a tensor on another rank. Every rank calls it."""
     there = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if dist.get_rank() == source:
-        there.copy_(tensor.computed() if isinstance(tensor, DeferredTensor) else tensor.detach())
+        there.copy_(tensor.detach())
     dist.broadcast(there, src=source)
     return there
 
 
-def _agree(computed: Mapping[str, Tensor], module: nn.Module, device: torch.device) -> None:
-    """Ranks of different hardware may compute different bits from the same record: take those of the lowest rank."""
-    hashes = {fqn: hash_of(tensor) for fqn, tensor in computed.items()}
-    everyone: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, hashes)
-    for fqn in sorted(set().union(*everyone)):
-        holders = [rank for rank, held in enumerate(everyone) if fqn in held]
-        if len({everyone[rank][fqn] for rank in holders}) == 1:
-            continue
-        owner, _, name = fqn.rpartition(".")
-        like = getattr(module.get_submodule(owner), name)
-        there = of_rank(holders[0], like, device)
-        if fqn in computed:
-            like.detach().copy_(there)
+def _filled(tensor: Tensor, values: Tensor) -> Tensor:
+    """The tensor with other values; another one in place of one that was built without."""
+    if isinstance(tensor, UnbuiltTensor):
+        with DisableTorchFunctionSubclass():
+            return torch.empty_like(tensor, device=values.device, requires_grad=False).copy_(values)
+    tensor.detach().copy_(values)
+    return tensor
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def move_buffers(module: nn.Module, device: torch.device) -> None:
+def place_buffers(module: nn.Module, device: torch.device) -> None:
     """Put buffers on a device before the step is traced, which computes there what only data and buffers go into.
 
-    They are far smaller than the parameters, which stay where they are until each rank knows its own.
+    They are far smaller than the parameters, which stay where they are until each rank knows its own. Rank 0 sends
+    those that were computed from parameters that others lack; those on meta, which a checkpoint will fill, are zeros.
     """
-    _replace(
-        module,
-        lambda _, tensor: tensor if isinstance(tensor, nn.Parameter | DeferredTensor) else _moved(tensor, device),
-    )
+    is_sent = any(gather_numbers(sum(isinstance(buffer, UnbuiltTensor) for buffer in module.buffers())))
+
+    def placed(_: str, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        if tensor.is_meta:
+            return torch.zeros_like(tensor, device=device)
+        return _moved(_filled(tensor, of_rank(0, tensor, device)) if is_sent else tensor, device)
+
+    _replace(module, placed)
 
 
 def move_parameters(module: nn.Module, parameters: Collection[Tensor], device: torch.device) -> dict[Tensor, Tensor]:
@@ -157,19 +177,18 @@ def put_back(module: nn.Module, moved: Mapping[Tensor, Tensor]) -> None:
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor to put in its place: the parameter itself, which gets its data there, or a new one."""
-    plain = tensor.plain() if isinstance(tensor, DeferredTensor) else tensor
-    if plain.device == device or plain.is_meta:
-        return plain
-    there = plain.detach().to(device)
-    if not isinstance(plain, nn.Parameter):
+    if tensor.device == device or tensor.is_meta:
+        return tensor
+    there = tensor.detach().to(device)
+    if not isinstance(tensor, nn.Parameter):
         return there
-    gradient, plain.grad = plain.grad, None
+    gradient, tensor.grad = tensor.grad, None
     try:
-        plain.data = there  # as torch's Module.to does: hooks, and whoever else has the parameter, keep it
+        tensor.data = there  # as torch's Module.to does: hooks, and whoever else has the parameter, keep it
     except RuntimeError:  # of another kind: tensors that wrap others, and devices that torch does not have itself
         return there
-    plain.grad = None if gradient is None else gradient.to(device)
-    return plain
+    tensor.grad = None if gradient is None else gradient.to(device)
+    return tensor
 
 
 def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> dict[Tensor, Tensor]:
@@ -181,7 +200,7 @@ def _replace(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> dict
             if isinstance(tensor, nn.Parameter) and not isinstance(new, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             if new is not tensor:
-                new.__dict__.update(attributes(tensor))
+                vars(new).update(users_attributes(tensor))
             changed[tensor] = new
         if changed[tensor] is not tensor:
             put(owner, fqn.rpartition(".")[2], changed[tensor])

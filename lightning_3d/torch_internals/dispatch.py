@@ -64,6 +64,8 @@ class OperatorMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch 2.13
 
 
+GET_DEVICE = Tensor.device.__get__
+GET_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor, a new object every time
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 

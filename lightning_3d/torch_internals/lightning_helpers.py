@@ -89,8 +89,9 @@ class ProcessObserver(_ChildProcessObserver):
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Starts the other processes of a node by running the script again, unless they were started already.
 
-    Every exception of a run passes through it, before anything is torn down. It notes the argument ``weights_only`` of
-    ``fit``, ``test`` and the like, which Lightning 2.6 does not hand on to strategies that restore after setup.
+    Every exception of a run passes through it, before anything is torn down. It notes the arguments ``weights_only`` of
+    ``fit``, ``test`` and the like, which Lightning 2.6 does not hand on to strategies that restore after setup, and
+    ``ckpt_path``, which they are told after it.
 
     Args:
         fail: Takes an exception that ends a run; returns another to raise in its place, if any.
@@ -98,6 +99,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     """
 
     weights_only: bool | None = None
+    ckpt_path: str | os.PathLike[str] | None = None
 
     def __init__(
         self,
@@ -127,7 +129,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             raise named from error
 
     def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.weights_only = inspect.signature(function).bind(*args, **kwargs).arguments.get("weights_only")
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        self.weights_only, self.ckpt_path = arguments.get("weights_only"), arguments.get("ckpt_path")
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()

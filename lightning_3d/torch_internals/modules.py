@@ -34,6 +34,9 @@ CALL = "_compiled_call_impl"
 APPLY = "_apply"
 """The method by which ``to``, ``double`` and the like change every parameter and buffer."""
 
+TRUNC_NORMAL = "_no_grad_trunc_normal_"
+"""The function of ``torch.nn.init`` by which ``trunc_normal_`` draws, also where that was imported by name."""
+
 Hooks = OrderedDict[int, Any]
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter(PARAMETERS)

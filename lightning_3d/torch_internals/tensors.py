@@ -58,9 +58,6 @@ def apart(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-typed_storage = Tensor._typed_storage
-"""A getter of the memory behind a tensor."""
-
 storage_id: Callable[[UntypedStorage], int] = attrgetter("_cdata")
 """Equal for storages that are the same memory, also where there is none, as with fake tensors."""
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import StepError
-from lightning_3d.model.deferred import attributes
 from lightning_3d.model.initial_weights import of_rank
 from lightning_3d.tensor.placement import mark, marked
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trainer.held_parts import copy_in, own_part
+from lightning_3d.zero.attributes import users_attributes
 
 
 def copies_of(model: nn.Module, callbacks: Iterable[Callback]) -> list[nn.Module]:
@@ -53,7 +53,7 @@ def _lay_out(copy: nn.Module, model: nn.Module, device: torch.device) -> None:
             new = own_part(whole, likes[fqn], parts.get(fqn))
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            vars(new).update(attributes(tensor))
+            vars(new).update(users_attributes(tensor))
             laid_out[tensor] = new
         put(owner, fqn.rpartition(".")[2], laid_out[tensor])
         if fqn in parts:

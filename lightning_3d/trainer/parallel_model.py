@@ -32,7 +32,13 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
 from lightning_3d.model.block_runner import Dense, running
 from lightning_3d.model.dense_compiler import DenseCompiler
-from lightning_3d.model.initial_weights import check_same_model, move_buffers, move_parameters, place_weights
+from lightning_3d.model.initial_weights import (
+    check_same_model,
+    is_on_meta,
+    move_parameters,
+    place_buffers,
+    place_weights,
+)
 from lightning_3d.pipeline.anomaly import AnomalyDetection
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.exchange import Exchange
@@ -106,21 +112,26 @@ def make_parallel(
     device: torch.device,
     wait: Wait,
     rendezvous: Rendezvous,
+    is_restored: bool,
 ) -> ParallelModel:
     """Plan a model, and carry out what the plan says of this rank; every rank calls it.
+
+    Args:
+        is_restored: Whether a checkpoint will be loaded into it.
 
     Raises:
         PlanError: no layout of this model fits the mesh.
         ConfigError: the ranks were given different models.
     """
-    check_same_model(module)
-    move_buffers(module, device)
+    check_same_model(module, is_restored=is_restored)
+    is_empty = is_on_meta(module)
+    place_buffers(module, device)
     join_replica(mesh, device)
     planned = StepPlanner(trainer, module, mesh.shape, precision, device, wait).plan(config)
     making = _Making(trainer, module, planned, mesh, precision, device, wait, rendezvous)
     with wait("Placing weights"):
         making.place()
-    plan = making.shard_blocks()
+    plan = making.shard_blocks(is_empty=is_empty)
     own = {block.fqn: making.blocks[block.fqn] for block in plan.blocks_on(mesh.pp_rank)}
     router = making.router(own)
     zero = making.share_state(plan)
@@ -181,8 +192,10 @@ class _Making:
         place_weights(self._module, holds, self._device, parameters_on=first)
         set_device(self._module, device=self._device)
 
-    def shard_blocks(self) -> Plan:
-        """Tensor parallel: shard the blocks whose plans prove out; the plan says which."""
+    def shard_blocks(self, *, is_empty: bool) -> Plan:
+        """Tensor parallel: shard the blocks whose plans prove out, on other weights while the model has none; the plan
+        says which.
+        """
         module, mesh, device, config, plan = self._module, self._mesh, self._device, self._config, self._planned.plan
         if mesh.shape.tp > 1:
             compiler = None
@@ -192,7 +205,7 @@ class _Making:
             with Generators(device).preserved(), self._precision.dtype_of_steps():
                 if config.tensor.verify:
                     observed = self._planned.observed
-                    plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiler, self._wait)
+                    plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiler, self._wait, is_empty)
             apply_blocks(plan, module, self.blocks, mesh, device, compiler)
         # FSDP2 takes those that it shards unit by unit.
         moved = {p for p in module.parameters() if not (self._is_fully_sharded and is_shardable(p))}

@@ -25,6 +25,7 @@ from lightning_3d.tensor import (
     verify_block,
 )
 from lightning_3d.torch_internals.modules import named_state
+from lightning_3d.trace.fake_blocks import random_like
 from lightning_3d.waits import Wait, not_told
 
 
@@ -36,6 +37,7 @@ def prove_blocks(
     device: torch.device,
     compiler: BlockCompiler | None,
     wait: Wait = not_told,
+    is_empty: bool = False,
 ) -> Plan:
     """Compare every distinct sharded block with its dense self, each rank those of its stage; every rank calls it.
 
@@ -44,6 +46,7 @@ def prove_blocks(
     Args:
         observed: The plan's blocks, traced.
         device: Where a block's weights are moved to for its proof.
+        is_empty: Whether there are none yet, so that random ones take their place for that.
 
     Returns:
         The same plan on all ranks, in which blocks that did not prove out have their safer sharding, if that does, or
@@ -53,12 +56,12 @@ def prove_blocks(
     if left := {fqn: tensor for fqn, tensor in tensors.items() if tensor.not_sequence_parallel is not None}:
         reasons = {fqn: f"{tensor.not_sequence_parallel} ({tensor.summary})" for fqn, tensor in left.items()}
         _warn("Sequence parallelism", reasons)
-    failed = _failures(plan, observed, mesh, config, device, compiler, wait)
+    failed = _failures(plan, observed, mesh, config, device, compiler, wait, is_empty)
     safer = {block.fqn: block.safer for block in plan.blocks if block.fqn in failed and block.safer is not None}
     if safer:
         _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
         plan = plan.with_tensor(safer)
-        failed |= _failures(plan, observed, mesh, config, device, compiler, wait, only=safer.keys())
+        failed |= _failures(plan, observed, mesh, config, device, compiler, wait, is_empty, only=safer.keys())
     if failed:
         failed = _with_partners(failed, plan)
         _warn("Tensor parallel", failed)
@@ -75,6 +78,7 @@ def _failures(
     device: torch.device,
     compiler: BlockCompiler | None,
     wait: Wait,
+    is_empty: bool,
     *,
     only: Collection[str] | None = None,
 ) -> dict[str, str]:
@@ -96,7 +100,10 @@ def _failures(
         key = block_signature(block, tensor), frozenset(read[fqn].items())
         if key not in proofs:
             args, kwargs = example_inputs(inputs[fqn])
-            with wait(f"Proving {fqn}, block {number} of {len(own)}"), _on_device(observed.module, block, device):
+            with (
+                wait(f"Proving {fqn}, block {number} of {len(own)}"),
+                _on_device(observed.module, block, device, is_empty),
+            ):
                 proofs[key] = verify_block(
                     block,
                     tensor,
@@ -122,9 +129,13 @@ def _warn(what: str, failed: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def _on_device(module: nn.Module, block: nn.Module, device: torch.device) -> Iterator[None]:
+def _on_device(module: nn.Module, block: nn.Module, device: torch.device, is_empty: bool) -> Iterator[None]:
     """Have a block's parameters on a device inside."""
     before = {parameter: parameter.data for parameter in block.parameters()}
+    if is_empty:
+        torch.manual_seed(0)
+        for parameter in before:
+            parameter.data = random_like(parameter, device)
     moved = move_parameters(module, before.keys(), device)
     try:
         yield

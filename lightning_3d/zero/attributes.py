@@ -6,10 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_3d.torch_internals.tensors import IS_PARAMETER
+
 OWN_PREFIX = "_3d_"
 """Begins the names of ours."""
 
 
 def users_attributes(tensor: Tensor) -> dict[str, Any]:
     """The attributes that users set on a tensor."""
-    return {name: value for name, value in vars(tensor).items() if not name.startswith(OWN_PREFIX)}
+    return {
+        name: value for name, value in vars(tensor).items() if not name.startswith(OWN_PREFIX) and name != IS_PARAMETER
+    }
