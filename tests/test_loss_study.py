@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_3d.errors import StepError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
-from lightning_3d.pipeline.traces import Traces
+from lightning_3d.pipeline.traces import StepCall, Traces
 from lightning_3d.trace.interception import routed
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.zero.engine import RankModule
@@ -35,14 +36,18 @@ def _batch(num_samples: int) -> list[Tensor]:
     return [torch.stack(column) for column in zip(*samples, strict=True)]
 
 
-def _found(model: L.LightningModule, batch: Any, name: str = "training_step", *, size: int = 4) -> LossFound:
+def _studied(model: L.LightningModule, batches: list[Any], of: Callable[[LossStudy, list[StepCall]], Any]) -> Any:
     with routed(find_blocks(model, "parameters")) as router:
         model.log = lambda *args, **kwargs: None  # type: ignore[method-assign]  # there is no Trainer
         device = torch.device("cpu")
         traces = Traces(model, router.blocks.values(), StepTracing(model, router, StepEffects(model, router), device))
         study = LossStudy(model, RankModule(model), router, traces, device)
-        (call,) = traces.calls(name, [batch], (0,))
-        return study.find(call, size=size)
+        return of(study, traces.calls("training_step", batches, (0,)))
+
+
+def _found(model: L.LightningModule, batch: Any) -> LossFound:
+    found: LossFound = _studied(model, [batch], lambda study, calls: study.find(calls[0], size=4))
+    return found
 
 
 @pytest.mark.parametrize("loss", KINDS)
@@ -53,7 +58,7 @@ def test_kinds_of_losses(loss: str) -> None:
     kind, has_denominator = KINDS[loss]
     assert found.kind == kind
     if kind == LossKind.WEIGHTED:
-        assert (found.denominator is not None) == has_denominator
+        assert bool(found.denominators) == has_denominator
 
 
 class Using(LossNet):
@@ -71,10 +76,6 @@ def _denoised(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return F.mse_loss(outputs["logits"], torch.randn(outputs["logits"].shape))
 
 
-def _dropped(of: Callable[[Tensor], Tensor], *, inplace: bool = False) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
-    return lambda outputs, labels: of(F.dropout(outputs["pooled"] * 2, 0.5, inplace=inplace).square())
-
-
 def _noisy(x: Tensor) -> Tensor:
     return x + torch.randn(len(x), LENGTH, CLASSES)[..., :1]
 
@@ -88,11 +89,6 @@ OTHERS: dict[str, tuple[Using, LossKind]] = {
     "coupled, too": (Using(lambda o, y: _denoised(o, y) + o["pooled"].std(0).mean(), _noisy), LossKind.WHOLE),
     "hardest sample": (Using(lambda o, y: o["logits"].square().mean((1, 2)).max()), LossKind.WHOLE),
     "bent at some value": (Using(_flooded), LossKind.WHOLE),
-    **{
-        f"{of.__name__} behind dropout, {inplace}": (Using(_dropped(of, inplace=inplace)), kind)
-        for inplace in (False, True)
-        for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
-    },
 }
 
 
@@ -103,13 +99,14 @@ def test_kinds_of_losses_of_steps_that_draw_and_pick(name: str) -> None:
     assert (found.kind, found.failure) == (kind, None)
 
 
-def _of_sampled(probabilities: Tensor) -> Tensor:
+def _of_sampled(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    probabilities = outputs["pooled"].square()
     return probabilities.gather(1, torch.multinomial(probabilities, 1)).mean()
 
 
 def test_randomness_after_the_blocks_is_told() -> None:
-    found = _found(Using(_dropped(_of_sampled)), _batch(8))
-    assert found.kind == LossKind.MEAN
+    found = _found(Using(_of_sampled), _batch(8))
+    assert found.kind == LossKind.WHOLE  # where nothing needs to stand in for it
     assert "multinomial" in str(found.failure)
     assert "draws random numbers after the blocks" in str(found.failure)
 
@@ -128,3 +125,41 @@ def test_labels_of_studies_are_in_the_range_of_the_batch(least: int) -> None:
     assert _found(Using(indexed), [features, labels]).kind == LossKind.MEAN
     assert len(seen) > 3
     assert min(int(labels.min()) for labels in seen) == least
+
+
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], int | None]] = {
+    "views before the blocks": (lambda x: torch.cat([x, x.flip(-1)]), lambda h: h, 2),
+    "rows of a sample before the blocks": (lambda x: x.repeat_interleave(2, 0), lambda h: h, 1),
+    "another order before the blocks": (lambda x: torch.cat([x, x.flip(0)]), lambda h: h, None),
+    "views between blocks": (lambda x: torch.cat([x, x]), lambda h: torch.cat([h, h + 1]), 4),
+    "repeated between blocks": (lambda x: x, lambda h: h.repeat(3, 1, 1), 3),
+    "tokens between blocks": (lambda x: x, lambda h: h.flatten(0, 1), 1),
+    "another order between blocks": (lambda x: x, lambda h: torch.stack([h, h]).flatten(0, 1), None),
+}
+"""Name -> what comes before the blocks, what between them, and the number of views after them."""
+
+
+class Viewing(LossNet):
+    """Puts rows together before and between the blocks."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor], between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__("mean")
+        self.before, self.between = before, between
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.head(self.norm(self.between(self.first(self.before(batch[0]))))).std(0).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_the_batch_are_told_from_rows_of_each_sample(name: str) -> None:
+    before, between, expected = VIEWS[name]
+    batches = [_batch(8), *([tensor[i : i + 4] for tensor in _batch(8)] for i in (0, 4))]
+
+    def views(study: LossStudy, calls: list[StepCall]) -> Any:
+        return study.views(calls[0], calls[1:])
+
+    if expected is None:
+        with pytest.raises(StepError, match="Concatenate views of the batch one after the other"):
+            _studied(Viewing(before, between), batches, views)
+    else:
+        assert _studied(Viewing(before, between), batches, views) == [expected]

@@ -150,15 +150,6 @@ def detached(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return plain(self, batch).detach()
 
 
-class Settings(dict[str, int]):
-    """Its entries are set by its methods only."""
-
-
-def keeps_elsewhere(self: Any, batch: Batch, batch_idx: int) -> Tensor:
-    self.settings["num_steps"] = batch_idx + 1
-    return plain(self, batch)
-
-
 def _with_early_optimizer(made: Any) -> None:
     """One that makes states at once, before the strategy replaces the parameters."""
     made.optimizer = torch.optim.Adagrad(made.parameters(), lr=0.1)
@@ -311,11 +302,6 @@ MISUSES = {
         lambda: AnotherPath("flag"),
         "TraceError",
         r"training_step takes another path on pipeline stage 1 .*: its call 2 .* is layers.1 .* has relu",
-    ),
-    "container of another class": Misuse(
-        model(lambda made: setattr(made, "settings", Settings()), training_step=keeps_elsewhere),
-        "StepError",
-        r"A step changed what is in self\.settings, a Settings",
     ),
     "generation in a training step": Misuse(
         model(training_step=generates),

@@ -114,11 +114,6 @@ class Snapshot:
         assert isinstance(saved, _Data)
         return saved
 
-    def is_refilled(self, container: Any) -> bool:
-        """Whether there is something else in a container now, apart from what is deeper inside."""
-        saved = self._saved.get(id(container))
-        return isinstance(saved, _Container) and saved.is_changed()
-
     def may_differ(self, value: Any) -> bool:
         """Whether there is something else in a container now, or a tensor whose data was kept."""
         saved = self._saved.get(id(value))
@@ -135,6 +130,7 @@ class Snapshot:
         for buffer in buffers.values():
             if buffer is not None:
                 self._save_data(buffer)
+        saved.nested = [data for data in map(self._saved.get, map(id, buffers.values())) if data is not None]
 
     def _save(self, value: Any) -> None:
         if type(value) is Tensor:
@@ -162,7 +158,7 @@ class _Container:
     """A container and its content."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self.content = value, _content(value)
+        self.value, self.content = value, content_of(value)
         self.nested: list[_Container | _Data] = []
         """Containers and data that were kept of its entries."""
 
@@ -233,7 +229,7 @@ def _is_plain(value: object, package: str) -> bool:
 
 def refill(container: Any, content: Any) -> None:
     """Change what is in a list, deque, set or dict."""
-    kind, content = _builtin(container), _content(content)  # a copy: it may be the container itself
+    kind, content = _builtin(container), content_of(content)  # a copy: it may be the container itself
     kind.clear(container)
     if isinstance(container, dict):
         for key, value in content.items():
@@ -247,7 +243,8 @@ def _builtin(container: Any) -> Any:
     return next(cls for cls in (OrderedDict, *CONTAINERS) if isinstance(container, cls))
 
 
-def _content(container: Any) -> Any:
+def content_of(container: Any) -> Any:
+    """A plain dict, set or list of what is in a container."""
     kind = _builtin(container)
     if isinstance(container, dict):
         return dict(kind.items(container))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import reduce
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_3d.errors import StepError, TraceError
+from lightning_3d.pipeline.effects.join import Average
 from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossFound, LossStudy
 from lightning_3d.pipeline.traces import StepCall
@@ -24,7 +25,9 @@ _SAYS = {
     LossKind.WEIGHTED: "is a mean of those of the microbatches with weights that depend on the data, such as numbers of"
     " valid labels",
     LossKind.WHOLE: "couples samples, as a contrastive loss does: the code after the blocks runs once, on the whole"
-    " batch, between all forwards and all backwards, which holds the activations of all microbatches",
+    " batch, between all forwards and all backwards, which holds the activations of all microbatches. Each of several"
+    " data-parallel ranks couples its own samples alone, as under DDP; a loss over all of them gathers outputs by"
+    " self.all_gather(..., sync_grads=True)",
 }
 
 
@@ -35,7 +38,8 @@ class Decision:
     kind: LossKind
     weights: Sequence[float]
     """Factors of the microbatches' losses; only the last stage knows those that depend on data."""
-    found: LossFound
+    averages: Mapping[str, Set[Average]] = field(default_factory=dict)
+    """As of a ``LossFound``."""
     joins_values: bool
     """Whether what the step gives is joined over microbatches; else the code after the blocks runs on the whole batch
     for it."""
@@ -53,7 +57,6 @@ class BatchLoss:
         setting: ``pipeline.loss``.
         group: The pp axis.
         source: Global rank of the last stage.
-        num_replicas: Data-parallel ranks.
         has_budget: Whether ``activations.budget`` is kept by a prediction for losses that are not of the whole batch.
     """
 
@@ -66,10 +69,8 @@ class BatchLoss:
         source: int,
         device: torch.device,
         wait: Wait,
-        num_replicas: int = 1,
         has_budget: bool = False,
     ) -> None:
-        self._num_replicas = num_replicas
         self._wait, self._warns_of_memory = wait, has_budget
         self._setting, self._study, self._group, self._source, self._device = setting, study, group, source, device
         self._is_last = dist.get_rank() == source
@@ -80,7 +81,7 @@ class BatchLoss:
     @property
     def texts(self) -> tuple[str, ...]:
         """A line for each kind of step that gives anything but means over microbatches; for the plan."""
-        return tuple(text for name, found in self._found.items() for text in _texts(name, found, self._num_replicas))
+        return tuple(text for name, found in self._found.items() for text in _texts(name, found))
 
     def decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float], *, trains: bool) -> Decision:
         """Decide how a step is made; every rank calls it.
@@ -93,16 +94,23 @@ class BatchLoss:
         Raises:
             StepError: the loss of this kind of batch couples samples, unlike those before.
         """
-        decision = self._decide(whole, parts, shares) if trains else _mean(shares, joins_values=False)
+        found = self._find(whole, parts) if trains else LossFound(kind=LossKind.MEAN)
         if len(parts) == 1:
-            return replace(decision, joins_values=True)
+            return Decision(kind=LossKind.MEAN, weights=shares, joins_values=True)
+        can_join = trains and found.kind != LossKind.WHOLE and all(found.averages.values())
+        decision = Decision(
+            kind=found.kind,
+            weights=[1.0] * len(parts) if found.kind == LossKind.SUM else shares,
+            averages=found.averages,
+            joins_values=can_join and not self._study.trace(parts[0]).gives_more,
+        )
         if not self._is_last:
             return decision
         try:
-            if decision.kind == LossKind.WHOLE or not decision.joins_values:
+            if not decision.joins_values:
                 decision = replace(decision, views=self._study.views(whole, parts))
-            if decision.kind == LossKind.WEIGHTED:
-                decision = replace(decision, weights=self._study.weights(whole, parts, decision.found))
+            if found.kind == LossKind.WEIGHTED:
+                decision = replace(decision, weights=self._study.weights(whole, parts, min(found.denominators)))
         except Exception as error:  # the other stages are told at the end of the step
             what = f"{type(error).__name__} while finding how a batch is made of its microbatches: {error}"
             problem = StepError(what) if trains else TraceError(what, lacks_data=True)
@@ -110,22 +118,15 @@ class BatchLoss:
             return replace(decision, problem=problem)
         return decision
 
-    def _decide(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> Decision:
-        trace = self._study.trace(parts[0])
-        joins_values = not trace.gives_more
-        mean = _mean(shares, joins_values=joins_values)
+    def _find(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound:
         if self._setting == "mean":
-            return mean
-        if self._setting == "whole" or (len(parts) > 1 and trace.is_joint):
-            if self._setting != "whole":
-                self._warn_of_memory(whole.name)
-            return replace(mean, kind=LossKind.WHOLE, joins_values=False)
-        found = self._know(whole, parts)
-        if found is None or len(parts) == 1:
-            return mean
-        joins_values &= not found.unjoined
-        weights = shares if found.kind in (LossKind.MEAN, LossKind.WHOLE) else [1.0] * len(parts)
-        return Decision(kind=found.kind, weights=weights, found=found, joins_values=joins_values)
+            return LossFound(kind=LossKind.MEAN)
+        if self._setting == "whole":
+            return LossFound(kind=LossKind.WHOLE)
+        if len(parts) > 1 and self._study.trace(parts[0]).is_joint:
+            self._warn_of_memory(whole.name)
+            return LossFound(kind=LossKind.WHOLE)
+        return self._know(whole, parts) or LossFound(kind=LossKind.MEAN)
 
     def _know(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound | None:
         name = whole.name
@@ -154,16 +155,26 @@ class BatchLoss:
             return None
         joined = reduce(_stricter, of_all)
         if known is None:
-            _tell(name, joined, self._num_replicas)
-            if joined.kind == LossKind.WHOLE:
-                self._warn_of_memory(name)
+            self._tell(name, joined)
         elif joined.kind > known.kind:
             raise StepError(
-                f"{name}: the loss of this kind of batch {_SAYS[joined.kind]}; that of batches before"
-                f" {_SAYS[known.kind]}. Set pipeline.loss='whole'."
+                f"{name}: that the loss {_SAYS[known.kind]} holds for batches before, but not for those of another kind"
+                " that have come now. Set pipeline.loss='whole'."
             )
         self._found[name] = joined
         return joined
+
+    def _tell(self, name: str, found: LossFound) -> None:
+        """Say what was found, if it costs something."""
+        if found.failure is not None:
+            rank_zero_warn(
+                f"How the loss of {name} comes from its microbatches could not be found out ({found.failure}), so it"
+                " counts as one that couples samples. If it is a mean or a sum over them, set pipeline.loss='mean' or"
+                " 'sum'."
+            )
+        if found.kind == LossKind.WHOLE:
+            rank_zero_info("\n".join(_texts(name, found)))
+            self._warn_of_memory(name)
 
     def _warn_of_memory(self, name: str) -> None:
         """Once, that a step takes more memory than was predicted."""
@@ -176,49 +187,25 @@ class BatchLoss:
             )
 
 
-def _mean(shares: Sequence[float], *, joins_values: bool) -> Decision:
-    found = LossFound(kind=LossKind.MEAN)
-    return Decision(kind=LossKind.MEAN, weights=shares, found=found, joins_values=joins_values)
-
-
 def _stricter(first: LossFound, second: LossFound) -> LossFound:
     """A finding that is right where either of these is."""
-    unjoined = {*first.unjoined, *second.unjoined}
-    both = {**first.averages, **second.averages}
-    unjoined |= {n for n, how in first.averages.items() if second.averages.get(n, how) != how}
+    averages = {**first.averages, **second.averages}
+    averages |= {name: ways & averages[name] for name, ways in first.averages.items()}
+    kind, denominators = max(first.kind, second.kind), first.denominators & second.denominators
     return LossFound(
-        kind=max(first.kind, second.kind),
-        averages={name: how for name, how in both.items() if name not in unjoined},
-        unjoined=tuple(sorted(unjoined)),
-        denominator=first.denominator if first.denominator == second.denominator else None,
+        kind=LossKind.WHOLE if kind == LossKind.WEIGHTED and not denominators else kind,
+        averages=averages,
+        denominators=denominators,
         failure=first.failure or second.failure,
     )
 
 
-def _texts(name: str, found: LossFound, num_replicas: int) -> list[str]:
-    texts = []
-    if found.kind != LossKind.MEAN:
-        per_replica = ""
-        if found.kind == LossKind.WHOLE and num_replicas > 1:
-            per_replica = (
-                f". Each of the {num_replicas} data-parallel ranks couples its own samples alone, as under DDP; a loss"
-                " over all of them gathers outputs by self.all_gather(..., sync_grads=True)"
-            )
-        texts.append(f"{name}: the loss {_SAYS[found.kind]}{per_replica}.")
-    if found.unjoined and found.kind != LossKind.WHOLE:
+def _texts(name: str, found: LossFound) -> list[str]:
+    texts = [f"{name}: the loss {_SAYS[found.kind]}."] if found.kind != LossKind.MEAN else []
+    unjoined = [value for value, ways in found.averages.items() if not ways]
+    if unjoined and found.kind != LossKind.WHOLE:
         texts.append(
-            f"{name}: {', '.join(found.unjoined)} can't be put together from microbatches; the code after the blocks"
-            " runs once more, on the whole batch, for that."
+            f"{name}: {', '.join(unjoined)} can't be put together from microbatches; the code after the blocks runs"
+            " once more, on the whole batch, for that."
         )
     return texts
-
-
-def _tell(name: str, found: LossFound, num_replicas: int) -> None:
-    if found.failure is not None:
-        rank_zero_warn(
-            f"How what {name} gives comes from its microbatches could not be found out ({found.failure}). Its floating-"
-            "point values are taken for means over samples. If the loss is none, set pipeline.loss to 'sum' or 'whole'."
-        )
-        return
-    if found.kind == LossKind.WHOLE:  # the others cost next to nothing
-        rank_zero_info("\n".join(_texts(name, found, num_replicas)))

@@ -137,7 +137,6 @@ class PipelineEngine:
             source=self._source,
             device=device,
             wait=wait,
-            num_replicas=mesh.shape.dp,
             has_budget=has_budget,
         )
         self._stages = Stages(
@@ -222,8 +221,7 @@ class PipelineEngine:
         shares = [part.weight for part in parts]
         whole, *calls = self._traces.calls(name, [batch, *(part.batch for part in parts)], rest)
         decision = self._batch_loss.decide(whole, calls, shares, trains=backward)
-        is_whole = decision.kind == LossKind.WHOLE
-        with_tail = is_whole or not decision.joins_values
+        with_tail = not decision.joins_values
         flows = [self._flow(call, with_tail=with_tail) for call in calls]
         tail = None
         if with_tail:
@@ -233,7 +231,7 @@ class PipelineEngine:
                 flows,
                 shares,
                 views=decision.views,
-                trains=is_whole or not backward,
+                trains=decision.kind == LossKind.WHOLE or not backward,
             )
         return PipelineStep(
             stages=self._stages,

@@ -19,7 +19,7 @@ from lightning_3d.model.reals import as_reals
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 2e-2  # relative, in fp32 and in 16 bits
 _LEAST_SCALE = 1e-3  # of a tensor, relative to the greatest: what is smaller may be rounding
-_CHUNK = 2**18  # elements that are compared at a time, so that copies in float64 stay small
+_PIECE = 2**18  # elements that are compared at a time, so that copies in float64 stay small
 
 
 class LossKind(IntEnum):
@@ -51,40 +51,31 @@ def factor_of(of_whole: Sequence[Tensor | None], of_part: Sequence[Tensor | None
     pairs = list(zip(of_whole, of_part, strict=True))
     if any((whole is None) != (part is None) for whole, part in pairs):
         return None
-    products = squares = 0.0
-    scales: list[float] = []  # of each tensor of the whole
-    scale_of_part = 0.0
-    for pair in pairs:
-        scale = 0.0
-        for expected, given in _chunks(pair):
-            scale = _maximum(scale, expected.abs().max().item())
-            scale_of_part = _maximum(scale_of_part, given.abs().max().item())
-            products, squares = products + (expected @ given).item(), squares + (given @ given).item()
-        scales.append(scale)
+    given = [(whole, part) for whole, part in pairs if whole is not None and part is not None and whole.numel()]
+    sums = []  # of each tensor, by piece: greatest value of the whole's, products, squares
+    for pair in given:
+        sums.append(torch.stack([torch.stack([w.abs().max(), w @ p, p @ p]) for w, p in _pieces(pair)]))
+    scales = [float(own[:, 0].max()) for own in sums]
     if not all(map(math.isfinite, scales)):
         return None
     if not any(scales):
         return 0.0  # whatever the part gives: none of its labels is valid
-    if not math.isfinite(scale_of_part) or not squares:
+    products, squares = torch.cat(sums)[:, 1:].sum(0).tolist()
+    if not math.isfinite(squares) or not squares:
         return None
-    factor, least = products / squares, _LEAST_SCALE * max(scales)
-    for pair, scale in zip(pairs, scales, strict=True):
+    factor: float = products / squares
+    least = _LEAST_SCALE * max(scales)
+    for pair, scale in zip(given, scales, strict=True):
         limit = rtol * max(scale, least)
-        if any((factor * given - expected).abs().max() > limit for expected, given in _chunks(pair)):
+        if any((factor * part - whole).abs().max() > limit for whole, part in _pieces(pair)):
             return None
     return factor
 
 
-def _maximum(first: float, second: float) -> float:
-    return math.nan if math.isnan(first) or math.isnan(second) else max(first, second)
-
-
-def _chunks(pair: tuple[Tensor | None, Tensor | None]) -> Iterator[tuple[Tensor, Tensor]]:
+def _pieces(pair: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Pieces of two tensors in float64, flat."""
-    pieces = [as_reals(tensor.detach()).flatten().split(_CHUNK) for tensor in pair if tensor is not None]
-    for expected, given in zip(*pieces, strict=True):
-        if expected.numel():
-            yield expected.double(), given.double()
+    for pieces in zip(*(as_reals(tensor.detach()).flatten().split(_PIECE) for tensor in pair), strict=True):
+        yield tuple(piece.double() for piece in pieces)
 
 
 def kind_of(weights: Sequence[float] | None, shares: Sequence[float], rtol: float) -> LossKind:

@@ -8,7 +8,8 @@ apart (`logits > 0`). Nothing of it is applied, and blocks don't run.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,13 +22,13 @@ from typing_extensions import override
 from lightning_3d.errors import StepError
 from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.denominators import TAIL, read
-from lightning_3d.pipeline.effects.join import Average, Joiner, averaged
+from lightning_3d.pipeline.effects.join import WAYS, Average, Joiner, averaged
 from lightning_3d.pipeline.effects.norms import Norms
 from lightning_3d.pipeline.effects.step_effects import HostNumbersAlike, StepEffects
 from lightning_3d.pipeline.joints import Draws, Joint, received_joints
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, is_close, kind_of, tolerance
 from lightning_3d.pipeline.microbatches import batch_size, map_tensors, samples_of
-from lightning_3d.pipeline.row_order import RowOrder
+from lightning_3d.pipeline.row_order import views_of
 from lightning_3d.pipeline.tail_runs import TailRun, TailRuns
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.trace.ghost import TensorMeta
@@ -36,8 +37,8 @@ from lightning_3d.trace.trace import Trace
 from lightning_3d.zero.engine import RankModule
 from lightning_3d.zero.master_weights import is_half
 
-_NUM_DRAWS = 3  # of random outputs, for the batch and for mixed data
-_SIGNED = 2 * _NUM_DRAWS  # the last draw, of both signs
+_NUM_DRAWS = 6  # of random outputs: three for the batch's own data, then three for mixed data
+_SIGNED = 2  # the last draw for the batch's own data, of both signs
 _LOGIT = 4.0  # greatest size of numbers of both signs, whose sigmoid comes near to 0 and to 1
 _OF_PROBABILITIES = "binary_cross_entropy"  # which aborts a GPU's process where it gets other numbers
 _IGNORED = -100  # where torch ignores labels unless told otherwise
@@ -49,67 +50,39 @@ class LossFound:
     """How what a step gives comes from what its microbatches give."""
 
     kind: LossKind
-    averages: Mapping[str, Average] = field(default_factory=dict)
-    """Name of a floating-point value -> how it is joined."""
-    unjoined: tuple[str, ...] = ()
-    """Names of those that can't be joined."""
-    denominator: int | None = None
-    """Which of the numbers that the step divides by shows the weights of a weighted loss."""
+    averages: Mapping[str, Set[Average]] = field(default_factory=dict)
+    """Name of a floating-point value -> the ways in which it may be joined; none if it can't be."""
+    denominators: frozenset[int] = frozenset()
+    """Which of the numbers that the step divides by show the weights of a weighted loss."""
     failure: str | None = None
     """Why the step could not be studied."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Comparison:
-    """Parts of a batch, and the whole."""
+class _Compared:
+    """A comparison of the losses of parts of a batch with that of the whole."""
 
-    call: StepCall
-    """The step on the whole."""
-    parts: Sequence[TailRun]
-    whole: TailRun
     weights: list[float] | None
     """Factors of the parts' losses in that of the whole; None if there are none."""
-    sizes: Sequence[int]
-    """Samples of the parts, then of the whole."""
+    kind: LossKind
+    denominators: frozenset[int]
+    """Which of the numbers that the step divides by have the weights for the parts' shares."""
+    is_bent: bool
+    """As of a ``WatchedTail``."""
+    goes_by_data: bool
+    is_finite: bool
+    """Whether the loss is; and gradients of outputs of both signs, which roots and logarithms have none of."""
     rtol: float
-    is_mixed: bool
-    """Whether the batch's data were mixed."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the loss of the whole is finite."""
-        return bool(self.whole.loss.isfinite())
-
-    @property
-    def is_smooth(self) -> bool:
-        """Whether gradients are finite, which those of roots and logarithms of negative numbers are not."""
-        return all(gradient is None or bool(gradient.isfinite().all()) for gradient in self.whole.of_received)
-
-    def without_tensors(self) -> _Comparison:
-        """The same, without what takes memory."""
-        return replace(self, parts=[part.without_tensors() for part in self.parts], whole=self.whole.without_tensors())
-
-    @property
-    def denominators(self) -> set[int]:
-        """Which of the numbers that the steps divide by have the weights for the parts' shares."""
-        if self.weights is None:
-            return set()
-        of_parts = [part.denominators for part in self.parts]
-        shares = {k: _shares(of_parts, k) for k in range(len(self.whole.denominators))}
-        return {k for k, own in shares.items() if own is not None and _are_close(own, self.weights, self.rtol)}
-
-    @property
-    def tells_apart(self) -> bool:
-        """Whether the weights are others than the parts' shares of the samples."""
-        shares = [size / self.sizes[-1] for size in self.sizes[:-1]]
-        return self.weights is not None and not _are_close(self.weights, shares, self.rtol)
 
 
-def _shares(of_parts: Sequence[Sequence[float]], denominator: int) -> list[float] | None:
-    """The parts' shares in the sum of what they divide by; None if that is not known of all, or zero."""
-    numbers = [own[denominator] for own in of_parts if len(own) > denominator]
-    total = sum(numbers)
-    return [number / total for number in numbers] if total and len(numbers) == len(of_parts) else None
+def _denominators(weights: list[float] | None, of_parts: Tensor, of_whole: Tensor, rtol: float) -> frozenset[int]:
+    """Which numbers, (parts, numbers), have these weights for the parts' shares, and add up to the whole's."""
+    if weights is None:
+        return frozenset()
+    total = of_parts.sum(0)
+    shares = (of_parts / total).T.tolist()
+    add_up = [is_close(*pair, rtol) for pair in zip(total, of_whole, strict=True)]
+    return frozenset(k for k, own in enumerate(shares) if add_up[k] and _are_close(own, weights, rtol))
 
 
 def _are_close(found: Sequence[float], expected: Sequence[float], rtol: float) -> bool:
@@ -127,14 +100,12 @@ class LossStudy:
         traces: Traces,
         device: torch.device,
     ) -> None:
-        self._module, self._traces, self._device = module, traces, device
+        self._traces, self._device = traces, device
         self._trials = _Trials()
         self._effects = StepEffects(module, router, HostNumbersAlike(), Norms(module, router), joiner=self._trials)
         self._runs = TailRuns(module, rank_module, router, self._effects, traces)
-        self._row_order = RowOrder(module, rank_module, router, self._effects, self._runs)
         self._views: OrderedDict[Hashable, Sequence[int]] = OrderedDict()
         self._trusted: set[str] = set()  # steps whose weights were seen to be shares in their denominator
-        self._distrusted: set[str] = set()
 
     def trace(self, call: StepCall) -> Trace:
         """The trace of a step."""
@@ -147,36 +118,35 @@ class LossStudy:
             size: Samples in its smallest microbatch, of which there are two at least.
         """
         try:
-            self._trace(self._halves(call, samples_of(call.batch, 0, 2 * size)))
-            with self._effects.isolated():
+            with self._isolated(_halves(call, samples_of(call.batch, 0, 2 * size))):
                 return self._find(call, 2 * size)
         except Exception as error:
-            return LossFound(kind=LossKind.MEAN, failure=f"{type(error).__name__}: {error}")
+            return LossFound(kind=LossKind.WHOLE, failure=f"{type(error).__name__}: {error}")
 
-    def weights(self, whole: StepCall, parts: Sequence[StepCall], found: LossFound) -> list[float]:
-        """The weights of the losses of a batch's parts.
+    def weights(self, whole: StepCall, parts: Sequence[StepCall], denominator: int) -> list[float]:
+        """The weights of the losses of a batch's parts: their shares in what the loss is divided by.
 
         Raises:
-            StepError: there are none.
+            StepError: they are others.
         """
-        name, shares = whole.name, _shares_of_samples(parts)
-        shown = self._shown(parts, found)
-        if shown is not None and (name in self._trusted or _are_close(shown, shares, _EXACT)):
-            return shown
-        self._trace((*parts, whole))
-        with self._effects.isolated():
+        of_samples = _shares_of_samples(parts)
+        with self._isolated(parts):
+            numbers = read([self._runs.denominators(part) for part in parts])
+        own = numbers[:, denominator] if denominator < numbers.shape[1] else torch.zeros(len(parts))
+        shares: list[float] = (own / own.sum()).tolist()  # no numbers where no label of the batch is valid
+        if own.sum() and (whole.name in self._trusted or _are_close(shares, of_samples, _EXACT)):
+            return shares
+        with self._isolated((*parts, whole)):  # the first batch that tells
             compared = self._compare(whole, parts, seed=0)
         if not compared.is_finite:
-            return shares  # it is no number in one process, too
-        if compared.weights is None:
+            return of_samples  # it is no number in one process, too
+        if compared.weights is None or not _are_close(shares, compared.weights, compared.rtol):
             raise StepError(
-                f"The loss of {name} was found to be a weighted mean over samples, but that of this batch couples them."
-                " Set pipeline.loss='whole'."
+                f"The loss of {whole.name} was found to be a weighted mean over samples, but that of this batch couples"
+                " them. Set pipeline.loss='whole'."
             )
-        if shown is not None and compared.tells_apart:  # for the first time
-            is_right = _are_close(shown, compared.weights, compared.rtol)
-            (self._trusted if is_right else self._distrusted).add(name)
-        return compared.weights
+        self._trusted.add(whole.name)
+        return shares
 
     def views(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
         """The numbers of views in what the code after the blocks gets, by tensor.
@@ -186,70 +156,55 @@ class LossStudy:
         """
 
         def find() -> Sequence[int]:
-            for call in (*parts, whole):
-                self._runs.flow(call)  # traced apart
-            with self._effects.isolated():
+            with self._isolated((*parts, whole)):
                 return self._find_views(whole, parts)
 
         return cached(self._views, _kinds(whole, parts), find)
 
     def _find_views(self, whole: StepCall, parts: Sequence[StepCall]) -> Sequence[int]:
-        return self._row_order.views(whole, parts, _shares_of_samples(parts))
+        flow, *flows = [self._runs.flow(call) for call in (whole, *parts)]
+        shares = _shares_of_samples(parts)
+        joints = received_joints(TAIL, flow, flows, shares)
+        metas = zip(joints, flow.metas(flow.received(TAIL)), strict=True)
+        if all(joint.dim is None or meta.shape[joint.dim] <= whole.size for joint, meta in metas):
+            return [1] * len(joints)
+        draws = Draws(shares)
+        of_parts = [self._runs.given(part, partial(draws.note, i)) for i, part in enumerate(parts)]
+        return views_of(flow, flows, [self._runs.given(whole, draws.repeat), *of_parts], shares, whole.size)
 
-    def _shown(self, parts: Sequence[StepCall], found: LossFound) -> list[float] | None:
-        """The parts' shares in what their losses are divided by, if that tells their weights."""
-        if found.denominator is None or parts[0].name in self._distrusted:
-            return None
-        self._trace(parts)
-        with self._effects.isolated():
-            of_parts = [self._runs.denominators(part) for part in parts]
-        return _shares(read(of_parts), found.denominator)
-
-    def _trace(self, calls: Sequence[StepCall]) -> None:
-        """Trace steps, apart from what is done with them."""
+    @contextmanager
+    def _isolated(self, calls: Sequence[StepCall]) -> Iterator[None]:
+        """Study these calls inside, whose traces are made before."""
         for call in calls:
-            self._runs.check(call)
-
-    def _halves(self, call: StepCall, batch: Any) -> list[StepCall]:
-        """The same call on the halves of another batch, and on the whole of it."""
-        size = batch_size(batch)
-        ends = (0, size // 2), (size // 2, size), (0, size)
-        return [replace(call, batch=samples_of(batch, *of_part)) for of_part in ends]
+            self._runs.flow(call)
+        with self._effects.isolated():
+            yield
 
     def _find(self, call: StepCall, size: int) -> LossFound | None:
         self._trials.fits = {}
-        compared: list[_Comparison] = []
-        for draw in range(_SIGNED + 1):
-            is_mixed = _NUM_DRAWS <= draw < _SIGNED
-            batch = _mixed(call.batch, draw) if is_mixed else call.batch
-            *parts, whole = self._halves(call, samples_of(batch, 0, size))
+        compared: dict[int, _Compared] = {}  # by draw
+        for draw in range(_NUM_DRAWS):
+            batch = _mixed(call.batch, draw) if draw > _SIGNED else call.batch
+            *parts, whole = _halves(call, samples_of(batch, 0, size))
             if draw == _SIGNED and any(c.name == _OF_PROBABILITIES for c in self._runs.flow(whole).trace.calls):
                 continue
             try:
-                comparison = self._compare(whole, parts, seed=draw, is_mixed=is_mixed)
+                found = self._compare(whole, parts, seed=draw)
             except Exception:
-                if draw < _NUM_DRAWS:
+                if draw == 0:
                     raise
                 continue  # the step does not take such data, or such outputs of blocks
-            if comparison.is_finite and (draw < _SIGNED or comparison.is_smooth):  # else no label may be valid in both
-                self._learn(call.name, comparison)
-                compared.append(comparison.without_tensors())
+            if found.is_finite:  # else no label may be valid in both
+                compared[draw] = found
         if not compared:
             return None
-        denominators = set.intersection(*(comparison.denominators for comparison in compared))
-        if denominators and any(comparison.tells_apart for comparison in compared):
+        denominators = frozenset.intersection(*(found.denominators for found in compared.values()))
+        if denominators and any(found.kind == LossKind.WEIGHTED for found in compared.values()):
             self._trusted.add(call.name)
-        (seen,) = read([self._runs.denominators(compared[-1].call)])
-        seen_alike = zip(seen, compared[-1].whole.denominators, strict=False)
-        known = {k for k, (without, with_data) in enumerate(seen_alike) if without == with_data}
-        return LossFound(
-            kind=_kind(compared, denominators),
-            averages={value: min(hows, key=_PREFERRED.index) for value, hows in self._trials.fits.items() if hows},
-            unjoined=tuple(value for value, hows in self._trials.fits.items() if not hows),
-            denominator=min(denominators & known, default=None),
-        )
+        kind = _kind(compared, denominators)
+        return LossFound(kind=kind, averages=self._trials.fits, denominators=denominators)
 
-    def _compare(self, whole: StepCall, parts: Sequence[StepCall], *, seed: int, is_mixed: bool = False) -> _Comparison:
+    def _compare(self, whole: StepCall, parts: Sequence[StepCall], *, seed: int) -> _Compared:
         shares = _shares_of_samples(parts)
         *flows, flow = [self._runs.flow(call) for call in (*parts, whole)]
         views = cached(self._views, _kinds(whole, parts), partial(self._find_views, whole, parts))
@@ -259,27 +214,36 @@ class LossStudy:
         for joint, of_parts in zip(joints, zip(*given, strict=True), strict=True):
             tensor = joint.join([tensor.detach() for tensor in of_parts])
             joined.append(tensor.requires_grad_(of_parts[0].requires_grad))
+        divided = read([self._runs.denominators(call) for call in (*parts, whole)])
         draws, runs = Draws(shares), []
         for i, part in enumerate(parts):
             runs.append(self._runs.run(part, given.pop(0), index=i, draw=partial(draws.note, i)))
         run = self._runs.run(whole, joined, index=len(parts), draw=draws.repeat)
         is_autocast = torch.is_autocast_enabled(self._device.type)
         rtol = tolerance(is_half=is_autocast or any(is_half(tensor) for tensor in joined))
-        return _Comparison(
-            call=whole,
-            parts=runs,
-            whole=run,
-            weights=_weights(run, runs, joints, rtol),
-            sizes=[*(part.size for part in parts), whole.size],
+        weights = _weights(run, runs, joints, rtol)
+        is_smooth = all(gradient is None or bool(gradient.isfinite().all()) for gradient in run.of_received)
+        is_finite = bool(run.loss.isfinite()) and (is_smooth or seed != _SIGNED)
+        if is_finite:
+            self._trials.loss_weights, self._trials.rtol = weights or (), rtol
+            sizes = [*(part.size for part in parts), whole.size]
+            self._effects.study([run.output for run in (*runs, run)], sizes, whole.name)
+        return _Compared(
+            weights=weights,
+            kind=kind_of(weights, shares, rtol),
+            denominators=_denominators(weights, divided[:-1], divided[-1], rtol),
+            is_bent=run.is_bent,
+            goes_by_data=run.goes_by_data,
+            is_finite=is_finite,
             rtol=rtol,
-            is_mixed=is_mixed,
         )
 
-    def _learn(self, name: str, compared: _Comparison) -> None:
-        """Find out how values are joined."""
-        self._trials.loss_weights, self._trials.rtol = compared.weights or (), compared.rtol
-        outputs = [run.output for run in (*compared.parts, compared.whole)]
-        self._effects.study(outputs, compared.sizes, name)
+
+def _halves(call: StepCall, batch: Any) -> list[StepCall]:
+    """The same call on the halves of another batch, and on the whole of it."""
+    size = batch_size(batch)
+    ends = (0, size // 2), (size // 2, size), (0, size)
+    return [replace(call, batch=samples_of(batch, *of_part)) for of_part in ends]
 
 
 def _kinds(whole: StepCall, parts: Sequence[StepCall]) -> tuple[Hashable, ...]:
@@ -295,7 +259,7 @@ def _random_outputs(metas: Sequence[TensorMeta], seed: int, part: int) -> list[T
     """Random outputs of blocks for a part of a batch, greater ones for one part than for the other."""
     tensors = []
     for position, meta in enumerate(metas):
-        seed_of_tensor = ((1 + part) * 2 * _NUM_DRAWS + seed) * len(metas) + position
+        seed_of_tensor = ((1 + part) * _NUM_DRAWS + seed) * len(metas) + position
         tensor = meta.random(torch.Generator(meta.device).manual_seed(seed_of_tensor))
         if tensor.is_floating_point() or tensor.is_complex():
             if seed == _SIGNED:
@@ -305,21 +269,19 @@ def _random_outputs(metas: Sequence[TensorMeta], seed: int, part: int) -> list[T
     return tensors
 
 
-def _kind(compared: Sequence[_Comparison], denominators: set[int]) -> LossKind:
-    rtol = compared[0].rtol
-    # Any weight is right for a part without a valid label.
-    shown = [comparison for comparison in compared if comparison.weights is None or all(comparison.weights)] or compared
-    kinds = {kind_of(comparison.weights, [0.5, 0.5], rtol) for comparison in shown}
-    of_batch = [comparison.weights for comparison in compared if not comparison.is_mixed and comparison.weights]
-    if any(not _are_close(weights, of_batch[0], rtol) for weights in of_batch):
-        return LossKind.WHOLE  # they depend on what the blocks give
-    if any(comparison.whole.has_kink for comparison in compared):
+def _kind(compared: Mapping[int, _Compared], denominators: Set[int]) -> LossKind:
+    found, rtol = compared.values(), compared[min(compared)].rtol
+    own = [c.weights for draw, c in compared.items() if draw <= _SIGNED and c.weights]
+    depends_on_blocks = any(not _are_close(weights, own[0], rtol) for weights in own)
+    if depends_on_blocks or any(c.is_bent or c.weights is None for c in found):
         return LossKind.WHOLE
-    if len(kinds) > 1:
-        return max(*kinds, LossKind.WEIGHTED)
-    (kind,) = kinds
-    may_depend = denominators or any(not comparison.whole.is_traced for comparison in compared)
-    return LossKind.WEIGHTED if kind == LossKind.MEAN and may_depend else kind
+    # Any weight is right for a part without a valid label.
+    shown = [c for c in found if c.weights and all(c.weights)] or found
+    kinds = {c.kind for c in shown}
+    may_vary = denominators or any(c.goes_by_data for c in found)
+    if len(kinds) > 1 or LossKind.WEIGHTED in kinds or (LossKind.MEAN in kinds and may_vary):
+        return LossKind.WEIGHTED if denominators else LossKind.WHOLE
+    return kinds.pop()
 
 
 def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], rtol: float) -> list[float] | None:
@@ -360,12 +322,9 @@ def _mixed(batch: Any, seed: int) -> Any:
             return chosen.to(tensor.dtype)
         ignored = tensor.new_full((), _IGNORED) if (tensor == _IGNORED).any() else tensor.min()
         others = (tensor.min(), tensor.max(), ignored)
-        return torch.where(chosen, tensor, others[seed % _NUM_DRAWS])
+        return torch.where(chosen, tensor, others[seed % len(others)])
 
     return map_tensors(batch, mixed)
-
-
-_PREFERRED: tuple[Average, ...] = ("loss", "samples", "sum", "constant")
 
 
 class _Trials(Joiner):
@@ -374,35 +333,19 @@ class _Trials(Joiner):
     def __init__(self) -> None:
         super().__init__()
         self.rtol = tolerance(is_half=False)
-        self.fits: dict[str, set[Average]] = {}
+        self.fits: dict[str, Set[Average]] = {}
         """By name: the ways in which all values so far could be joined."""
 
     @override
-    def average(self, values: Sequence[Tensor | float], counts: Sequence[int], name: str) -> Tensor:
+    def number(
+        self, values: Sequence[Tensor | float], sizes: Sequence[int], name: str, how: Average = "samples"
+    ) -> Tensor:
         *parts, whole = [torch.as_tensor(value) for value in values]
-        hows = [how for how in _PREFERRED[:3] if how != "loss" or self.loss_weights]
-        joined = {how: averaged(parts, counts[:-1], self.loss_weights, how) for how in hows}
-        self._keep(name, {how for how, value in joined.items() if self._is_close(value, whole)})
+        hows = [how for how in WAYS if how != "loss" or self.loss_weights]
+        joined = {how: averaged(parts, sizes[:-1], self.loss_weights, how) for how in hows}
+        fitting = {how for how, value in joined.items() if self._is_close(value, whole)}
+        self.fits[name] = self.fits.get(name, fitting) & fitting
         return whole
-
-    @override
-    def extreme(self, values: Sequence[Tensor | float], name: str, *, largest: bool) -> Tensor:
-        *parts, whole = values
-        found = super().extreme(parts, name, largest=largest)
-        self._keep(name, set(_PREFERRED) if self._is_close(found, torch.as_tensor(whole)) else set())
-        return torch.as_tensor(whole)
-
-    @override
-    def total(self, values: Sequence[Tensor | float], name: str) -> Any:
-        *parts, whole = [torch.as_tensor(value) for value in values]
-        joined: dict[Average, Tensor] = {"sum": torch.stack(parts).sum(0)}
-        if all(torch.equal(part, parts[0]) for part in parts):
-            joined["constant"] = parts[0]
-        self._keep(name, {how for how, value in joined.items() if self._is_close(value, whole)})
-        return whole
-
-    def _keep(self, name: str, hows: set[Average]) -> None:
-        self.fits[name] = self.fits.get(name, hows) & hows
 
     def _is_close(self, found: Tensor, expected: Tensor) -> bool:
         rtol, atol = self.rtol / 50, self.rtol / 1000

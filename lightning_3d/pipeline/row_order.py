@@ -4,186 +4,131 @@
                               microbatches    a0 a1  b0 b1 | a2 a3  b2 b3
     x.flatten(0, 1)           whole batch     a0 a0 a1 a1 a2 a2 a3 a3      one view, two tokens of each
 
-Shapes do not tell. So the code before and between the blocks runs on the microbatches and on the whole batch, while
-stand-ins for the blocks return rows that depend on the same rows of what they get, and the results are compared.
+Shapes do not tell. What blocks are given by the batch alone has data, and the whole batch's is compared with that of
+its microbatches; from there the trace is followed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_3d.errors import StepError
+from lightning_3d.model.reals import as_reals
 from lightning_3d.pipeline.denominators import TAIL
-from lightning_3d.pipeline.effects.effect import Place
-from lightning_3d.pipeline.effects.step_effects import StepEffects
-from lightning_3d.pipeline.joints import Draws, Joint, grown_dim, received_joints
+from lightning_3d.pipeline.joints import Joint, grown_dim
 from lightning_3d.pipeline.stage_run import Draw, StageRun
-from lightning_3d.pipeline.tail_runs import TailRuns
-from lightning_3d.pipeline.traces import StepCall
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.torch_internals.pytree import tree_leaves, tree_unflatten
 from lightning_3d.trace.ghost import TensorMeta
 from lightning_3d.trace.interception import Router
-from lightning_3d.trace.side_outputs import attributes_kept
-from lightning_3d.trace.trace import Result, TracedCall
-from lightning_3d.zero.engine import RankModule
+from lightning_3d.trace.trace import TracedCall
 
-_CLOSE = 0.05  # mean difference, relative to the spread of the values
+_JOINING = frozenset({"cat", "concat", "concatenate", "vstack"})
+_REPEATING = frozenset({"repeat", "tile"})
+_FLATTENING = frozenset({"flatten", "repeat_interleave", "reshape", "view"})
 
-
-class RowOrder:
-    """Finds the number of views in each tensor that the code after the blocks gets.
-
-    Args:
-        effects: Take what the steps do; they are not applied.
-        runs: Knows their traces.
-    """
-
-    def __init__(
-        self, module: LightningModule, rank_module: RankModule, router: Router, effects: StepEffects, runs: TailRuns
-    ) -> None:
-        self._module, self._rank_module, self._router = module, rank_module, router
-        self._effects, self._runs = effects, runs
-
-    def views(self, whole: StepCall, parts: Sequence[StepCall], shares: Sequence[float]) -> list[int]:
-        """The numbers of views, by tensor.
-
-        Raises:
-            StepError: no number of views makes the whole of its parts.
-        """
-        flow, *flows = [self._runs.flow(call) for call in (whole, *parts)]
-        metas = [f.metas(f.received(TAIL)) for f in (flow, *flows)]
-        dims = [joint.dim for joint in received_joints(TAIL, flow, flows, shares)]
-        rows = [1 if dim is None else meta.shape[dim] for meta, dim in zip(metas[0], dims, strict=True)]
-        if all(dim is None or num == whole.size for num, dim in zip(rows, dims, strict=True)):
-            return [1] * len(dims)
-        draws = Draws(shares)
-        sent = [self._run(part, flow, i, partial(draws.note, i)) for i, part in enumerate(parts)]
-        expected = self._run(whole, flows[0], len(parts), draws.repeat)
-        found = []
-        for position, (meta, *of_parts) in enumerate(zip(*metas, strict=True)):
-            per_sample = 1 if dims[position] is None else rows[position] // whole.size
-            numbers = [views for views in range(1, per_sample + 1) if per_sample % views == 0] or [1]
-            given = [of_part[position] for of_part in sent]
-            joined = {views: Joint(meta, of_parts, shares, views).join(given) for views in numbers}
-            found.append(_closest(joined, expected[position], meta))
-        return found
-
-    def _run(self, call: StepCall, other: StageFlow, index: int, draw: Draw) -> tuple[Tensor, ...]:
-        """The tensors that the code after the blocks gets.
-
-        Args:
-            other: The trace of another number of samples.
-        """
-        place, flow = Place(stage=0, microbatch=index, is_last=False, also_whole=True), self._runs.flow(call)
-        run = _StandIns(self._router, flow, other, draw)
-        kept = attributes_kept(self._router.blocks, flow.trace.sides)
-        with self._effects.microbatch(place), kept, torch.no_grad():
-            sent: tuple[Tensor, ...] = self._rank_module(lambda: run.run(lambda: call.run(self._module)))
-            self._effects.keep(place, self._effects.collect(place))
-        return sent
+Given = Sequence[Sequence[Tensor]]
+"""By call of the trace: the tensors that it gets besides those of blocks."""
 
 
-def _closest(joined: dict[int, Tensor], expected: Tensor, meta: TensorMeta) -> int:
-    """The number of views whose tensor is the expected one."""
-    if len(joined) == 1 or not meta.dtype.is_floating_point:
-        return min(joined)
-    differences = {views: float((tensor - expected).double().abs().mean()) for views, tensor in joined.items()}
-    views = min(differences, key=lambda views: differences[views])
-    if differences[views] <= _CLOSE * float((expected - expected.mean()).double().abs().mean()):
-        return views
-    raise StepError(
-        f"The code before or between the blocks gives a tensor of shape {tuple(expected.shape)}, several rows of each"
-        " sample, in an order, or with random numbers, that those of the microbatches do not make up, and the loss"
-        " couples samples. Concatenate views of the batch one after the other, or set pipeline.loss='mean'."
-    )
-
-
-class _StandIns(StageRun):
-    """A run of the code before the tail, without blocks.
-
-    Args:
-        other: The trace of another number of samples, whose shapes show which dimension is theirs.
-    """
+class GivenTail(StageRun):
+    """Runs the code before the tail without blocks, and notes what is given to them by the batch alone."""
 
     has_replicas = False
 
-    def __init__(self, router: Router, flow: StageFlow, other: StageFlow, draw: Draw) -> None:
+    def __init__(self, router: Router, flow: StageFlow, draw: Draw) -> None:
         super().__init__(router, flow, 0, (), lambda _: nullcontext(), draw)
-        self._other = other
-
-    @override
-    def _check_at_hand(self, values: list[Any], call: TracedCall) -> None:
-        """Parameters of other stages are absent: calls that read them get stand-ins, too."""
+        self.given: list[list[Tensor]] = []
 
     @override
     def _execute(self, call: TracedCall, leaves: list[Any], run: Any) -> Any:
-        is_absent = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
-        if not (call.is_block or call.is_random or is_absent):
-            return super()._execute(call, leaves, run)
-        return super()._execute(call, leaves, lambda values: self._stand_in(call, leaves, values))
+        self.given.append([leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf not in self._ids])
+        self._made.update((i, torch.empty(0)) for i in call.outputs if i in self._to_send)
+        return self._skip(call, leaves)
 
-    def _stand_in(self, call: TracedCall, leaves: list[Any], values: list[Any]) -> Any:
-        position = self._position
-        phases = [
-            _phase(value, dim, seed=i)
-            for i, (value, dim) in enumerate(zip(values, self._sample_dims(call, leaves), strict=True))
-            if dim is not None
+
+@dataclass(frozen=True)
+class _Rows:
+    """How the samples lie in a tensor that has rows of each."""
+
+    number: int
+    dim: int
+    views: int | None
+    """None if that is not known."""
+
+
+def views_of(
+    whole: StageFlow, parts: Sequence[StageFlow], given: Sequence[Given], shares: Sequence[float], size: int
+) -> list[int]:
+    """The numbers of views in each tensor that the code after the blocks gets.
+
+    Args:
+        given: What ``GivenTail`` noted for the whole batch, then for each part.
+        size: Samples in the whole batch.
+
+    Raises:
+        StepError: they can't be told.
+    """
+    known: dict[int, _Rows] = {}
+    calls = [call for call, stage in zip(whole.trace.calls, whole.call_stages, strict=True) if stage != TAIL]
+    for call, of_whole, *of_parts in zip(calls, *given, strict=False):
+        of_batch = [
+            _of_batch(*tensors, shares, size) for tensors in zip(of_whole, zip(*of_parts, strict=True), strict=True)
         ]
-
-        def make(output: int, result: Result) -> Any:
-            if result.tensor is None:
-                return result.constant
-            meta, other = (flow.trace.tensors[result.tensor] for flow in (self._flow, self._other))
-            return _rows(meta, grown_dim(meta, other), phases, seed=1000 * position + output)
-
-        return tree_unflatten(call.answer(values, make), call.spec)
-
-    def _sample_dims(self, call: TracedCall, leaves: list[Any]) -> list[int | None]:
-        """The dimension of the samples in each argument, as far as known."""
-        dims: list[int | None] = []
-        of_first = [tree_leaves(flow.trace.block_inputs.get(call.name)) for flow in (self._flow, self._other)]
-        for i, leaf in enumerate(leaves):
-            known: list[Any] = [None, None]
-            if isinstance(leaf, Tensor) and leaf in self._ids:
-                known = [flow.trace.tensors[self._ids[leaf]] for flow in (self._flow, self._other)]
-            elif isinstance(leaf, Tensor) and all(i < len(metas) for metas in of_first):
-                known = [metas[i] for metas in of_first]
-            is_known = all(isinstance(meta, TensorMeta) for meta in known)
-            dims.append(grown_dim(known[0], known[1]) if is_known else None)
-        return dims
+        inputs = [known[i] for i in call.inputs if i in known] + [rows for rows in of_batch if rows is not None]
+        for i in call.outputs:
+            meta = whole.trace.tensors[i]
+            if (dim := grown_dim(meta, parts[0].trace.tensors[i])) is not None:
+                known[i] = _Rows(meta.shape[dim], dim, _views(call, inputs, meta.shape[dim], dim, size))
+    found = [known[i].views if i in known else 1 for i in whole.received(TAIL)]
+    if None in found:
+        shape = whole.trace.tensors[whole.received(TAIL)[found.index(None)]].shape
+        raise StepError(
+            f"The code before or between the blocks gives a tensor of shape {shape}, several rows of each sample, in an"
+            " order, or with random numbers, that those of the microbatches do not make up, and the loss couples"
+            " samples. Concatenate views of the batch one after the other, or set pipeline.loss='mean'."
+        )
+    return [views for views in found if views is not None]
 
 
-def _phase(value: Tensor, dim: int, *, seed: int) -> Tensor:
-    """A number for each row, that goes on to vary by as much through many blocks."""
-    rows = value.detach().movedim(dim, 0).flatten(1).double().nan_to_num().sin()
-    generator = torch.Generator(value.device).manual_seed(seed)
-    weights = torch.randn(rows.shape[1], generator=generator, device=value.device, dtype=torch.float64)
-    phase: Tensor = 3 * (rows @ weights) / max(1, rows.shape[1]) ** 0.5
-    return phase
+def _of_batch(whole: Tensor, parts: Sequence[Tensor], shares: Sequence[float], size: int) -> _Rows | None:
+    """How the samples lie in a tensor made of the batch alone; None if that is not seen."""
+    meta, metas = TensorMeta.of(whole), [TensorMeta.of(part) for part in parts]
+    dim = grown_dim(meta, metas[0])
+    if dim is None or whole.is_meta:
+        return None
+    per_sample = meta.shape[dim] // size
+    for views in range(1, per_sample + 1):
+        with suppress(ValueError):
+            if per_sample % views == 0 and _are_alike(Joint(meta, metas, shares, views).join(parts), whole):
+                return _Rows(meta.shape[dim], dim, views)
+    return None
 
 
-def _rows(meta: TensorMeta, dim: int | None, phases: Sequence[Tensor], *, seed: int) -> Tensor:
-    """Numbers between 0 and 1, each row by the phases of the same rows; zeros for integers."""
-    if not meta.dtype.is_floating_point:
-        return torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
-    shape = list(meta.shape)
-    num_rows = 1 if dim is None else shape.pop(dim)
-    template = torch.rand(shape, generator=torch.Generator(meta.device).manual_seed(seed), device=meta.device)
-    phase = torch.zeros(num_rows, device=meta.device)
-    for of_input in phases:
-        num = len(of_input)
-        if num and num_rows % num == 0:
-            phase = phase + of_input.repeat_interleave(num_rows // num).float()
-        elif num_rows and num % num_rows == 0:
-            phase = phase + of_input.view(num_rows, -1).sum(1).float()
-    made = 0.5 + 0.5 * (6.3 * template + phase.view(-1, *(1 for _ in shape))).sin()
-    return (made[0] if dim is None else made.movedim(0, dim)).to(meta.dtype)
+def _are_alike(joined: Tensor, whole: Tensor) -> bool:
+    found, expected = as_reals(joined).double(), as_reals(whole).double()
+    return torch.allclose(found, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _views(call: TracedCall, inputs: Sequence[_Rows], number: int, dim: int, size: int) -> int | None:
+    """The number of views in a tensor with this number of rows that a call makes; None if that can't be told."""
+    per_sample, views = number // size, [rows.views for rows in inputs if rows.views is not None]
+    if per_sample <= 1:
+        return 1
+    if not views or len(views) < len(inputs):
+        return None
+    most = max(rows.number for rows in inputs)
+    found = None
+    if call.name in _JOINING and sum(rows.number for rows in inputs) == number:
+        found = sum(views)
+    elif max(views) * size == most and (call.name in _REPEATING or number <= most):
+        found = per_sample
+    elif call.is_block or number == most or (call.name in _FLATTENING and inputs[0].dim == dim):
+        found = max(views)
+    return found if found and per_sample % found == 0 else None

@@ -191,7 +191,7 @@ class PipelineStep:
         if self.decision.problem is not None:
             raise self.decision.problem
         joiner, own = self.stages.joiner, self.stages.own
-        joiner.averages, joiner.loss_weights = self.decision.found.averages, self.decision.weights
+        joiner.averages, joiner.loss_weights = self.decision.averages, self.decision.weights
         sizes = [part.size for part in self.parts]
         end = self.stages.last if self.tail is None else self.tail.stage
         stages = own if self.stages.effects.are_on_all_stages else [stage for stage in own if stage == end]

@@ -3,27 +3,78 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_3d.errors import StepError
-from lightning_3d.pipeline.denominators import TAIL, GhostTail, WatchedTail, is_like_input, read
+from lightning_3d.model.block_runner import Call
+from lightning_3d.pipeline.denominators import TAIL, GhostTail
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.pipeline.loss import check_loss
-from lightning_3d.pipeline.stage_run import Draw
+from lightning_3d.pipeline.row_order import GivenTail
+from lightning_3d.pipeline.stage_run import Draw, StageRun
 from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.planning.stage_flow import StageFlow, cut
+from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.side_outputs import attributes_kept
+from lightning_3d.trace.trace import TracedCall
 from lightning_3d.zero.engine import RankModule
+
+_TIMES = frozenset({"imul", "mul", "multiply", "rmul"})
+_BENDING = frozenset(
+    {"abs", "clamp", "clamp_max", "clamp_min", "clip", "hardtanh", "leaky_relu", "max", "maximum", "min", "minimum"}
+    | {"relu", "threshold", "where"}
+)
+
+
+class WatchedTail(StageRun):
+    """Computes all, to be compared for microbatches and the whole batch.
+
+    Terms with a factor of zero, which may be a weight that is still to rise, count in full.
+
+    Raises:
+        StepError: it draws random numbers for what blocks gave, which are others for the whole batch.
+    """
+
+    has_replicas = False
+
+    def __init__(self, router: Router, flow: StageFlow, received: Sequence[Tensor], draw: Draw) -> None:
+        super().__init__(router, flow, TAIL, received, lambda call: nullcontext(), draw)
+        self.is_bent = False
+        """Whether a number that comes of blocks is bent at some value, as by ``loss.clamp(max=1)``: random outputs need
+        not show it.
+        """
+        self.goes_by_data = False
+        """Whether the loss is made after data was read, which may have decided how."""
+
+    @override
+    def on_function(self, func: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = getattr(func, "__name__", "").strip("_")
+        of_blocks = [leaf for leaf in args if isinstance(leaf, Tensor) and leaf in self._ids]
+        if name in _TIMES and of_blocks:
+            args = tuple(1.0 if type(leaf) in (int, float) and leaf == 0 else leaf for leaf in args)
+        self.is_bent |= name in _BENDING and any(leaf.ndim == 0 and leaf.requires_grad for leaf in of_blocks)
+        is_past_trace = self._expected is None and self._flow.trace.stopped_by is not None
+        answer = super().on_function(func, args, kwargs)
+        made = [leaf for leaf in tree_leaves(answer) if isinstance(leaf, Tensor)] if is_past_trace else []
+        self.goes_by_data |= any(leaf.requires_grad for leaf in made)
+        return answer
+
+    @override
+    def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
+        if call.is_random:
+            raise StepError(f"{call.name} (called at {call.where}) draws random numbers after the blocks")
+        return super()._execute(call, leaves, run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +83,14 @@ class TailRun:
 
     output: Any
     """The step's return value."""
-    denominators: Sequence[float]
-    """By what data of the batch the loss may have been divided."""
-    is_traced: bool
-    """Whether no shape depended on data."""
-    has_kink: bool
-    """Whether a number that comes of blocks is bent at some value."""
     loss: Tensor
     of_received: Sequence[Tensor | None]
     """Gradients of what it got from blocks."""
     of_parameters: Sequence[Tensor | None]
     """Gradients of the parameters that this rank holds."""
-
-    def without_tensors(self) -> TailRun:
-        """The same, but for the loss, without what takes memory."""
-        return replace(self, output=None, of_received=(), of_parameters=())
+    is_bent: bool
+    """As of a ``WatchedTail``."""
+    goes_by_data: bool
 
 
 class TailRuns:
@@ -74,45 +118,21 @@ class TailRuns:
         Raises:
             TraceError: that code differentiates what the blocks do, or changes in place what they gave.
         """
-        return cached(self._flows, call.kind, lambda: self._cut(call))
 
-    def _cut(self, call: StepCall) -> StageFlow:
-        trace = self._traces.trace(call)
-        return cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True, heads=call.heads)
+        def cut_anew() -> StageFlow:
+            trace = self._traces.trace(call)
+            return cut(trace, {call.name: (0,) for call in trace.block_calls}, 1, with_tail=True, heads=call.heads)
 
-    def check(self, call: StepCall) -> None:
-        """Trace a call that is to be studied.
+        return cached(self._flows, call.kind, cut_anew)
 
-        Raises:
-            StepError: the code after the blocks draws random numbers that nothing can stand in for.
-        """
-        flow = self.flow(call)
-        calls = [call for call, stage in zip(flow.trace.calls, flow.call_stages, strict=True) if stage == TAIL]
-        if random := next((call for call in calls if call.is_random and not is_like_input(call, flow.trace)), None):
-            raise StepError(f"{random.name} (called at {random.where}) draws random numbers after the blocks")
-
-    def run(
-        self,
-        call: StepCall,
-        received: Sequence[Tensor],
-        *,
-        index: int,
-        draw: Draw,
-    ) -> TailRun:
+    def run(self, call: StepCall, received: Sequence[Tensor], *, index: int, draw: Draw) -> TailRun:
         """Run it on what blocks gave, and differentiate the loss.
 
         Args:
             index: Number of the run, for the effects.
         """
-        place, flow = Place(stage=0, microbatch=index, is_last=True, also_whole=True), self.flow(call)
-        run = WatchedTail(self._router, flow, received, draw)
-
-        def step() -> Any:
-            return call.run(self._module), self._effects.collect(place)
-
-        with self._effects.microbatch(place), attributes_kept(self._router.blocks, flow.trace.sides):
-            output, found = self._rank_module(partial(run.run, step))
-            self._effects.keep(place, found)
+        run = WatchedTail(self._router, self.flow(call), received, draw)
+        output = self._run(run, call, Place(stage=0, microbatch=index, is_last=True, also_whole=True))
         trained = [tensor for tensor in received if tensor.requires_grad]
         parameters = [p for p in self._module.parameters() if p.requires_grad and not p.is_meta]
         loss = check_loss(output)
@@ -121,22 +141,44 @@ class TailRuns:
         of_trained = iter(gradients)
         return TailRun(
             output=output,
-            denominators=read([run.denominators])[0],
-            has_kink=run.has_kink,
-            is_traced=flow.trace.stopped_by is None,
             loss=loss.detach(),
             of_received=[next(of_trained) if tensor.requires_grad else None for tensor in received],
             of_parameters=list(of_trained),
+            is_bent=run.is_bent,
+            goes_by_data=run.goes_by_data,
         )
 
-    def denominators(self, call: StepCall) -> list[float | Tensor]:
+    def given(self, call: StepCall, draw: Draw) -> list[list[Tensor]]:
+        """Tensors made of the batch alone that the code before the tail gives to blocks, by call of the trace."""
+        run = GivenTail(self._router, self.flow(call), draw)
+        with torch.no_grad():
+            self._run(run, call, Place(stage=0, microbatch=0, is_last=False, also_whole=True))
+        return run.given
+
+    def denominators(self, call: StepCall) -> list[Tensor]:
         """By what data of the batch the loss may be divided, up to where the step reads what blocks give.
 
         Nothing is computed of that.
         """
-        place, flow = Place(stage=0, microbatch=0, is_last=True, also_whole=True), self.flow(call)
-        run = GhostTail(self._router, flow)
-        kept = attributes_kept(self._router.blocks, flow.trace.sides)
-        with suppress(Exception), self._effects.microbatch(place), kept, run:
+        place, run = (
+            Place(stage=0, microbatch=0, is_last=True, also_whole=True),
+            GhostTail(self._router, self.flow(call)),
+        )
+        with suppress(Exception), self._effects.microbatch(place), self._sides_kept(call), run:
             call.run(self._module)
         return run.denominators
+
+    def _run(self, run: StageRun, call: StepCall, place: Place) -> Any:
+        """Run the step as ``run`` does; returns what it returned, or sends."""
+
+        def step() -> Any:
+            return call.run(self._module), self._effects.collect(place)
+
+        with self._effects.microbatch(place), self._sides_kept(call):
+            answer = self._rank_module(partial(run.run, step))
+            output, found = answer if place.is_last else (answer, self._effects.collect(place))
+            self._effects.keep(place, found)
+        return output
+
+    def _sides_kept(self, call: StepCall) -> AbstractContextManager[None]:
+        return attributes_kept(self._router.blocks, self.flow(call).trace.sides)

@@ -25,6 +25,9 @@ BatchNorm = _BatchNorm
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 """The attributes that the registries are in."""
 
+UNSAVED_BUFFERS = "_non_persistent_buffers_set"
+"""The attribute with the names of those that checkpoints don't have."""
+
 TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
 

@@ -12,13 +12,13 @@ Classes and functions that a step makes and keeps are no values of the batch, an
 its last microbatch made, where its part of the step came to it.
 
 Left alone: modules inside of blocks, which run on one stage only; parameters; metrics (see ``metrics.py``); what
-changes inside of objects other than lists, dicts, sets, deques and tensors.
+changes inside of objects other than lists, dicts, sets, deques and tensors. Buffers are entries of a dict like any.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -28,19 +28,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import is_same
-from lightning_3d.model.snapshot import CONTAINERS, Snapshot, refill
+from lightning_3d.model.snapshot import CONTAINERS, Snapshot, content_of, refill
 from lightning_3d.pipeline.effects.effect import Effect, Place
 from lightning_3d.pipeline.effects.join import unseen
 from lightning_3d.pipeline.effects.metrics import metrics_of
-from lightning_3d.torch_internals.modules import BUFFERS, buffers_of
-from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
+from lightning_3d.torch_internals.modules import BUFFERS, UNSAVED_BUFFERS
+from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-_FRAMEWORK_NAMES = frozenset(vars(LightningModule())) - {BUFFERS} | {"log", "forward"}
-_HIDDEN_NAMES = _FRAMEWORK_NAMES | {BUFFERS}
-_DICTS = (dict, defaultdict, OrderedDict, Counter)
-_LISTS = (list, deque)
+_FRAMEWORK_NAMES = frozenset(vars(LightningModule())) - {BUFFERS, UNSAVED_BUFFERS} | {"log", "forward"}
 _MISSING = object()
 _Name = tuple[str, str]
 """FQN of a module and name of an attribute."""
@@ -53,12 +49,11 @@ class Change:
     module: str
     """FQN."""
     path: tuple[Any, ...]
-    """Name of the attribute, then keys and indices of containers in it."""
-    how: Literal["set", "extend", "copy", "remove", "register", "register unsaved"]
-    """``"extend"`` a list, deque or set; ``"copy"`` into the tensor that is there; ``"register"`` a buffer, which
-    checkpoints have or not."""
+    """Name of the attribute, then keys of dicts in it."""
+    how: Literal["set", "extend", "copy", "remove"]
+    """``"extend"`` a list, deque or set; ``"copy"`` into the tensor that is there."""
     new: Any
-    """The new value, or the new entries."""
+    """The new value, or the new entries; plain dicts, lists and sets."""
 
 
 class Attributes(Effect):
@@ -74,7 +69,6 @@ class Attributes(Effect):
         self._found: dict[_Name, Any] = {}  # by the present microbatch; containers copied, tensors as they are
         self._in_place: set[int] = set()  # ids of tensors that were changed in place
         self._code: dict[_Name, Any] = {}  # classes and functions that the present step set
-        self._registered: dict[_Name, bool] = {}  # buffers new in the present step -> whether checkpoints have them
 
     @property
     @override
@@ -86,7 +80,7 @@ class Attributes(Effect):
     def begin(self, number: int) -> Iterator[None]:
         self._snapshot = Snapshot(self._owners.values(), ignored=_FRAMEWORK_NAMES)
         self._before = {fqn: _attributes(owner) for fqn, owner in self._owners.items()}
-        self._in_place, self._code, self._registered = set(), {}, {}
+        self._in_place, self._code = set(), {}
         yield
 
     @override
@@ -101,26 +95,27 @@ class Attributes(Effect):
     @override
     def collect(self, place: Place) -> dict[_Name, Any]:
         for fqn, owner in self._owners.items():
-            before = self._before[fqn]
-            made = {name: value for name, value in vars(owner).items() if _is_code(value)}
-            self._code |= {(fqn, name): value for name, value in made.items() if value is not before.get(name)}
-        if not place.is_last:
-            return {}
-        for fqn, owner in self._owners.items():
             before, now = self._before[fqn], _attributes(owner)
-            registered = buffers_of(owner).keys() & now.keys() - before.keys()
-            self._registered |= {(fqn, name): name in owner.state_dict() for name in registered}
             for name in dict.fromkeys((*before, *now)):
                 value = now.get(name, _MISSING)
-                if (fqn, name) in self._code:
+                if value is before.get(name, _MISSING) and not self._snapshot.may_differ(value):
                     continue
-                if value is not before.get(name, _MISSING) or self._snapshot.may_differ(value):
-                    self._found[fqn, name] = _map(value, other=self._followed)
+                if isinstance(value, (type, FunctionType)):
+                    self._code[fqn, name] = value
+                elif place.is_last:
+                    self._found[fqn, name] = self._copied(value)
         return self._found
 
-    def _followed(self, value: Any) -> Any:
-        is_other = isinstance(value, CONTAINERS) and type(value) not in (*_DICTS, *_LISTS, set)
-        return _Refused(type(value).__name__) if is_other and self._snapshot.is_refilled(value) else value
+    def _copied(self, value: Any) -> Any:
+        """A copy of containers, as plain ones; tensors and what is new of other classes as they are."""
+        if type(value) is tuple:
+            return tuple(map(self._copied, value))
+        if not isinstance(value, CONTAINERS) or not (type(value) in CONTAINERS or self._snapshot.may_differ(value)):
+            return value
+        content = content_of(value)
+        if isinstance(content, dict):
+            return {key: self._copied(entry) for key, entry in content.items()}
+        return list(map(self._copied, content)) if isinstance(content, list) else content
 
     @override
     def kept(self, found: dict[_Name, Any]) -> dict[_Name, Any]:
@@ -146,116 +141,57 @@ class Attributes(Effect):
 
     @override
     def join(self, stage: int, found: Sequence[dict[_Name, Any]], sizes: Sequence[int]) -> list[Change]:
-        changes = [change for after in found for change in self._changes_of(after)]
+        changes: list[Change] = []
+        for of_run in found:
+            for (fqn, name), new in of_run.items():
+                changes += self._changes(fqn, (name,), self._before[fqn].get(name, _MISSING), new)
         if len(found) > 1 and changes:
-            raise unseen(f"a change of {_named(changes[0].module, changes[0].path)}")
+            raise unseen(f"a change of {_named(changes[0])}")
         return changes
 
-    def _changes_of(self, after: dict[_Name, Any]) -> list[Change]:
-        pairs = [(name, self._before[name[0]].get(name[1], _MISSING), new) for name, new in after.items()]
-        return [change for (fqn, name), old, new in pairs for change in self._changes(fqn, (name,), old, new)]
+    def _changes(self, fqn: str, path: tuple[Any, ...], before: Any, after: Any) -> list[Change]:
+        if is_same(before, after):
+            return []
+        if isinstance(before, dict) and isinstance(after, dict) and after.keys() >= before.keys():
+            entries = [((*path, key), before.get(key, _MISSING), new) for key, new in after.items()]
+            return [change for entry in entries for change in self._changes(fqn, *entry)]
+        how: Any = "remove" if after is _MISSING else "copy" if id(before) in self._in_place else "set"
+        new = None if after is _MISSING else after
+        if isinstance(before, (list, deque)) and isinstance(after, list) and len(after) > len(before):
+            if all(map(is_same, before, after)):
+                how, new = "extend", after[len(before) :]
+        elif isinstance(before, set) and isinstance(after, set) and after >= before:
+            how, new = "extend", after - before
+        return [Change(module=fqn, path=path, how=how, new=new)]
 
     @override
     def apply(self, joined: Sequence[Change], *, is_own: bool) -> None:
         for (fqn, name), value in self._code.items():
             setattr(self._owners[fqn], name, value)
         for change in joined:
-            new = _map(change.new, lambda tensor: tensor.to(self._module.device))
-            if change.how in ("register", "register unsaved"):
-                owner, is_saved = self._owners[change.module], change.how == "register"
-                owner.register_buffer(change.path[0], new, persistent=is_saved)
-                continue
-            holder: Any = _holder(self._owners[change.module], change.path[0])
-            for key in change.path[:-1]:
-                holder = holder[key]
-            present: Any = holder.get(change.path[-1]) if isinstance(holder, dict) else holder[change.path[-1]]
+            new = tree_map_only(Tensor, lambda tensor: tensor.to(self._module.device), change.new)
+            holder: Any = vars(self._owners[change.module])
+            *outer, key = change.path
+            for name in outer:
+                holder = holder[name]
+            present: Any = holder.get(key)
             if change.how == "remove":
-                del holder[change.path[-1]]
-            elif change.how == "set" and type(present) in (deque, defaultdict, OrderedDict, Counter):
-                refill(present, new)
-            elif change.how == "set":
-                holder[change.path[-1]] = new
+                del holder[key]
             elif change.how == "copy":
                 present.detach().copy_(new)
-            elif isinstance(new, set):
-                present.update(new)
+            elif change.how == "extend":
+                (present.update if isinstance(present, set) else present.extend)(new)
+            elif isinstance(present, CONTAINERS) and type(new) in (dict, list, set) and type(present) is not type(new):
+                refill(present, new)
             else:
-                present.extend(new)
-
-    def _changes(self, fqn: str, path: tuple[Any, ...], before: Any, after: Any) -> list[Change]:
-        if is_same(before, after):
-            return []
-        if isinstance(before, dict) and isinstance(after, dict) and after.keys() >= before.keys():
-            absent = 0 if isinstance(before, Counter) else _MISSING
-            pairs = [(key, before.get(key, absent), new) for key, new in after.items()]
-            return [change for key, old, new in pairs for change in self._changes(fqn, (*path, key), old, new)]
-        if isinstance(before, _LISTS) and isinstance(after, _LISTS) and _begins(after, before):
-            inner = enumerate(zip(before, after, strict=False))
-            found = [change for i, (old, new) in inner for change in self._changes(fqn, (*path, i), old, new)]
-            if added := list(after)[len(before) :]:
-                found.append(Change(module=fqn, path=path, how="extend", new=added))
-            return found
-        if isinstance(before, set) and isinstance(after, set) and after >= before:
-            return [Change(module=fqn, path=path, how="extend", new=after - before)]
-        if after is _MISSING:
-            return [Change(module=fqn, path=path, how="remove", new=None)]
-        if isinstance(after, _Refused):
-            raise StepError(
-                f"A step changed what is in {_named(fqn, path)}, a {after.kind}. With a pipeline the last stage does,"
-                " and tells the others of changes in lists, dicts, sets and deques only: use one of these."
-            )
-        if before is _MISSING and (is_saved := self._registered.get((fqn, path[0]))) is not None:
-            return [Change(module=fqn, path=path, how="register" if is_saved else "register unsaved", new=after)]
-        return [Change(module=fqn, path=path, how="copy" if id(before) in self._in_place else "set", new=after)]
+                holder[key] = new
 
 
-def _named(fqn: str, path: tuple[Any, ...]) -> str:
-    return ".".join(["self", *filter(None, [fqn]), str(path[0])]) + "".join(f"[{key!r}]" for key in path[1:])
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (type, FunctionType))
+def _named(change: Change) -> str:
+    name, *keys = change.path if change.path[0] != BUFFERS else change.path[1:]
+    return ".".join(["self", *filter(None, [change.module]), str(name)]) + "".join(f"[{key!r}]" for key in keys)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Buffers and the author's own plain attributes."""
-    own = {name: value for name, value in vars(module).items() if name not in _HIDDEN_NAMES}
-    return own | {name: buffer for name, buffer in buffers_of(module).items() if buffer is not None}
-
-
-def _holder(module: nn.Module, name: str) -> dict[str, Any]:
-    """The dict that the attribute is in."""
-    return buffers_of(module) if name in buffers_of(module) else vars(module)
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """Stands for a changed container of a class that is not known."""
-
-    kind: str
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _map(value: Any, change: Callable[[Tensor], Tensor] = _same, other: Callable[[Any], Any] = _same) -> Any:
-    """A copy with other tensors; deques become lists, all dicts plain ones. ``other`` is for all other leaves."""
-    if isinstance(value, Tensor):
-        return value if isinstance(value, nn.Parameter) else change(value)
-    if type(value) in _DICTS:
-        return {key: _map(entry, change, other) for key, entry in value.items()}
-    if type(value) in _LISTS:
-        return [_map(entry, change, other) for entry in value]
-    if type(value) is tuple:
-        return tuple(_map(entry, change, other) for entry in value)
-    return set(value) if type(value) is set else other(value)
-
-
-def _begins(after: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether the leaves that were in a list are still there."""
-    kinds: tuple[Any, ...] = (dict, _LISTS, set)
-    return len(after) >= len(before) and all(
-        is_same(old, new) or any(isinstance(old, kind) and isinstance(new, kind) for kind in kinds)
-        for old, new in zip(before, after, strict=False)
-    )
+    """The author's own plain attributes, and the dict of buffers."""
+    return {name: value for name, value in vars(module).items() if name not in _FRAMEWORK_NAMES}

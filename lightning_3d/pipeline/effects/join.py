@@ -6,7 +6,7 @@ else a step gives comes from one run of the code after the blocks on the whole b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import reduce
 from typing import Any, Literal
 
@@ -16,8 +16,10 @@ from torch import Tensor
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.pytree import tree_leaves
 
-Average = Literal["samples", "loss", "sum", "constant"]
-"""Weights of a sum over microbatches: their samples, those of their losses, or 1; or it is the same in all."""
+Average = Literal["loss", "samples", "sum"]
+"""Weights of a sum over microbatches: those of their losses, their shares of the samples, or 1."""
+WAYS: tuple[Average, ...] = ("loss", "samples", "sum")
+"""The ways to join, the preferred first."""
 
 
 def are_numbers(tree: Any) -> bool:
@@ -39,8 +41,8 @@ class Joiner:
     """
 
     def __init__(self) -> None:
-        self.averages: Mapping[str, Average] = {}
-        """How numbers are joined, by name; else by samples."""
+        self.averages: Mapping[str, Set[Average]] = {}
+        """The ways in which numbers may be joined, by name, as far as that was found."""
         self.loss_weights: Sequence[float] = ()
         """The factors of the present microbatches' losses in that of the batch."""
 
@@ -58,27 +60,15 @@ class Joiner:
             return joined if type(first) is dict else type(first)(joined)
         if not all(isinstance(value, float) or _is_one(value) for value in values):
             raise unseen(name)
-        average = self.average(values, sizes, name)
-        return average if isinstance(first, Tensor) else average.item()
+        number = self.number(values, sizes, name)
+        return number if isinstance(first, Tensor) else number.item()
 
-    def average(self, values: Sequence[Tensor | float], counts: Sequence[int], name: str) -> Tensor:
-        """Join floating-point values, tensors of equal shape or numbers.
-
-        Args:
-            counts: Samples in each microbatch, or of what the value is an average.
-        """
-        if len(values) == 1:
-            return torch.as_tensor(values[0])
-        return averaged(values, counts, self.loss_weights, self.averages.get(name, "samples"))
-
-    def extreme(self, values: Sequence[Tensor | float], name: str, *, largest: bool) -> Tensor:
-        """The largest or the smallest of these values."""
-        stacked = torch.stack([torch.as_tensor(value) for value in values])
-        return stacked.amax(0) if largest else stacked.amin(0)
-
-    def total(self, values: Sequence[Tensor | float], name: str) -> Any:
-        """The sum of these values, unless they are known to be a constant of the batch."""
-        return values[0] if len(values) == 1 or self.averages.get(name) == "constant" else sum(values)
+    def number(
+        self, values: Sequence[Tensor | float], sizes: Sequence[int], name: str, how: Average = "samples"
+    ) -> Tensor:
+        """Join floating-point values, tensors of equal shape or numbers; ``how`` unless something else was found."""
+        found = self.averages.get(name, {how})
+        return averaged(values, sizes, self.loss_weights, next(way for way in WAYS if way in found))
 
 
 def unseen(what: str) -> StepError:
@@ -91,7 +81,7 @@ def unseen(what: str) -> StepError:
 
 
 def averaged(
-    values: Sequence[Tensor | float], counts: Sequence[int], loss_weights: Sequence[float], how: Average
+    values: Sequence[Tensor | float], sizes: Sequence[int], loss_weights: Sequence[float], how: Average
 ) -> Tensor:
     """Join tensors of equal shape or numbers, in their dtype if that is floating point.
 
@@ -102,7 +92,7 @@ def averaged(
     dtype = dtype if dtype.is_floating_point or dtype.is_complex else torch.get_default_dtype()
     weights: Sequence[float] = [1.0] * len(tensors)
     if how == "samples":
-        weights = [count / sum(counts) for count in counts]
+        weights = [size / sum(sizes) for size in sizes]
     elif how == "loss":
         weights = loss_weights
     joined = torch.zeros_like(tensors[0], dtype=torch.promote_types(dtype, torch.float64))

@@ -23,20 +23,7 @@ from lightning_3d.torch_internals.pytree import tree_map, tree_map_only
 from lightning_3d.trace.interception import Router
 
 _SIGNATURE = inspect.signature(LightningModule.log)
-_REDUCTIONS: Mapping[Any, str] = {
-    "mean": "mean",
-    "avg": "mean",
-    torch.mean: "mean",
-    "sum": "sum",
-    torch.sum: "sum",
-    sum: "sum",
-    "max": "max",
-    torch.max: "max",
-    max: "max",
-    "min": "min",
-    torch.min: "min",
-    min: "min",
-}
+_MEANS = ("mean", "avg", torch.mean)
 
 
 @dataclass(frozen=True)
@@ -89,7 +76,7 @@ class Logs(NotedCalls[LogCall]):
     @property
     @override
     def gives_more(self) -> bool:
-        return any(call.arguments.get("reduce_fx", "mean") not in _REDUCTIONS for call in self._present)
+        return any(call.arguments.get("reduce_fx", "mean") not in _MEANS for call in self._present)
 
     @override
     def begin(self, number: int) -> AbstractContextManager[None]:
@@ -130,30 +117,14 @@ class Logs(NotedCalls[LogCall]):
         first = calls[0]
         if len(calls) == 1:
             return first
-        counts, batch_size = self._join_batch_sizes([call.batch_size for call in calls], sizes, first.name)
+        name, batch_size = first.name, first.batch_size
+        if batch_size is not None:
+            exact = [torch.as_tensor(call.batch_size, dtype=torch.float64) for call in calls]
+            batch_size = round(self._joiner.number(exact, sizes, f"batch_size of self.log({name!r})", "sum").item())
         if isinstance(first.given, MetricReference):
             return first._replace(batch_size=batch_size)
-        reduction = first.arguments.get("reduce_fx", "mean")
 
-        def reduced(*values: Any) -> Tensor:
-            name, how = f"self.log({first.name!r}, reduce_fx={reduction!r})", _REDUCTIONS[reduction]
-            if how == "sum":
-                return torch.as_tensor(self._joiner.total(values, name))
-            if how == "mean":
-                return self._joiner.average(values, counts, name)
-            return self._joiner.extreme(values, name, largest=how == "max")
+        def joined(*values: Any) -> Tensor:
+            return self._joiner.number(values, sizes, f"self.log({name!r})")
 
-        return first._replace(given=tree_map(reduced, *(call.given for call in calls)), batch_size=batch_size)
-
-    def _join_batch_sizes(
-        self, given: Sequence[int | None], sizes: Sequence[int], name: str
-    ) -> tuple[Sequence[int], int | None]:
-        """The weights of microbatches, and the batch size to log with: a constant such as ``batch_size=1``, or the sum
-        of numbers of samples or tokens.
-        """
-        counts = [size for size in given if size is not None]
-        if len(counts) < len(given):
-            return sizes, None
-        total = self._joiner.total(counts, f"batch_size of self.log({name!r})")
-        is_constant = len(counts) > 1 and total == counts[0]
-        return (sizes if is_constant else counts), int(total)
+        return first._replace(given=tree_map(joined, *(call.given for call in calls)), batch_size=batch_size)

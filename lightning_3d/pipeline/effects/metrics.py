@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
@@ -105,8 +106,7 @@ class Metrics(NotedCalls[MetricCall]):
         for call in calls:
             metric = self._metrics[call.fqn]
             (metric if call.method == "forward" else getattr(metric, call.method))(*call.args, **call.kwargs)
-        was_reset = any(call.method == "reset" for call in calls)
-        return {fqn: _changes(before[fqn], _state(metric), was_reset) for fqn, metric in updated.items()}
+        return {fqn: _changes(before[fqn], _state(metric)) for fqn, metric in updated.items()}
 
     @override
     def apply(self, joined: Mapping[str, Mapping[str, Any]], *, is_own: bool) -> None:
@@ -149,12 +149,12 @@ def _state(metric: nn.Module) -> dict[str, Any]:
     }
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any], was_reset: bool) -> dict[str, Any]:
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes of a metric that may have changed; of lists that only grew, the new entries."""
     changed: dict[str, Any] = {}
     for name, value in after.items():
-        old = before.get(name)
-        if type(old) is list and type(value) is list and len(value) >= len(old) and not was_reset:
+        old: Any = before.get(name)
+        if type(old) is type(value) is list and len(value) >= len(old) and all(map(is_, old, value)):
             changed[name] = _Appended(entries=value[len(old) :])
         elif isinstance(value, (Tensor, list, dict)) or name not in before or old is not value:
             changed[name] = value
