@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 
 from lightning_3d.checkpoint.atomic import replacing
-from lightning_3d.checkpoint.folder import check_no_others
+from lightning_3d.checkpoint.manifest import check_no_others
 
 
 def link(checkpoint: Path, path: Path, *, may_come: bool = False) -> None:

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from lightning_3d.errors import CheckpointError
+
 META = "meta.pt"
 """File with everything that is not a state of the model or an optimizer."""
 
@@ -31,6 +33,20 @@ _CHUNK = 1 << 20  # bytes
 def is_own(file: Path) -> bool:
     """Whether a file in the folder of a checkpoint is a part of it."""
     return file.name in (META, MANIFEST, ".metadata") or file.suffix == ".distcp"
+
+
+def check_no_others(path: Path) -> None:
+    """Raise where a file is to take the place of a checkpoint folder that has files of others.
+
+    Raises:
+        CheckpointError: It has.
+
+    """
+    if others := sorted(file.name for file in path.iterdir() if not is_own(file)) if path.is_dir() else ():
+        raise CheckpointError(
+            f"{path} is a checkpoint folder, and a file is to take its place, but it holds {len(others)} files that are"
+            f" no part of the checkpoint ({', '.join(others[:3])}). Move them away, or write to another path"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

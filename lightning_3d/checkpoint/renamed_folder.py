@@ -13,9 +13,11 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_3d.checkpoint.folder import FSDP_MODEL, MODEL, TreePath
+from lightning_3d.checkpoint.content import MODEL
+from lightning_3d.checkpoint.folder import FSDP_MODEL
 from lightning_3d.checkpoint.manifest import MANIFEST, META, Checksum, manifest_of
 from lightning_3d.checkpoint.reading import FolderReader
+from lightning_3d.checkpoint.share import TreePath
 
 
 def write_renamed(source: Path, folder: Path, *, for_fsdp: bool) -> None:
