@@ -21,11 +21,10 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
-from lightning_3d.checkpoint import model_state
 from lightning_3d.checkpoint.folder import is_sharded_checkpoint
 from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state
-from lightning_3d.checkpoint.own_state import load_model
+from lightning_3d.checkpoint.own_state import load_model, shown_state
 from lightning_3d.checkpoint.writing import write_file
 from lightning_3d.errors import CheckpointError
 from tests.checkpoints import Staged, restore, save_file, save_folder, staged
@@ -63,7 +62,7 @@ def trained(seed: int = 1) -> tuple[Staged, list[Optimizer], Any]:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {fqn: value for fqn, value in model_state(model).items() if isinstance(value, Tensor) and not value.is_meta}
+    return {fqn: value for fqn, value in shown_state(model).items() if isinstance(value, Tensor) and not value.is_meta}
 
 
 def everything(model: Staged, optimizers: list[Optimizer]) -> list[Any]:
@@ -77,7 +76,7 @@ def everything(model: Staged, optimizers: list[Optimizer]) -> list[Any]:
 def save(folder: Path) -> None:
     model, optimizers, pp = trained()
     states = [optimizer_state(model, optimizer) for optimizer in optimizers]
-    checkpoint = {"state_dict": model_state(model), "optimizer_states": states, "epoch": 3}
+    checkpoint = {"state_dict": shown_state(model), "optimizer_states": states, "epoch": 3}
     save_folder(folder / "folder", checkpoint, pp)
     save_file(folder / "file.ckpt", checkpoint)
 
@@ -105,7 +104,7 @@ def overwrite(folder: Path) -> None:
         (folder / "folder" / "notes.txt").write_text("the user's")
     model, optimizers, pp = trained()
     dist.barrier()
-    save_folder(folder / "folder", {"state_dict": model_state(model)}, pp)
+    save_folder(folder / "folder", {"state_dict": shown_state(model)}, pp)
     assert {*before, "notes.txt"} <= {file.name for file in (folder / "folder").iterdir()}
     restore(folder / "folder", model)
     with pytest.raises(CheckpointError, match="save_weights_only"):
@@ -127,9 +126,9 @@ def shard_pieces_again(folder: Path) -> None:
         return module
 
     assert not torch.equal(made(full).weight.full_tensor(), full)  # type: ignore[operator]
-    save_folder(folder, {"state_dict": model_state(made(full))}, None)
+    save_folder(folder, {"state_dict": shown_state(made(full))}, None)
     file = folder.with_name("file.ckpt")
-    save_file(file, {"state_dict": model_state(made(full))})
+    save_file(file, {"state_dict": shown_state(made(full))})
     assert torch.equal(torch.load(file)["state_dict"]["weight"], full)
     from_folder, from_file = made(torch.zeros_like(full)), made(torch.zeros_like(full))
     restore(folder, from_folder)
@@ -208,8 +207,8 @@ def read_what_is_not_there(folder: Path) -> None:
     assert isinstance(found.value, CheckpointError)
     (folder / f"file{dist.get_rank()}").write_text("")
     with pytest.raises(CheckpointError, match=r"Could not write the checkpoint .*NotADirectoryError|FileExistsError"):
-        save_folder(folder / "file0" / "checkpoint", {"state_dict": model_state(model)}, pp)
-    save_folder(folder / "good", {"state_dict": model_state(model)}, pp)
+        save_folder(folder / "file0" / "checkpoint", {"state_dict": shown_state(model)}, pp)
+    save_folder(folder / "good", {"state_dict": shown_state(model)}, pp)
     dist.barrier()
     if dist.get_rank() == 0:
         next(iter((folder / "good").glob("__1_*.distcp"))).unlink()
@@ -218,7 +217,7 @@ def read_what_is_not_there(folder: Path) -> None:
         restore(folder / "good", model)
     assert is_sharded_checkpoint(folder / "good")
     with pytest.raises(CheckpointError, match=r"meta.pt, .*pickle"):
-        save_folder(folder / "bad", {"state_dict": model_state(model), "callback": lambda: None}, pp)
+        save_folder(folder / "bad", {"state_dict": shown_state(model), "callback": lambda: None}, pp)
     assert not is_sharded_checkpoint(folder / "bad")
 
 

@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.checkpoint import model_state, read_folder
+from lightning_3d.checkpoint import read_folder
+from lightning_3d.checkpoint.atomic import MANIFEST, META
 from lightning_3d.checkpoint.content import MODEL
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.loading import read_checkpoint
-from lightning_3d.checkpoint.manifest import MANIFEST, META, Checksum, manifest_of
+from lightning_3d.checkpoint.manifest import Checksum, manifest_of
+from lightning_3d.checkpoint.own_state import shown_state
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
 from tests.checkpoints import restore, save_file, save_folder, staged
@@ -34,7 +36,7 @@ def _saved(path: Path, *, as_file: bool = False, add: float = 0.0) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(add)
-    checkpoint = {MODEL: model_state(model), "epoch": 3}
+    checkpoint = {MODEL: shown_state(model), "epoch": 3}
     if as_file:
         save_file(path, checkpoint)
     else:
@@ -206,7 +208,8 @@ def test_the_command(workers: WorkerPools, tmp_path: Path, capsys: pytest.Captur
     assert "file.ckpt is whole: one file, " in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("no checkpoint")
-    for name, reason in {"empty": "no checksums", "text": "no checksums", "none": "there is no checkpoint"}.items():
+    reasons = {"empty": "has the file meta.pt", "text": "it is none", "none": "there is no checkpoint"}
+    for name, reason in reasons.items():
         with pytest.raises(SystemExit, match="1"):
             main(["checkpoint", "verify", str(tmp_path / name)])
         assert reason in capsys.readouterr().err

@@ -10,6 +10,5 @@ from __future__ import annotations
 
 from lightning_3d.checkpoint.export import export_checkpoint
 from lightning_3d.checkpoint.loading import read_folder
-from lightning_3d.checkpoint.own_state import model_state
 
-__all__ = ["export_checkpoint", "model_state", "read_folder"]
+__all__ = ["export_checkpoint", "read_folder"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_3d.checkpoint import safetensors
-from lightning_3d.checkpoint.atomic import completed, local_path, replacing
+from lightning_3d.checkpoint.atomic import completed, is_own, local_path, replacing
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS
-from lightning_3d.checkpoint.lazy import LazyTensor, save_lazily
+from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.loading import checked, lazy_checkpoint
-from lightning_3d.checkpoint.manifest import check_no_others
-from lightning_3d.checkpoint.manifest import is_own as is_own_file
 from lightning_3d.checkpoint.renamed_folder import write_renamed
+from lightning_3d.checkpoint.writing import write_file
 from lightning_3d.errors import CheckpointError
 
 Format = Literal["safetensors", "file", "folder", "fsdp"]
@@ -72,15 +71,14 @@ def export_checkpoint(
     if format != "safetensors" and (prefix or leave_out):
         raise CheckpointError(f"prefix and leave_out are for format 'safetensors', and this is {format!r}")
     there = checked(there)
-    is_own: Callable[[Path], bool] = safetensors.is_own if format == "safetensors" else is_own_file
-    _check_target(path, there, is_own, is_file=format == "file", overwrite=overwrite)
+    _check_target(path, there, is_file=format == "file", overwrite=overwrite)
     if format == "safetensors":
         weights = lazy_checkpoint(there, weights_only=weights_only, leave_out="rest")[MODEL]
         weights = _named(weights, there, prefix, leave_out)
         write = partial(safetensors.write_safetensors, weights, max_shard_size=shard_size)
     elif format == "file":
-        checkpoint = lazy_checkpoint(there, weights_only=weights_only)
-        write = partial(_write_file, _asked(checkpoint, there, optimizer_states))
+        write_file(_asked(lazy_checkpoint(there, weights_only=weights_only), there, optimizer_states), path)
+        return
     elif there.is_file():
         raise CheckpointError(
             f"{there} is a file, which has no names of optimizers' states for a folder: Lightning's strategies"
@@ -88,7 +86,7 @@ def export_checkpoint(
         )
     else:
         write = partial(write_renamed, there, for_fsdp=format == "fsdp")
-    with replacing(path, is_own) as staged:
+    with replacing(path) as staged:
         write(staged)
 
 
@@ -98,7 +96,7 @@ def _local(path: str | PathLike[str]) -> Path:
     return local
 
 
-def _check_target(path: Path, source: Path, is_own: Callable[[Path], bool], *, is_file: bool, overwrite: bool) -> None:
+def _check_target(path: Path, source: Path, *, is_file: bool, overwrite: bool) -> None:
     there = completed(path)
     if there.resolve() == source.resolve():
         raise CheckpointError(f"{path} is the checkpoint itself: export to another path")
@@ -106,14 +104,9 @@ def _check_target(path: Path, source: Path, is_own: Callable[[Path], bool], *, i
         return
     if not overwrite:
         raise CheckpointError(f"{path} is there already: export to another path, or set overwrite=True (--overwrite)")
-    if is_file and there.is_file() and zipfile.is_zipfile(there):
-        return
-    if is_file and there.is_dir() and any(map(is_own, there.iterdir())):
-        check_no_others(there)
-        return
-    if not is_file and there.is_dir() and any(map(is_own, there.iterdir())):
-        return
-    raise CheckpointError(f"{path} is there already, and is no such checkpoint: overwrite does not replace it")
+    is_checkpoint = any(map(is_own, there.iterdir())) if there.is_dir() else is_file and zipfile.is_zipfile(there)
+    if not is_checkpoint:
+        raise CheckpointError(f"{path} is there already, and is no such checkpoint: overwrite does not replace it")
 
 
 def _asked(checkpoint: Mapping[str, Any], source: Path, optimizer_states: bool | None) -> Mapping[str, Any]:
@@ -124,11 +117,6 @@ def _asked(checkpoint: Mapping[str, Any], source: Path, optimizer_states: bool |
         )
     left_out = _OF_TRAINING if optimizer_states is False else ()
     return {key: value for key, value in checkpoint.items() if key not in left_out}
-
-
-def _write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
-        save_lazily(checkpoint, file)
 
 
 def _named(weights: Mapping[str, Any], source: Path, prefix: str, leave_out: Sequence[str]) -> dict[str, LazyTensor]:

@@ -8,7 +8,6 @@ model's section `model`.
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.checkpoint.atomic import MANIFEST, META
 from lightning_3d.checkpoint.box import TensorInfo
 from lightning_3d.checkpoint.content import MODEL, Content, changed
 from lightning_3d.checkpoint.damage import REPAIR
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import StoredTensor
-from lightning_3d.checkpoint.manifest import MANIFEST, META
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader, unpickling
 from lightning_3d.checkpoint.share import Share, TreePath
 from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent
@@ -148,7 +146,7 @@ class Folder:
         """
         values = self.values(wanted)
         with unpickling(self.location):
-            rest = torch.load(self.location / META, map_location="cpu", weights_only=self.weights_only)
+            rest = torch.load(self.location / META, map_location="cpu", mmap=True, weights_only=self.weights_only)
         if rest.pop(HAS_MANIFEST, False) and not (self.location / MANIFEST).is_file():
             raise CheckpointError(f"{self.location} is damaged: {MANIFEST} is missing. {REPAIR}")
         places: dict[Any, TreePath] = {}
@@ -173,10 +171,11 @@ class Folder:
 
     def _load(self, values: dict[str, Any]) -> None:
         """Read into shares, and put other values in their place."""
-        with unpickling(self.location), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
-            reader, planner = FolderReader(self.location, self.index), FolderPlanner(weights_only=self.weights_only)
-            load(values, storage_reader=reader, planner=planner, no_dist=True)
+        reader, planner = FolderReader(self.location, self.index), FolderPlanner(weights_only=self.weights_only)
+        with unpickling(self.location):
+            reader.set_up_storage_reader(self.index, is_coordinator=True)
+            planner.set_up_planner(values, self.index, is_coordinator=True)
+            reader.read_data(planner.create_local_plan(), planner).wait()
 
 
 def is_of_optimizer(path: TreePath) -> bool:

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.atomic import completed
+from lightning_3d.checkpoint.atomic import MANIFEST, META, completed
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, in_place, joined, states_of
-from lightning_3d.checkpoint.damage import check_files, damage, has_checksums, raise_of_damage
+from lightning_3d.checkpoint.damage import check_files, damage, is_zip, raise_of_damage
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
 from lightning_3d.checkpoint.lazy import LazyTensor, StoredTensor, as_lazy, save_lazily
-from lightning_3d.checkpoint.manifest import META
+from lightning_3d.checkpoint.manifest import read_manifest
 from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.checkpoint.reading import unpickling
 from lightning_3d.checkpoint.saved_state import SavedState
@@ -108,10 +109,29 @@ def checked(path: Path) -> Path:
         raise CheckpointNotFoundError(f"there is no checkpoint {path}")
     if path.is_dir() and not is_sharded_checkpoint(path):
         raise CheckpointError(f"{path} is no checkpoint: a folder of one has the file {META}")
-    if path.is_file() and not has_checksums(path):
+    if path.is_file() and not is_zip(path):
         raise CheckpointError(f"{path} is no checkpoint: torch.save writes zip files, and it is none")
     raise_of_damage(path, damage(path))
     return path
+
+
+def verify_checkpoint(location: str | PathLike[str]) -> str:
+    """Check all files of a checkpoint, and describe what was compared.
+
+    Args:
+        location: A checkpoint folder or a `.ckpt` file.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointError: Files are damaged, or there are no checksums to compare them with.
+
+    """
+    path = checked(Path(location))
+    if path.is_file():
+        return f"one file, {path.stat().st_size} bytes"
+    if (files := read_manifest(path)) is None:
+        raise CheckpointError(f"{path} has no checksums to compare it with: folders of Lightning have no {MANIFEST}")
+    return f"{len(files)} files, {sum(file.size for file in files.values())} bytes"
 
 
 def lazy_checkpoint(path: Path, *, weights_only: bool | None, leave_out: str = "") -> dict[str, Any]:

@@ -86,13 +86,6 @@ class _PartsWarning:
         return _PartsWarning, ()
 
 
-def model_state(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` without what is absent; tensors are aliases of the parameters, DTensors stay DTensors."""
-    state = state_of(module)
-    held = held_names(state)
-    return {fqn: value for fqn, value in state.items() if fqn in held}
-
-
 def held_names(state: Mapping[str, Any]) -> set[str]:
     """Names of what this rank holds of a model's state."""
     present = {fqn: not value.is_meta for fqn, value in state.items() if isinstance(value, Tensor)}

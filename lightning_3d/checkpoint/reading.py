@@ -18,7 +18,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
@@ -52,10 +51,9 @@ def unpickling(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, CheckpointException) as raised:  # the latter is a BaseException
-        error = next(iter(raised.failures.values()))[0] if isinstance(raised, CheckpointException) else raised
-        if isinstance(error, CheckpointError):
-            raise error from None
+    except CheckpointError:
+        raise
+    except Exception as error:
         if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
             raise CheckpointError(
                 f"{path} holds objects of classes that are not unpickled, as they may run code: where you trust it, set"

@@ -18,11 +18,6 @@ WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def is_own(file: Path) -> bool:
-    """Whether a file in a folder is of an export."""
-    return file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json"))
-
-
 def write_safetensors(weights: Mapping[str, LazyTensor], folder: Path, *, max_shard_size: int) -> None:
     """Write weights to an empty folder, one file after the other.
 

@@ -10,7 +10,7 @@ Lightning asks for the model's state, for those of the optimizers, and then hand
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.file_or_folder import file_bytes, is_too_large
 from lightning_3d.checkpoint.folder import folder_content
 from lightning_3d.checkpoint.gathering import Gathering
-from lightning_3d.checkpoint.last_link import link, link_before_removal
 from lightning_3d.checkpoint.lazy import made
 from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.match import check_is_lightning
@@ -68,13 +67,10 @@ class ThreeDCheckpointIO(CheckpointIO):
         strategy: Has the model and the optimizers. A ``CheckpointIO`` of the user's writes and reads files in place of
             this one.
         timeout: The timeout of collectives in the background.
-        is_alone: Whether no other rank would take part in a collective.
     """
 
-    def __init__(
-        self, strategy: ParallelStrategy, config: ThreeDConfig, timeout: timedelta, is_alone: Callable[[], bool]
-    ) -> None:
-        self._strategy, self._config, self._is_alone = strategy, config, is_alone
+    def __init__(self, strategy: ParallelStrategy, config: ThreeDConfig, timeout: timedelta) -> None:
+        self._strategy, self._config = strategy, config
         self.saves = Saves(config.checkpoint, timeout)
         self.is_training = False
         """Whether training goes on after a save, which may then be in the background."""
@@ -195,29 +191,13 @@ class ThreeDCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         path = self._lasting(path)
         if self._strategy.is_global_zero:
-            self.saves.once_saved(path, partial(self._remove, path))
+            self.saves.once_saved(partial(self._remove, path))
 
     def _remove(self, path: str) -> None:
         if (own := self._own_path(path)) is not None and os.path.lexists(own):
             remove(own)
         else:
             self._strategy.checkpoint_io.remove_checkpoint(path)
-
-    def link(self, checkpoint: str, path: str) -> None:
-        """Let a path be a link to a checkpoint, once that has been written."""
-        # A CheckpointIO of the user's may still write.
-        self._change_link(path, partial(link, Path(checkpoint), Path(path), may_come=self._is_users))
-
-    def link_before_removal(self, gone: str, newest: str, path: str) -> None:
-        """Let a link to a checkpoint that is about to be removed point to the newest one."""
-        self._change_link(path, partial(link_before_removal, Path(gone), Path(newest), Path(path)))
-
-    def _change_link(self, path: str, act: Callable[[], None]) -> None:
-        if self._is_alone():  # and nothing was saved
-            return
-        with failing_alike(f"change the link {path}"):
-            if self._strategy.is_global_zero:
-                self.saves.once_saved(path, act)
 
     def _lasting(self, path: str | os.PathLike[str]) -> str:
         """A path that means the same in the background, wherever the process goes meanwhile."""

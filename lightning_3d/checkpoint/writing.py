@@ -17,18 +17,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.serialization import config
 from typing_extensions import override
 
-from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish, replacing
-from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.lazy import save_lazily
-from lightning_3d.checkpoint.manifest import (
+from lightning_3d.checkpoint.atomic import (
     MANIFEST,
     META,
-    Checksum,
+    aside,
     check_no_others,
-    checksummed,
-    is_own,
-    manifest_of,
+    give_up,
+    make_room,
+    publish,
+    replacing,
 )
+from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.lazy import save_lazily
+from lightning_3d.checkpoint.manifest import Checksum, checksummed, manifest_of
 from lightning_3d.checkpoint.share import Share
 from lightning_3d.errors import CheckpointError
 
@@ -56,7 +57,7 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
     try:
         with failing_alike(action, group):
             if is_first:
-                make_room(path, is_own)
+                make_room(path)
         writer = FolderWriter(aside(path))
         with failing_alike(action, group):
             save(state, storage_writer=writer, planner=_Planner(), process_group=group)
@@ -65,7 +66,7 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
             dist.gather_object(writer.checksums, every, group=group)
             if every is not None:
                 writer.finish_with(rest, every)
-                publish(path, is_own)
+                publish(path)
     except CheckpointError:
         if is_first:
             give_up(path)
@@ -85,7 +86,7 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
     """
     check_no_others(path)
-    with replacing(path, lambda file: True) as staged, staged.open("wb") as file, checksummed(file) as written:
+    with replacing(path) as staged, staged.open("wb") as file, checksummed(file) as written:
         save_lazily(checkpoint, cast(BinaryIO, written))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_3d.checkpoint.damage import verify_checkpoint
 from lightning_3d.checkpoint.export import FORMATS, export_checkpoint
+from lightning_3d.checkpoint.loading import verify_checkpoint
 
 HELP = "Convert and verify checkpoints."
 
