@@ -115,7 +115,7 @@ class ThreeDStrategy(StepsStrategy):
         self._dataclasses: list[type[Any]] = []  # pytrees while a Trainer runs
 
     def _new_checkpoints(self) -> ThreeDCheckpointIO:
-        return ThreeDCheckpointIO(self, self.config, self._timeout, lambda: self._is_alone)
+        return ThreeDCheckpointIO(self, self.config, self._timeout)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -218,9 +218,7 @@ class ThreeDStrategy(StepsStrategy):
         if is_fit:
             reads_again = self.config.batch.resume == "exact"
             self._resuming = Resuming(trainer, self._module, self.root_device, reads_again=reads_again)
-        open_before_planning(
-            self._session, trainer, self.config, self.mesh, self._checkpoints, self._dataclasses, self._resuming
-        )
+        open_before_planning(self._session, self.config, self.mesh, self._dataclasses, self._resuming)
         if self._parallel is None:
             self._parallel = self._made_parallel(trainer)
         open_for_steps(self._session, self._module, self._parallel, self._norm_of, is_in_parts=self._is_in_parts)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint import (
-    folder_content,
-    load_full,
-    load_optimizers,
-    load_sharded,
-    read_sharded,
-    saved_optimizers,
-    write_folder,
-)
+from lightning_3d.checkpoint.content import content_of, joined
+from lightning_3d.checkpoint.folder import folder_content
+from lightning_3d.checkpoint.gathering import Gathering
+from lightning_3d.checkpoint.loading import read_checkpoint
+from lightning_3d.checkpoint.optimizer_states import load_optimizers
+from lightning_3d.checkpoint.own_state import load_model
+from lightning_3d.checkpoint.writing import write_file, write_folder
 
 
 class Block(nn.Module):
@@ -67,25 +65,25 @@ def staged(num_blocks: int = 4, width: int = 6) -> tuple[Staged, DeviceMesh]:
     return model, mesh["pp"]
 
 
-def save_sharded(
-    path: Path,
-    checkpoint: Mapping[str, Any],
-    pp: DeviceMesh | None,
-    further: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-) -> None:
+def save_folder(path: Path, checkpoint: Mapping[str, Any], pp: DeviceMesh | None) -> None:
     """Write a checkpoint folder at once; a collective of all ranks."""
-    write_folder(path, folder_content(checkpoint, pp, further))
+    write_folder(path, folder_content(content_of(checkpoint), pp, {}))
 
 
-def restore_folder(path: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
-    """Load a checkpoint folder; without optimizers for evaluation."""
-    folder, _ = read_sharded(path)
-    load_sharded(folder, model, strict=True)
+def save_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Write a file, for which rank 0 gathers a tensor at a time; a collective of all ranks."""
+    content = content_of(checkpoint)
+    gathering = Gathering(content.values)
+    sections = [f"optimizer_{i}" for i in range(len(checkpoint.get("optimizer_states", ())))]
+    gathering.served(lambda: write_file(joined(gathering.values(), content.rest, sections or None), path))
+    dist.barrier()
+
+
+def restore(path: Path, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
+    """Load a checkpoint, without optimizers for evaluation; the rest of it."""
+    checkpoint = read_checkpoint(path, model, weights_only=True)
+    load_model(checkpoint.pop("state_dict"), model, strict=True)
+    states = checkpoint.pop("optimizer_states", [])
     if optimizers:
-        load_optimizers(saved_optimizers(folder), model, optimizers, strict=True)
-
-
-def restore_full(checkpoint: Mapping[str, Any], model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """The same of a checkpoint that is whole."""
-    load_full(checkpoint["state_dict"], model, strict=True)
-    load_optimizers(checkpoint["optimizer_states"], model, optimizers, strict=True)
+        load_optimizers(states, model, optimizers, strict=True)
+    return checkpoint

@@ -12,26 +12,21 @@ from typing import Any
 import pytest
 
 from lightning_3d.checkpoint import atomic
-from lightning_3d.checkpoint.last_link import link
 
 _EVENTS = ("open", "os.", "shutil.", "ctypes.call_function")
 NUM_MOST = 60
 
 
-def _is_own(file: Path) -> bool:
-    return file.suffix == ".part"
-
-
 def _save(path: Path, content: str, *, as_file: bool) -> None:
-    atomic.make_room(path, _is_own)
+    atomic.make_room(path)
     staged = atomic.aside(path)
     if as_file:
         staged.write_text(content)
     else:
         staged.mkdir()
-        for name in ("a.part", "b.part"):
+        for name in ("a.distcp", "b.distcp"):
             (staged / name).write_text(content)
-    atomic.publish(path, _is_own)
+    atomic.publish(path)
 
 
 def _content(path: Path) -> str | None:
@@ -41,7 +36,7 @@ def _content(path: Path) -> str | None:
         return None
     if found.is_file():
         return found.read_text()
-    contents = {(found / name).read_text() for name in ("a.part", "b.part")}
+    contents = {(found / name).read_text() for name in ("a.distcp", "b.distcp")}
     (content,) = contents
     return content
 
@@ -106,29 +101,6 @@ def test_a_killed_removal_leaves_all_or_nothing(tmp_path: Path) -> None:
         assert _content(path) in ("old", None)
     assert _content(path) is None
     assert number > 3
-
-
-@pytest.mark.parametrize("before", ["link", "file"])
-def test_a_killed_change_of_a_link_leaves_one_to_a_whole_checkpoint(tmp_path: Path, before: str) -> None:
-    was_killed, number, outcomes = True, 0, []
-    while was_killed:
-        number += 1
-        path = tmp_path / str(number) / "last.ckpt"
-        path.parent.mkdir()
-        for name in ("old", "new"):
-            _save(path.with_name(name), name, as_file=False)
-        if before == "link":
-            path.symlink_to("old")
-        else:
-            _save(path, "old", as_file=True)
-        was_killed = _killed_at(number, lambda path=path: link(path.with_name("new"), path))
-        assert path.exists(), "never hidden from those who list the folder"
-        outcomes.append(_content(path))
-        link(path.with_name("new"), path)
-        assert os.readlink(path) == "new"
-        assert {file.name for file in path.parent.iterdir()} == {"last.ckpt", "new", "old"}
-    assert set(outcomes) == {"old", "new"}
-    assert outcomes == sorted(outcomes, reverse=True)
 
 
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path: Path) -> None:

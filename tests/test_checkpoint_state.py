@@ -21,23 +21,13 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
-from lightning_3d.checkpoint import (
-    full_model_state,
-    is_sharded_checkpoint,
-    load_full,
-    load_optimizers,
-    load_sharded,
-    model_shares,
-    model_state,
-    optimizer_state,
-    read_full,
-    read_sharded,
-    saved_optimizers,
-    whole_optimizer_state,
-    write_full,
-)
+from lightning_3d.checkpoint.folder import is_sharded_checkpoint
+from lightning_3d.checkpoint.loading import read_checkpoint
+from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state
+from lightning_3d.checkpoint.own_state import load_model, shown_state
+from lightning_3d.checkpoint.writing import write_file
 from lightning_3d.errors import CheckpointError
-from tests.checkpoints import Staged, restore_folder, restore_full, save_sharded, staged
+from tests.checkpoints import Staged, restore, save_file, save_folder, staged
 from tests.workers import WorkerPools
 
 
@@ -72,7 +62,7 @@ def trained(seed: int = 1) -> tuple[Staged, list[Optimizer], Any]:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {fqn: value for fqn, value in model_state(model).items() if isinstance(value, Tensor) and not value.is_meta}
+    return {fqn: value for fqn, value in shown_state(model).items() if isinstance(value, Tensor) and not value.is_meta}
 
 
 def everything(model: Staged, optimizers: list[Optimizer]) -> list[Any]:
@@ -86,29 +76,18 @@ def everything(model: Staged, optimizers: list[Optimizer]) -> list[Any]:
 def save(folder: Path) -> None:
     model, optimizers, pp = trained()
     states = [optimizer_state(model, optimizer) for optimizer in optimizers]
-    save_sharded(folder / "sharded", {"state_dict": model_shares(model), "optimizer_states": states, "epoch": 3}, pp)
-    parts = [optimizer_state(model, optimizer) for optimizer in optimizers]
-    wholes = [whole_optimizer_state(own, model, opt) for own, opt in zip(parts, optimizers, strict=True)]
-    full = {"state_dict": full_model_state(model), "optimizer_states": wholes, "epoch": 3}
-    if dist.get_rank() == 0:
-        torch.save(full, folder / "full.ckpt")
-    else:
-        assert full["state_dict"] == {}
-        assert [whole["state"] for whole in wholes] == [{}] * len(optimizers)
-    dist.barrier()
+    checkpoint = {"state_dict": shown_state(model), "optimizer_states": states, "epoch": 3}
+    save_folder(folder / "folder", checkpoint, pp)
+    save_file(folder / "file.ckpt", checkpoint)
 
 
 def save_and_load(folder: Path) -> None:
     save(folder)
     model, optimizers, _ = trained()
     expected = everything(model, optimizers)
-    for is_sharded in (True, False):
+    for name in ("folder", "file.ckpt"):
         other, others, _ = trained(seed=2)
-        if is_sharded:
-            restore_folder(folder / "sharded", other, others)
-            assert read_sharded(folder / "sharded")[1] == {"epoch": 3}
-        else:
-            restore_full(read_full(folder / "full.ckpt", weights_only=True), other, others)
+        assert restore(folder / name, other, others) == {"epoch": 3}
         torch.testing.assert_close(everything(other, others), expected, rtol=0, atol=0)
         assert other.embed.weight is other.head.weight
         assert len(other.own) == 2
@@ -120,16 +99,16 @@ def test_all_is_loaded_to_the_bit(workers: WorkerPools, tmp_path: Path) -> None:
 
 def overwrite(folder: Path) -> None:
     save(folder)
-    before = sorted(file.name for file in (folder / "sharded").iterdir())
+    before = sorted(file.name for file in (folder / "folder").iterdir())
     if dist.get_rank() == 0:
-        (folder / "sharded" / "notes.txt").write_text("the user's")
+        (folder / "folder" / "notes.txt").write_text("the user's")
     model, optimizers, pp = trained()
     dist.barrier()
-    save_sharded(folder / "sharded", {"state_dict": model_shares(model)}, pp)
-    assert {*before, "notes.txt"} <= {file.name for file in (folder / "sharded").iterdir()}
-    restore_folder(folder / "sharded", model)
+    save_folder(folder / "folder", {"state_dict": shown_state(model)}, pp)
+    assert {*before, "notes.txt"} <= {file.name for file in (folder / "folder").iterdir()}
+    restore(folder / "folder", model)
     with pytest.raises(CheckpointError, match="save_weights_only"):
-        restore_folder(folder / "sharded", model, optimizers)
+        restore(folder / "folder", model, optimizers)
 
 
 def test_replaces_a_checkpoint_and_nothing_else(workers: WorkerPools, tmp_path: Path) -> None:
@@ -147,12 +126,13 @@ def shard_pieces_again(folder: Path) -> None:
         return module
 
     assert not torch.equal(made(full).weight.full_tensor(), full)  # type: ignore[operator]
-    save_sharded(folder, {"state_dict": model_shares(made(full))}, None)
-    gathered = full_model_state(made(full))
-    assert dist.get_rank() or torch.equal(gathered["weight"], full)
+    save_folder(folder, {"state_dict": shown_state(made(full))}, None)
+    file = folder.with_name("file.ckpt")
+    save_file(file, {"state_dict": shown_state(made(full))})
+    assert torch.equal(torch.load(file)["state_dict"]["weight"], full)
     from_folder, from_file = made(torch.zeros_like(full)), made(torch.zeros_like(full))
-    restore_folder(folder, from_folder)
-    load_full({"weight": full}, from_file, strict=True)
+    restore(folder, from_folder)
+    restore(file, from_file)
     for module in (from_folder, from_file):
         assert torch.equal(module.weight.to_local(), made(full).weight.to_local())  # type: ignore[operator]
 
@@ -166,18 +146,16 @@ def test_saves_and_loads_what_torch_gathers_in_a_wrong_order(workers: WorkerPool
 
 def load_what_does_not_fit(folder: Path) -> None:
     save(folder)
-    full = read_full(folder / "full.ckpt", weights_only=True)
+    saved = [read_checkpoint(folder / name, staged()[0], weights_only=True) for name in ("folder", "file.ckpt")]
 
     def raises(model: nn.Module, optimizers: list[Optimizer], match: str, strict: bool = True) -> None:
         before = {fqn: value.clone() for fqn, value in tensors(model).items()}
-        opened, _ = read_sharded(folder / "sharded")
         loads: list[Callable[[], None]] = [
-            lambda: load_sharded(opened, model, strict=strict),
-            lambda: load_full(full["state_dict"], model, strict=strict),
+            partial(load_model, checkpoint["state_dict"], model, strict=strict)
+            if not optimizers
+            else partial(load_optimizers, checkpoint["optimizer_states"], model, optimizers, strict=strict)
+            for checkpoint in saved
         ]
-        if optimizers:
-            states = (saved_optimizers(opened), full["optimizer_states"])
-            loads = [partial(load_optimizers, saved, model, optimizers, strict=strict) for saved in states]
         for load_it in loads:
             with pytest.raises(CheckpointError, match=match):
                 load_it()
@@ -206,16 +184,13 @@ def load_what_does_not_fit(folder: Path) -> None:
         assert optimizer_state(model, of_module)["state"] == {}
     said = [str(w.message) for w in caught if "SGD keeps state of 1 things that are no parameters" in str(w.message)]
     assert len(said) == (dist.get_rank() == 0)
-    saved = tensors(trained()[0])
-    for load_it in (
-        lambda long: load_sharded(read_sharded(folder / "sharded")[0], long, strict=False),
-        lambda long: load_full(full["state_dict"], long, strict=False),
-    ):
+    of_stage = tensors(trained()[0])
+    for checkpoint in saved:
         long, _ = staged(num_blocks=8)
         first = {fqn: value.clone() for fqn, value in tensors(long).items()}
-        load_it(long)
+        load_model(checkpoint["state_dict"], long, strict=False)
         for fqn, value in tensors(long).items():
-            known = saved.get(fqn, full["state_dict"].get(fqn, first[fqn]))
+            known = of_stage.get(fqn, saved[1]["state_dict"].get(fqn, first[fqn]))
             assert torch.equal(value, known), fqn
 
 
@@ -226,23 +201,23 @@ def test_checkpoint_that_does_not_fit(workers: WorkerPools, tmp_path: Path) -> N
 def read_what_is_not_there(folder: Path) -> None:
     model, pp = staged()
     with pytest.raises(CheckpointError, match="not a complete checkpoint folder"):
-        restore_folder(folder, model)
+        restore(folder, model)
     with pytest.raises(FileNotFoundError, match=r"Could not read .*nothing.ckpt .*No such file") as found:
-        read_full(folder / "nothing.ckpt", weights_only=True)
+        restore(folder / "nothing.ckpt", model)
     assert isinstance(found.value, CheckpointError)
     (folder / f"file{dist.get_rank()}").write_text("")
     with pytest.raises(CheckpointError, match=r"Could not write the checkpoint .*NotADirectoryError|FileExistsError"):
-        save_sharded(folder / "file0" / "checkpoint", {"state_dict": model_shares(model)}, pp)
-    save_sharded(folder / "good", {"state_dict": model_shares(model)}, pp)
+        save_folder(folder / "file0" / "checkpoint", {"state_dict": shown_state(model)}, pp)
+    save_folder(folder / "good", {"state_dict": shown_state(model)}, pp)
     dist.barrier()
     if dist.get_rank() == 0:
         next(iter((folder / "good").glob("__1_*.distcp"))).unlink()
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"good is damaged: __1_0.distcp is missing"):
-        restore_folder(folder / "good", model)
+        restore(folder / "good", model)
     assert is_sharded_checkpoint(folder / "good")
     with pytest.raises(CheckpointError, match=r"meta.pt, .*pickle"):
-        save_sharded(folder / "bad", {"state_dict": model_shares(model), "callback": lambda: None}, pp)
+        save_folder(folder / "bad", {"state_dict": shown_state(model), "callback": lambda: None}, pp)
     assert not is_sharded_checkpoint(folder / "bad")
 
 
@@ -257,9 +232,9 @@ def test_a_file_takes_the_place_of_a_folder_but_not_of_other_files(tmp_path: Pat
         (folder / name).touch()
     (folder / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"last.ckpt .* holds 1 files that are no part of the .* \(notes.txt\)"):
-        write_full({"epoch": 1}, folder)
+        write_file({"epoch": 1}, folder)
     assert len(list(folder.iterdir())) == 4
     (folder / "notes.txt").unlink()
-    write_full({"epoch": 1}, folder)
+    write_file({"epoch": 1}, folder)
     assert torch.load(folder, weights_only=True) == {"epoch": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]

@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_3d.checkpoint import full_model_state, model_shares, read_full, read_sharded, write_full
+from lightning_3d.checkpoint import read_folder
+from lightning_3d.checkpoint.atomic import MANIFEST, META
+from lightning_3d.checkpoint.content import MODEL
 from lightning_3d.checkpoint.damage import damage
-from lightning_3d.checkpoint.folder import MODEL
-from lightning_3d.checkpoint.manifest import MANIFEST, META, Checksum, manifest_of
-from lightning_3d.checkpoint.source import read_folder
+from lightning_3d.checkpoint.loading import read_checkpoint
+from lightning_3d.checkpoint.manifest import Checksum, manifest_of
+from lightning_3d.checkpoint.own_state import shown_state
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError
-from tests.checkpoints import save_sharded, staged
+from tests.checkpoints import restore, save_file, save_folder, staged
 from tests.workers import WorkerPools
 
 NOTHING = Checksum(size=0, xxh3_64="0")
@@ -34,13 +36,11 @@ def _saved(path: Path, *, as_file: bool = False, add: float = 0.0) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(add)
-    if not as_file:
-        save_sharded(path, {MODEL: model_shares(model), "epoch": 3}, pp)
-        return
-    full = full_model_state(model)
-    if dist.get_rank() == 0:
-        write_full({MODEL: full, "epoch": 3}, path)
-    dist.barrier()
+    checkpoint = {MODEL: shown_state(model), "epoch": 3}
+    if as_file:
+        save_file(path, checkpoint)
+    else:
+        save_folder(path, checkpoint, pp)
 
 
 def _flip(file: Path, position: int, bit: int) -> None:
@@ -77,7 +77,7 @@ def _flips_in_folders(folder: Path) -> None:
             whole = file.read_bytes()
             _flip(file, position, bit)
         dist.barrier()
-        said = _alike(_tried(lambda: read_sharded(path, weights_only=True)[1]))
+        said = _alike(_tried(lambda: restore(path, staged()[0])))
         assert isinstance(said, str), f"bit {bit} of byte {position} of {file.name} is not noticed"
         assert f"{path} is damaged: {file.name} " in said
         assert "Load another checkpoint" in said
@@ -85,7 +85,7 @@ def _flips_in_folders(folder: Path) -> None:
         if dist.get_rank() == 0:
             file.write_bytes(whole)
     dist.barrier()
-    assert read_sharded(path, weights_only=True)[1] == {"epoch": 3}
+    assert restore(path, staged()[0]) == {"epoch": 3}
 
 
 def _flips_in_files(folder: Path) -> None:
@@ -99,7 +99,7 @@ def _flips_in_files(folder: Path) -> None:
         if dist.get_rank() == 0:
             _flip(path, position, bit)
         dist.barrier()
-        found = _tried(lambda: read_full(path, weights_only=True))
+        found = _tried(lambda: read_checkpoint(path, staged()[0], weights_only=True))
         if isinstance(_alike(found if isinstance(found, str) else None), str):
             assert "saved.ckpt" in found
             num_found += 1
@@ -113,7 +113,7 @@ def _flips_in_files(folder: Path) -> None:
     if dist.get_rank() == 0:
         path.write_bytes(whole[:-100])
     dist.barrier()
-    assert "saved.ckpt was cut off" in _alike(_tried(lambda: read_full(path, weights_only=True)))
+    assert "saved.ckpt was cut off" in _alike(_tried(lambda: read_checkpoint(path, staged()[0], weights_only=True)))
 
 
 @pytest.mark.parametrize("flips", [_flips_in_folders, _flips_in_files])
@@ -165,7 +165,7 @@ def _hurt(folder: Path) -> None:
         if dist.get_rank() == 0:
             said = [hurt(path)]
         dist.broadcast_object_list(said)
-        found = _alike(_tried(lambda path=path: read_sharded(path, weights_only=True)[1]))
+        found = _alike(_tried(lambda path=path: restore(path, staged()[0])))
         assert said[0] in found, (hurt.__name__, found)
         with pytest.raises(CheckpointError) as raised:  # for load_from_checkpoint
             read_folder(path, "cpu", True)
@@ -208,7 +208,8 @@ def test_the_command(workers: WorkerPools, tmp_path: Path, capsys: pytest.Captur
     assert "file.ckpt is whole: one file, " in capsys.readouterr().out
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").write_text("no checkpoint")
-    for name, reason in {"empty": "no checksums", "text": "no checksums", "none": "there is no checkpoint"}.items():
+    reasons = {"empty": "has the file meta.pt", "text": "it is none", "none": "there is no checkpoint"}
+    for name, reason in reasons.items():
         with pytest.raises(SystemExit, match="1"):
             main(["checkpoint", "verify", str(tmp_path / name)])
         assert reason in capsys.readouterr().err

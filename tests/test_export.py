@@ -192,18 +192,18 @@ def megabytes(name):
 
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 before = megabytes("VmRSS")
-export_checkpoint(*sys.argv[1:3], format=sys.argv[3])
+export_checkpoint(*sys.argv[1:3], format=sys.argv[3], max_shard_size=int(sys.argv[4]))
 print(megabytes("VmHWM") - before)
 """
 
 
 @pytest.mark.parametrize("format", ["safetensors", "file"])
-def test_memory_holds_one_tensor(tmp_path: Path, format: str) -> None:
+def test_memory_holds_one_tensor_or_one_file(tmp_path: Path, format: str) -> None:
     """160 MiB in tensors of 8 MiB; the peak of all that is resident, beside what Python and torch themselves take."""
     rows = MIB_OF_EACH * 2**18 // 1024
     large = {f"weight{i}": torch.full((rows, 1024), float(i)) for i in range(NUM_TENSORS)}
     _write(tmp_path / "saved", large, is_folder=True)
-    arguments = map(str, [tmp_path / "saved", tmp_path / "out", format])
+    arguments = map(str, [tmp_path / "saved", tmp_path / "out", format, MIB_OF_EACH * 2**20])
     command = [sys.executable, "-W", "ignore", "-c", _MEASURED, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 0, result.stderr

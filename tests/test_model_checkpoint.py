@@ -130,38 +130,6 @@ def test_all_modes_leave_the_checkpoints_of_one_process(
                 assert_same_state([kept.weights[checkpoint]], weights)
 
 
-# ---------------------------------------------------------------------------------------------------- links, resumed
-
-
-class _Removed(ModelCheckpoint):
-    """Notes where its link points to whenever a checkpoint has been removed, and before."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.pointed: list[bool] = []
-
-    def _save_topk_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._save_topk_checkpoint(*args, **kwargs)
-        if self.last_model_path:
-            self.pointed.append(Path(self.last_model_path).exists())
-
-
-def in_the_background(layout: Layout) -> tuple[list[str], str, list[bool]]:
-    keeps = _Removed("kept", save_last="link", every_n_train_steps=1)
-    layout = replace(layout, checkpoint={"async_save": True})
-    fitted(layout, _model, batches=4, epochs=1, callbacks=[keeps], enable_checkpointing=True)
-    torch.distributed.barrier()
-    names = sorted(path.name for path in Path("kept").iterdir())
-    return names, os.readlink("kept/last.ckpt"), keeps.pointed
-
-
-def test_links_wait_for_saves_in_the_background(workers: WorkerPools) -> None:
-    newest = "epoch=0-step=4.ckpt"
-    for names, target, pointed in workers(2).run(in_the_background, _layout("dp2", "folder")):
-        assert (names, target) == ([newest, "last.ckpt"], newest)
-        assert pointed == [True] * 3
-
-
 # ------------------------------------------------------------------------------------------------------- no optimizers
 
 

@@ -23,10 +23,10 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from lightning_3d import ConfigError
-from lightning_3d.checkpoint import trainer_io, write_folder
+from lightning_3d.checkpoint import read_folder, trainer_io
 from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.file_or_folder import is_too_large
-from lightning_3d.checkpoint.source import read_folder
+from lightning_3d.checkpoint.writing import write_folder
 from lightning_3d.errors import CheckpointError
 from lightning_3d.memory.rank_memory import GIB
 from tests.models import TinyMLP, features, training_loader

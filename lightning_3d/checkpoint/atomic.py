@@ -14,9 +14,17 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lightning_3d.errors import CheckpointError
+
+META = "meta.pt"
+"""File with everything that is not a state of the model or an optimizer."""
+
+MANIFEST = "manifest.json"
+"""File with the sizes and checksums of the others. Folders that Lightning wrote have none."""
 
 _LONGEST = 200  # bytes of a name, to which others are added; systems take 255
 
@@ -27,6 +35,26 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
     if not separator:
         return Path(path)
     return Path(rest) if scheme in ("file", "local") else None
+
+
+def is_own(file: Path) -> bool:
+    """Whether a file in the folder of a checkpoint, or of an export, is a part of it."""
+    is_exported = file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json"))
+    return is_exported or file.name in (META, MANIFEST, ".metadata") or file.suffix == ".distcp"
+
+
+def check_no_others(path: Path) -> None:
+    """Raise where a file is to take the place of a checkpoint folder that has files of others.
+
+    Raises:
+        CheckpointError: It has.
+
+    """
+    if others := sorted(file.name for file in path.iterdir() if not is_own(file)) if path.is_dir() else ():
+        raise CheckpointError(
+            f"{path} is a checkpoint folder, and a file is to take its place, but it holds {len(others)} files that are"
+            f" no part of the checkpoint ({', '.join(others[:3])}). Move them away, or write to another path"
+        )
 
 
 def aside(path: Path) -> Path:
@@ -42,39 +70,29 @@ def completed(path: Path) -> Path:
 
 
 @contextmanager
-def replacing(path: Path, is_own: Callable[[Path], bool]) -> Iterator[Path]:
-    """Write a checkpoint aside, which then takes its place; after a failure what was there stays.
-
-    Args:
-        path: The path of the checkpoint.
-        is_own: As in ``make_room``.
-
-    Yields:
-        Where it is written.
-    """
-    make_room(path, is_own)
+def replacing(path: Path) -> Iterator[Path]:
+    """Write a checkpoint aside, at what this yields; then it takes its place. After a failure what was there stays."""
+    make_room(path)
     try:
         yield aside(path)
-        publish(path, is_own)
+        publish(path)
     except BaseException:
         give_up(path)
         raise
 
 
-def make_room(path: Path, is_own: Callable[[Path], bool]) -> None:
+def make_room(path: Path) -> None:
     """Let there be nothing where a checkpoint is written that goes to this path, and a folder to write it in.
 
-    Args:
-        is_own: Whether a file in the folder of a checkpoint is a part of it; others, of one that was to be removed, go
-            back to the path.
+    Files of others in one that was to be removed go back to the path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if completed(path) != path:  # half of a replacement
         _before(path).rename(path)
-    _remove(aside(path), keep_in=path, is_own=is_own)
+    _remove(aside(path), keep_in=path)
     if os.path.lexists(_before(path)):
         _before(path).rename(aside(path))  # out of sight, as half of it might be found
-        _remove(aside(path), keep_in=path, is_own=is_own)
+        _remove(aside(path), keep_in=path)
 
 
 def give_up(path: Path) -> None:
@@ -83,13 +101,8 @@ def give_up(path: Path) -> None:
         _remove(aside(path))
 
 
-def publish(path: Path, is_own: Callable[[Path], bool]) -> None:
-    """Let what was written aside take its place, and remove what was there.
-
-    Args:
-        path: The path of the checkpoint.
-        is_own: As in ``make_room``.
-    """
+def publish(path: Path) -> None:
+    """Let what was written aside take its place, and remove what was there."""
     staged = aside(path)
     _sync_below(staged)
     if not _is_folder(path) and (not _is_folder(staged) or not os.path.lexists(path)):
@@ -99,7 +112,7 @@ def publish(path: Path, is_own: Callable[[Path], bool]) -> None:
         staged.rename(path)
         _before(path).rename(staged)
     _sync(path.parent)
-    _remove(staged, keep_in=path, is_own=is_own)
+    _remove(staged, keep_in=path)
 
 
 def remove(path: Path) -> None:
@@ -125,19 +138,15 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _remove(path: Path, *, keep_in: Path | None = None, is_own: Callable[[Path], bool] = lambda file: True) -> None:
+def _remove(path: Path, *, keep_in: Path | None = None) -> None:
     """Remove a file, link or folder, if it is there; files of others in a folder move to another."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
         if keep_in is not None and keep_in.is_dir():
-            for file in _others(path, is_own):
+            for file in [file for file in path.iterdir() if not is_own(file)]:
                 file.rename(keep_in / file.name)
         shutil.rmtree(path)
-
-
-def _others(folder: Path, is_own: Callable[[Path], bool]) -> Collection[Path]:
-    return [file for file in folder.iterdir() if not is_own(file)]
 
 
 def _sync_below(path: Path) -> None:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
-from os import PathLike
 from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_3d.checkpoint.atomic import completed
-from lightning_3d.checkpoint.manifest import MANIFEST, damaged, read_manifest
-from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
+from lightning_3d.checkpoint.manifest import Checksum, read_manifest
+from lightning_3d.errors import CheckpointError
 
 REPAIR = "Load another checkpoint, or copy this one again from where it is whole"
 """The way on from damage."""
 
-_NUM_NAMED = 5
+_NUM_NAMED = 50
 _CHUNK = 1 << 20  # bytes
 _ZIP = b"PK"  # that such files start with
 
@@ -33,49 +31,19 @@ def check_files(path: Path) -> None:
     raise_of_damage(path, sorted({problem for of_rank in problems for problem in of_rank}))
 
 
-def verify_checkpoint(location: str | PathLike[str]) -> str:
-    """Check all files of a checkpoint in this process.
-
-    Args:
-        location: A checkpoint folder or a `.ckpt` file.
-
-    Returns:
-        A description of what was compared.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        CheckpointError: Files are damaged, or there are no checksums to compare them with.
-
-    """
-    path = completed(Path(location))
-    if not path.exists():
-        raise CheckpointNotFoundError(f"there is no checkpoint {path}")
-    if not has_checksums(path):
-        raise CheckpointError(
-            f"{path} has no checksums to compare it with: "
-            + (f"folders of Lightning have no {MANIFEST}" if path.is_dir() else "it is no file of torch.save")
-        )
-    raise_of_damage(path, damage(path), num_named=None)
-    if path.is_dir():
-        files = read_manifest(path) or {}
-        return f"{len(files)} files, {sum(file.size for file in files.values())} bytes"
-    return f"one file, {path.stat().st_size} bytes"
-
-
-def raise_of_damage(path: Path, problems: list[str], num_named: int | None = _NUM_NAMED) -> None:
+def raise_of_damage(path: Path, problems: list[str]) -> None:
     """Raise if there are problems.
 
     Args:
         path: The checkpoint.
         problems: Lines on it.
-        num_named: As many of them are told; None for all.
 
     Raises:
         CheckpointError: There are.
     """
     if problems:
-        named = "; ".join(problems[:num_named])
-        more = f"; and {len(problems) - num_named} more" if num_named is not None and len(problems) > num_named else ""
+        named = "; ".join(problems[:_NUM_NAMED])
+        more = f"; and {len(problems) - _NUM_NAMED} more" if len(problems) > _NUM_NAMED else ""
         raise CheckpointError(f"{path} is damaged: {named}{more}. {REPAIR}")
 
 
@@ -91,24 +59,39 @@ def damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> list[str]:
     if not path.is_dir():
         return list(_in_file(path, rank, num_ranks))
     try:
-        files = read_manifest(path)
+        files = read_manifest(path) or {}
     except (OSError, ValueError) as error:
         return [str(error)]
-    return [] if files is None else damaged(path, files, sorted(files)[rank::num_ranks])
+    names = sorted(files)[rank::num_ranks]
+    return [problem for name in names if (problem := _problem(path / name, files[name]))]
 
 
-def has_checksums(path: Path) -> bool:
-    """Whether `damage` could find anything."""
-    if path.is_dir():
-        return (path / MANIFEST).exists()
+def is_zip(path: Path) -> bool:
+    """Whether a file is such an archive as torch.save writes, with checksums."""
     with path.open("rb") as file:
         return file.read(len(_ZIP)) == _ZIP
+
+
+def _problem(path: Path, listed: Checksum) -> str | None:
+    try:
+        if path.exists() and not path.is_file():  # reading some would never end
+            return f"{path.name} is no file"
+        size = path.stat().st_size
+        if size != listed.size:
+            return f"{path.name} has {size} bytes and had {listed.size} when it was written"
+        if Checksum.of_file(path) != listed:
+            return f"{path.name} has another content than was written (its checksum differs)"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} can't be read ({error})"
+    return None
 
 
 def _in_file(path: Path, rank: int, num_ranks: int) -> Iterator[str]:
     """The records of a zip archive, as torch writes it, that differ from their CRC-32."""
     try:
-        if not has_checksums(path):
+        if not is_zip(path):
             return
         with zipfile.ZipFile(path) as archive:
             records = [record for record in archive.infolist() if record.CRC != 0]  # else it was not computed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_3d.checkpoint import safetensors
-from lightning_3d.checkpoint.atomic import completed, local_path, replacing
-from lightning_3d.checkpoint.folder import check_no_others
-from lightning_3d.checkpoint.lazy import LazyTensor, save_lazily
-from lightning_3d.checkpoint.manifest import is_own as is_own_file
+from lightning_3d.checkpoint.atomic import completed, is_own, local_path, replacing
+from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS
+from lightning_3d.checkpoint.lazy import LazyTensor
+from lightning_3d.checkpoint.loading import checked, lazy_checkpoint
 from lightning_3d.checkpoint.renamed_folder import write_renamed
-from lightning_3d.checkpoint.source import Source, open_source
+from lightning_3d.checkpoint.writing import write_file
 from lightning_3d.errors import CheckpointError
 
 Format = Literal["safetensors", "file", "folder", "fsdp"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
-_OF_TRAINING = ("optimizer_states", "lr_schedulers", "callbacks")
+_OF_TRAINING = (OPTIMIZERS, "lr_schedulers", "callbacks")
 """Entries that Lightning leaves out with ``save_weights_only``."""
 
 
@@ -39,7 +39,7 @@ def export_checkpoint(
     overwrite: bool = False,
     weights_only: bool = True,
 ) -> None:
-    """Convert a checkpoint; memory holds one tensor of it at a time.
+    """Convert a checkpoint; memory holds one tensor of it at a time, or one file of "safetensors".
 
     Args:
         source: A checkpoint folder of this strategy, of Lightning's ModelParallelStrategy or its FSDPStrategy, or a
@@ -70,22 +70,23 @@ def export_checkpoint(
         raise CheckpointError(f"optimizer_states={optimizer_states} is for format 'file', and this is {format!r}")
     if format != "safetensors" and (prefix or leave_out):
         raise CheckpointError(f"prefix and leave_out are for format 'safetensors', and this is {format!r}")
-    opened = open_source(there, weights_only=weights_only)
-    is_own: Callable[[Path], bool] = safetensors.is_own if format == "safetensors" else is_own_file
-    _check_target(path, opened.path, is_own, is_file=format == "file", overwrite=overwrite)
+    there = checked(there)
+    _check_target(path, there, is_file=format == "file", overwrite=overwrite)
     if format == "safetensors":
-        weights = _named(opened, prefix, leave_out)
+        weights = lazy_checkpoint(there, weights_only=weights_only, leave_out="rest")[MODEL]
+        weights = _named(weights, there, prefix, leave_out)
         write = partial(safetensors.write_safetensors, weights, max_shard_size=shard_size)
     elif format == "file":
-        write = partial(_write_file, _asked(opened, optimizer_states))
-    elif opened.path.is_file():
+        write_file(_asked(lazy_checkpoint(there, weights_only=weights_only), there, optimizer_states), path)
+        return
+    elif there.is_file():
         raise CheckpointError(
-            f"{opened.path} is a file, which has no names of optimizers' states for a folder: Lightning's strategies"
+            f"{there} is a file, which has no names of optimizers' states for a folder: Lightning's strategies"
             " and this one load it as it is"
         )
     else:
-        write = partial(write_renamed, opened.path, for_fsdp=format == "fsdp")
-    with replacing(path, is_own) as staged:
+        write = partial(write_renamed, there, for_fsdp=format == "fsdp")
+    with replacing(path) as staged:
         write(staged)
 
 
@@ -95,7 +96,7 @@ def _local(path: str | PathLike[str]) -> Path:
     return local
 
 
-def _check_target(path: Path, source: Path, is_own: Callable[[Path], bool], *, is_file: bool, overwrite: bool) -> None:
+def _check_target(path: Path, source: Path, *, is_file: bool, overwrite: bool) -> None:
     there = completed(path)
     if there.resolve() == source.resolve():
         raise CheckpointError(f"{path} is the checkpoint itself: export to another path")
@@ -103,47 +104,35 @@ def _check_target(path: Path, source: Path, is_own: Callable[[Path], bool], *, i
         return
     if not overwrite:
         raise CheckpointError(f"{path} is there already: export to another path, or set overwrite=True (--overwrite)")
-    if is_file and there.is_file() and zipfile.is_zipfile(there):
-        return
-    if is_file and there.is_dir() and any(map(is_own, there.iterdir())):
-        check_no_others(there)
-        return
-    if not is_file and there.is_dir() and any(map(is_own, there.iterdir())):
-        return
-    raise CheckpointError(f"{path} is there already, and is no such checkpoint: overwrite does not replace it")
+    is_checkpoint = any(map(is_own, there.iterdir())) if there.is_dir() else is_file and zipfile.is_zipfile(there)
+    if not is_checkpoint:
+        raise CheckpointError(f"{path} is there already, and is no such checkpoint: overwrite does not replace it")
 
 
-def _asked(source: Source, optimizer_states: bool | None) -> Mapping[str, Any]:
-    checkpoint = source.checkpoint()
-    if optimizer_states and not checkpoint.get("optimizer_states"):
+def _asked(checkpoint: Mapping[str, Any], source: Path, optimizer_states: bool | None) -> Mapping[str, Any]:
+    if optimizer_states and not checkpoint.get(OPTIMIZERS):
         raise CheckpointError(
-            f"{source.path} has no states of optimizers: it was saved with save_weights_only=True, or by a module"
+            f"{source} has no states of optimizers: it was saved with save_weights_only=True, or by a module"
             " without optimizers. Export another checkpoint, or the weights alone"
         )
     left_out = _OF_TRAINING if optimizer_states is False else ()
     return {key: value for key, value in checkpoint.items() if key not in left_out}
 
 
-def _write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
-        save_lazily(checkpoint, file)
-
-
-def _named(source: Source, prefix: str, leave_out: Sequence[str]) -> dict[str, LazyTensor]:
+def _named(weights: Mapping[str, Any], source: Path, prefix: str, leave_out: Sequence[str]) -> dict[str, LazyTensor]:
     """The weights under the names that they get."""
-    weights = source.weights()
     if unused := [pattern for pattern in leave_out if not any(fnmatchcase(fqn, pattern) for fqn in weights)]:
-        raise CheckpointError(f"leave_out has {unused[0]!r}, which no name in {source.path} matches: {_some(weights)}")
+        raise CheckpointError(f"leave_out has {unused[0]!r}, which no name in {source} matches: {_some(weights)}")
     kept = {fqn: value for fqn, value in weights.items() if not any(fnmatchcase(fqn, p) for p in leave_out)}
     if strangers := [fqn for fqn, value in kept.items() if not isinstance(value, LazyTensor)]:
-        raise CheckpointError(f"{_some(strangers)} in {source.path}: no tensor, as safetensors needs it. Leave it out")
+        raise CheckpointError(f"{_some(strangers)} in {source}: no tensor, as safetensors needs it. Leave it out")
     if others := [fqn for fqn in kept if not fqn.startswith(prefix) or fqn == prefix]:
         raise CheckpointError(
-            f"{_some(others)} in {source.path} do not begin with the prefix {prefix!r}: leave them out (leave_out), or"
+            f"{_some(others)} in {source} do not begin with the prefix {prefix!r}: leave them out (leave_out), or"
             " give another prefix"
         )
     if not kept:
-        raise CheckpointError(f"{source.path} has no weights" + (" but those that are left out" if weights else ""))
+        raise CheckpointError(f"{source} has no weights" + (" but those that are left out" if weights else ""))
     return {fqn.removeprefix(prefix): value for fqn, value in kept.items()}
 
 

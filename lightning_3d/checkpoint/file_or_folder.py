@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.own_state import parameters_of
+from lightning_3d.checkpoint.optimizer_states import parameters_of
 from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.torch_internals.modules import named_state
 

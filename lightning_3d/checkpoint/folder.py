@@ -1,62 +1,44 @@
 """Checkpoints as folders: every rank writes what it holds, and reads what it needs of what others wrote.
 
-The layout is that of Lightning's ModelParallelStrategy: files of torch.distributed.checkpoint (DCP) with the sections
-`state_dict` and `optimizer_{i}`, everything by FQN, and `meta.pt` with the rest of the Trainer's checkpoint.
-
-    state_dict.{fqn}                                   parameters, buffers, extra state
-    optimizer_0.state.{fqn}.{name}                     optimizer state, placed as its parameter, or a scalar
-    optimizer_0.param_groups.{group}.{hyperparameter}  "params" lists FQNs; written by rank 0
-
-Lightning's FSDPStrategy calls the first section `model`.
-
-Reading makes room for some of its values and lets DCP fill it. A path is the way through the nested dictionaries that
-were saved: ("state_dict", fqn), ("optimizer_0", "state", fqn, name), ("optimizer_0", "param_groups", 0, "lr").
+The layout is that of Lightning's ModelParallelStrategy: files of torch.distributed.checkpoint (DCP) with the values of
+`content`, by their paths, and `meta.pt` with the rest of the Trainer's checkpoint. Lightning's FSDPStrategy calls the
+model's section `model`.
 """
 
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_3d.checkpoint.atomic import MANIFEST, META
 from lightning_3d.checkpoint.box import TensorInfo
-from lightning_3d.checkpoint.damage import REPAIR, check_files
+from lightning_3d.checkpoint.content import MODEL, Content, changed
+from lightning_3d.checkpoint.damage import REPAIR
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.manifest import MANIFEST, META, is_own
-from lightning_3d.checkpoint.match import check_model
-from lightning_3d.checkpoint.own_state import (
-    filled_from,
-    model_shares,
-    restore_model,
-    state_of,
-)
-from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader
-from lightning_3d.checkpoint.share import Share, optimizer_shares, tensor_of
+from lightning_3d.checkpoint.lazy import StoredTensor
+from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader, unpickling
+from lightning_3d.checkpoint.share import Share, TreePath
 from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent
 from lightning_3d.errors import CheckpointError
-from lightning_3d.tensor.placement import Parts
-
-TreePath = tuple[str | int, ...]
-
-MODEL = "state_dict"
-"""Section of the model's state."""
 
 FSDP_MODEL = "model"
-"""The same in folders of Lightning's FSDPStrategy."""
+"""Section of the model's state in folders of Lightning's FSDPStrategy."""
 
 TIED = "tied"
 """Section with the first names of values that have several, by their other names: both are in the model's section."""
+
+_NOTE, _SECTION = "lightning_3d.section", "further_"
+"""In folders of version 0.1.0, {_NOTE: "further_0"} stands in the rest for a state dict that is a section."""
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -64,168 +46,47 @@ def is_sharded_checkpoint(path: Path) -> bool:
     return path.is_dir() and (path / META).is_file()
 
 
-# --------------------------------------------------------------------------------------------------------------- save
+def folder_content(content: Content, pp: DeviceMesh | None, tied: Mapping[str, str]) -> FolderContent:
+    """This rank's part of a checkpoint folder, for `write_folder`; a collective of all ranks.
 
-
-def folder_content(
-    checkpoint: Mapping[str, Any],
-    pp: DeviceMesh | None,
-    further: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-    parts: Mapping[str, Parts] = MappingProxyType({}),
-) -> FolderContent:
-    """The part of a checkpoint that this rank writes to a folder; a collective of all ranks.
+    Of a value that several pipeline ranks hold the lowest one writes it: they may have it in different shares.
 
     Args:
-        checkpoint: The Trainer's checkpoint with "state_dict" from `model_shares` and "optimizer_states" (if any) from
-            `optimizer_state`. The rest is taken from rank 0.
         pp: The pp axis through this rank; None without pipeline parallel.
-        further: More sections like that of the model.
-        parts: The parts of parameters in grouped order, by FQN.
+        tied: The first names of values that have several, by their other names.
 
     Raises:
         CheckpointError: There are values that can't be saved; on all ranks.
 
     """
-    sections = {MODEL: checkpoint[MODEL], **further}
-    optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.get("optimizer_states", []))}
-    with failing_alike("gather the checkpoint"):
-        sections.update({name: optimizer_shares(state["state"], parts) for name, state in optimizers.items()})
-    taken = _on_stages_before({(section, fqn) for section, values in sections.items() for fqn in values}, pp)
-    state: dict[str, Any] = {
-        section: {fqn: value for fqn, value in values.items() if (section, fqn) not in taken}
-        for section, values in sections.items()
-    }
-    for name in optimizers:
-        state[name] = {"state": state[name]}
-        if dist.get_rank() == 0:
-            state[name]["param_groups"] = optimizers[name]["param_groups"]
+    taken: set[TreePath] = set()
+    if pp is not None:
+        everyone = [set(content.values)] * pp.size()
+        dist.all_gather_object(everyone, set(content.values), group=pp.get_group())
+        taken = taken.union(*everyone[: pp.get_local_rank()])
+    state: dict[str, Any] = {TIED: dict(tied)}
+    for path, value in content.values.items():
+        if path not in taken:
+            *way, name = map(str, path)
+            section = state
+            for step in way:
+                section = section.setdefault(step, {})
+            section[name] = value
     rest = io.BytesIO()
     with failing_alike(f"write {META}, which holds what is no state of the model or an optimizer"):
         if dist.get_rank() == 0:
-            others = {key: value for key, value in checkpoint.items() if key not in (MODEL, "optimizer_states")}
-            torch.save({**others, HAS_MANIFEST: True}, rest)
+            torch.save({**content.rest, HAS_MANIFEST: True}, rest)
     return state, rest.getvalue()
-
-
-def _on_stages_before(held: set[tuple[str, str]], pp: DeviceMesh | None) -> set[tuple[str, str]]:
-    """Sections and names of what ranks before this one on the pp axis hold, and write; a collective there."""
-    if pp is None:
-        return set()
-    everyone = [held] * pp.size()
-    dist.all_gather_object(everyone, held, group=pp.get_group())
-    return set().union(*everyone[: pp.get_local_rank()])
-
-
-def check_no_others(path: Path) -> None:
-    """Raise where a file is to take the place of a checkpoint folder that has files of others.
-
-    Raises:
-        CheckpointError: It has.
-
-    """
-    if others := sorted(file.name for file in path.iterdir() if not is_own(file)) if path.is_dir() else ():
-        raise CheckpointError(
-            f"{path} is a checkpoint folder, and a file is to take its place, but it holds {len(others)} files that are"
-            f" no part of the checkpoint ({', '.join(others[:3])}). Move them away, or write to another path"
-        )
-
-
-# --------------------------------------------------------------------------------------------------------------- load
-
-
-def read_sharded(path: Path, *, weights_only: bool | None = None) -> tuple[Folder, dict[str, Any]]:
-    """Open a checkpoint folder that any layout wrote; a collective of all ranks.
-
-    Args:
-        path: The same on all ranks.
-        weights_only: As in `torch.load`, for the rest of the Trainer's checkpoint.
-
-    Returns:
-        The folder, and the Trainer's checkpoint without the states in it.
-
-    Raises:
-        CheckpointError: The folder can't be read; on all ranks.
-
-    """
-    rest: dict[str, Any] = {}
-    with failing_alike(f"read the checkpoint {path}"):
-        if not is_sharded_checkpoint(path):
-            raise CheckpointError(f"{path} is not a complete checkpoint folder: it has no {META}")
-    check_files(path)
-    with failing_alike(f"read the checkpoint {path}"):
-        folder = Folder.open(path, weights_only=weights_only)
-        rest = read_rest(path, weights_only=weights_only)
-    return folder, rest
-
-
-def read_rest(path: Path, *, weights_only: bool | None, map_location: Any = "cpu") -> dict[str, Any]:
-    """The Trainer's checkpoint without the states in a folder; on this rank alone.
-
-    Args:
-        map_location: As in `torch.load`.
-
-    Raises:
-        CheckpointError: The folder has lost its manifest.
-
-    """
-    rest: dict[str, Any] = torch.load(path / META, map_location=map_location, weights_only=weights_only)
-    if rest.pop(HAS_MANIFEST, False) and not (path / MANIFEST).is_file():
-        raise CheckpointError(f"{path} is damaged: {MANIFEST} is missing. {REPAIR}")
-    return rest
-
-
-def load_sharded(
-    folder: Folder,
-    module: nn.Module,
-    *,
-    strict: bool,
-    unread: Collection[str] | None = None,
-    changed: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Read the model's state in a checkpoint folder into `module`; a collective of all ranks.
-
-    Args:
-        module: The whole module; blocks of other stages are on the meta device and stay so.
-        strict: Whether all FQNs must match; shapes must in any case.
-        unread: Names in the model's state that are read from the folder; all by default.
-        changed: Whole values of others, by FQN.
-
-    Raises:
-        CheckpointError: The folder can't be read or does not fit; on all ranks. If it does not fit, nothing is changed.
-
-    """
-    own = model_shares(module)
-    room: dict[TreePath, Any] = {}
-    with failing_alike(f"load the checkpoint {folder.location}"):
-        wanted = {fqn: TensorInfo.of(value) for fqn, value in state_of(module).items()}
-        found = {fqn: info for fqn, info in folder.model_tensors().items() if unread is None or fqn in unread}
-        check_model(found | {fqn: TensorInfo.of(value) for fqn, value in changed.items()}, wanted, strict=strict)
-        room.update(folder.room_for_model({fqn: value for fqn, value in own.items() if fqn in found}))
-    loaded = folder.read(room)
-    restore_model(module, {**loaded.get(MODEL, {}), **filled_from(changed, own)})
-
-
-# ---------------------------------------------------------------------------------------------------------------- index
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One saved value."""
-
-    key: str
-    """Its name in the files: the path, joined by dots."""
-
-    tensor: TensorInfo | None
-    """None: it is not a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A checkpoint folder and its index."""
+    """A checkpoint folder and its index, read by this rank alone."""
 
     location: Path
     index: Metadata
-    entries: Mapping[TreePath, Entry]
+    entries: Mapping[TreePath, str]
+    """Paths -> names in the files."""
     weights_only: bool | None = None
     """As in ``torch.load``, for values that are no tensors."""
 
@@ -237,92 +98,99 @@ class Folder:
             CheckpointError: The index has no paths, because another program wrote the folder.
 
         """
-        metadata = FolderReader(location).read_metadata()
-        if metadata.planner_data is None:
+        if not is_sharded_checkpoint(location):
+            raise CheckpointError(f"{location} is not a complete checkpoint folder: it has no {META}")
+        index = FolderReader(location).read_metadata()
+        if index.planner_data is None:
             raise CheckpointError(f"{location} was not written by this strategy or Lightning: its index has no paths")
-        entries = {}
-        is_of_fsdp = MODEL not in {path[0] for path in metadata.planner_data.values()}
-        for key, stored in metadata.state_dict_metadata.items():
-            path: TreePath = tuple(metadata.planner_data[key])
-            path = (MODEL, *path[1:]) if is_of_fsdp and path[0] == FSDP_MODEL else path
-            tensor = None
-            if isinstance(stored, TensorStorageMetadata):
-                tensor = TensorInfo(shape=tuple(stored.size), dtype=stored.properties.dtype)
-            entries[path] = Entry(key=key, tensor=tensor)
-        return cls(location=location, index=metadata, entries=entries, weights_only=weights_only)
-
-    def model_tensors(self) -> dict[str, TensorInfo | None]:
-        """Shapes and dtypes of the model's state, by FQN; None for what is not a tensor."""
-        return self.tensors(MODEL)
-
-    def tensors(self, section: str) -> dict[str, TensorInfo | None]:
-        """The same of a section like that of the model."""
-        below = {path: entry for path, entry in self.entries.items() if path[0] == section}
-        return {str(path[1]): entry.tensor if len(path) == 2 else None for path, entry in below.items()}
-
-    def optimizer_sections(self) -> list[str]:
-        """The names of the sections "optimizer_0", "optimizer_1", ..., in this order."""
-        sections = {str(path[0]) for path in self.entries if path[0] != MODEL and path[1] == "param_groups"}
-        return [f"optimizer_{i}" for i in range(len(sections))]
-
-    def read_groups(self, sections: Sequence[str]) -> list[list[dict[str, Any]]]:
-        """The parameter groups of these sections, with FQNs in "params"; a collective of all ranks."""
-        paths = [path for path in self.entries if path[0] in sections and path[1] == "param_groups"]
-        read = self.read({path: self._plain_room(path) for path in paths})
-        return [read[section]["param_groups"] for section in sections]
-
-    def room_for_model(self, own: Mapping[str, Any]) -> dict[TreePath, Any]:
-        """Where to read the model's state to: the shares in `own` (by FQN), and room for other values."""
-        room: dict[TreePath, Any] = {}
-        for path in self.entries:
-            if path[0] == MODEL and path[1] in own:
-                value = own[str(path[1])]
-                room[path] = value if isinstance(value, Share) else self._plain_room(path)
-        return room
-
-    def read(self, room: Mapping[TreePath, Any]) -> dict[str, Any]:
-        """Read into the shares in `room`, in place, and other values; a collective of all ranks.
-
-        Args:
-            room: A share or None by path; paths may differ between ranks.
-
-        Returns:
-            The tensors and other values, nested as they were saved.
-
-        Raises:
-            CheckpointError: The files can't be read; on all ranks.
-
-        """
-        found = {self.entries[path].key: share for path, share in room.items()}
-        with failing_alike(f"read the checkpoint {self.location}"):
-            load(found, storage_reader=FolderReader(self.location, self.index), planner=self._planner)
-        leaves = [(path, tensor_of(found[self.entries[path].key])) for path in room]
-        return nested(leaves) if leaves else {}
-
-    def read_alone(self, paths: Collection[TreePath]) -> list[Any]:
-        """Whole values, read by this rank alone."""
-        values = {self.entries[path].key: self._plain_room(path) for path in paths}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as is meant here
-            load(values, storage_reader=FolderReader(self.location, self.index), planner=self._planner, no_dist=True)
-        return [tensor_of(values[self.entries[path].key]) for path in paths]
-
-    def read_below(self, path: TreePath) -> Any:
-        """Everything that was saved under a path, whole and nested as it was, read by this rank alone."""
-        paths = [found for found in self.entries if found[: len(path)] == path]
-        leaves = zip([found[len(path) :] for found in paths], self.read_alone(paths), strict=True)
-        return nested([*leaves]) if paths else {}
+        is_of_fsdp = MODEL not in {path[0] for path in index.planner_data.values()}
+        entries: dict[TreePath, str] = {}
+        for key in index.state_dict_metadata:
+            first, *others = index.planner_data[key]
+            entries[MODEL if is_of_fsdp and first == FSDP_MODEL else first, *others] = key
+        return cls(location=location, index=index, entries=entries, weights_only=weights_only)
 
     @property
-    def _planner(self) -> FolderPlanner:
-        return FolderPlanner(weights_only=self.weights_only)
+    def num_optimizers(self) -> int:
+        """The number of sections `optimizer_0`, `optimizer_1`, ..."""
+        return len({path[0] for path in self.entries if path[1:2] == ("param_groups",) and is_of_optimizer(path)})
 
-    def _plain_room(self, path: TreePath) -> Share | None:
-        info = self.entries[path].tensor
-        return None if info is None else Share(torch.empty(info.shape, dtype=info.dtype))
+    def values(self, wanted: Callable[[TreePath], bool] = lambda path: True) -> dict[TreePath, Any]:
+        """The values in it, by paths as in `content`, with a `StoredTensor` for each tensor.
+
+        Args:
+            wanted: Chooses some by path; others are not unpickled.
+        """
+        entries = {path: key for path, key in self.entries.items() if wanted(path)}
+        stored: dict[str, Any] = {}
+        for key in entries.values():
+            found = self.index.state_dict_metadata[key]
+            if isinstance(found, TensorStorageMetadata):
+                info = TensorInfo(shape=tuple(found.size), dtype=found.properties.dtype)
+                make, read = partial(self._full, key, info), partial(self._read, key)
+                stored[key] = StoredTensor(info=info, make=make, read=read)
+        plain = dict.fromkeys(key for key in entries.values() if key not in stored)
+        self._load(plain)
+        units: dict[TreePath, list[tuple[TreePath, Any]]] = {}
+        for path, key in entries.items():
+            unit = _unit(path)
+            units.setdefault(unit, []).append((path[len(unit) :], stored.get(key, plain.get(key))))
+        return {unit: _nested(leaves) for unit, leaves in units.items()}
+
+    def content(self, wanted: Callable[[TreePath], bool] = lambda path: True) -> Content:
+        """All that is in it, or that is wanted.
+
+        Raises:
+            CheckpointError: It has lost its manifest, or holds what may not be unpickled.
+
+        """
+        values = self.values(wanted)
+        with unpickling(self.location):
+            rest = torch.load(self.location / META, map_location="cpu", mmap=True, weights_only=self.weights_only)
+        if rest.pop(HAS_MANIFEST, False) and not (self.location / MANIFEST).is_file():
+            raise CheckpointError(f"{self.location} is damaged: {MANIFEST} is missing. {REPAIR}")
+        places: dict[Any, TreePath] = {}
+
+        def opened(path: TreePath, node: Any) -> Any:
+            if not isinstance(node, dict) or _NOTE not in node:
+                return node
+            places[node[_NOTE]] = path
+            return {path[1]: torch.empty(0, device="meta") for path in values if path[0] == node[_NOTE]}
+
+        rest = changed(rest, opened)
+        values = {(*places.get(first, (first,)), *others): value for (first, *others), value in values.items()}
+        return Content(values=values, rest=rest)
+
+    def _full(self, key: str, info: TensorInfo) -> Tensor:
+        full = torch.empty(info.shape, dtype=info.dtype)
+        self._read(key, Share(full))
+        return full
+
+    def _read(self, key: str, share: Share) -> None:
+        self._load({key: share})
+
+    def _load(self, values: dict[str, Any]) -> None:
+        """Read into shares, and put other values in their place."""
+        reader, planner = FolderReader(self.location, self.index), FolderPlanner(weights_only=self.weights_only)
+        with unpickling(self.location):
+            reader.set_up_storage_reader(self.index, is_coordinator=True)
+            planner.set_up_planner(values, self.index, is_coordinator=True)
+            reader.read_data(planner.create_local_plan(), planner).wait()
 
 
-def nested(leaves: Sequence[tuple[TreePath, Any]]) -> Any:
+def is_of_optimizer(path: TreePath) -> bool:
+    """Whether a path is that of a state of an optimizer, or of its groups."""
+    return str(path[0]).startswith("optimizer_")
+
+
+def _unit(path: TreePath) -> TreePath:
+    """The path in `content` of the value that this one is in."""
+    if is_of_optimizer(path):
+        return path[: 4 if path[1:2] == ("state",) else 2]
+    return path[:2] if path[0] == MODEL or str(path[0]).startswith(_SECTION) else path
+
+
+def _nested(leaves: Sequence[tuple[TreePath, Any]]) -> Any:
     """Values by path as the nested dictionaries and lists that they came from."""
     if len(leaves) == 1 and leaves[0][0] == ():
         return leaves[0][1]
@@ -330,5 +198,5 @@ def nested(leaves: Sequence[tuple[TreePath, Any]]) -> Any:
     for path, value in leaves:
         branches.setdefault(path[0], []).append((path[1:], value))
     if all(isinstance(step, int) for step in branches):
-        return [nested(branches[i]) for i in range(len(branches))]
-    return {step: nested(branch) for step, branch in branches.items()}
+        return [_nested(branches[i]) for i in range(len(branches))]
+    return {step: _nested(branch) for step, branch in branches.items()}

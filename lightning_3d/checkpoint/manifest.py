@@ -11,7 +11,7 @@ The manifest's last entry is the checksum of its others, so that a damaged one b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
@@ -19,18 +19,9 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-META = "meta.pt"
-"""File with everything that is not a state of the model or an optimizer."""
-
-MANIFEST = "manifest.json"
-"""File with the sizes and checksums of the others. Folders that Lightning wrote have none."""
+from lightning_3d.checkpoint.atomic import MANIFEST
 
 _CHUNK = 1 << 20  # bytes
-
-
-def is_own(file: Path) -> bool:
-    """Whether a file in the folder of a checkpoint is a part of it."""
-    return file.name in (META, MANIFEST, ".metadata") or file.suffix == ".distcp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,27 +114,6 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
         return {name: Checksum(**entry) for name, entry in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from None
-
-
-def damaged(folder: Path, files: Mapping[str, Checksum], names: Iterable[str]) -> list[str]:
-    """A line for each of some files in a folder that differs from the manifest."""
-    return [problem for name in names if (problem := _problem(folder / name, files[name]))]
-
-
-def _problem(path: Path, listed: Checksum) -> str | None:
-    try:
-        if path.exists() and not path.is_file():  # reading some would never end
-            return f"{path.name} is no file"
-        size = path.stat().st_size
-        if size != listed.size:
-            return f"{path.name} has {size} bytes and had {listed.size} when it was written"
-        if Checksum.of_file(path) != listed:
-            return f"{path.name} has another content than was written (its checksum differs)"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} can't be read ({error})"
-    return None
 
 
 def _of_listed(listed: Mapping[str, Mapping[str, Any]]) -> str:

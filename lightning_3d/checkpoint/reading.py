@@ -10,6 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO
@@ -38,6 +40,27 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): stored_index.layout_named,
 }
 """Names in an index -> what they stand for."""
+
+
+@contextmanager
+def unpickling(path: Path) -> Iterator[None]:
+    """Say in one line what is wrong with a checkpoint.
+
+    Raises:
+        CheckpointError: It can't be read, or holds what may not be unpickled.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
+            raise CheckpointError(
+                f"{path} holds objects of classes that are not unpickled, as they may run code: where you trust it, set"
+                " weights_only=False (--trusted)"
+            ) from error
+        line = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} is no checkpoint, or damaged: {line}") from error
 
 
 class _IndexUnpickler(pickle.Unpickler):

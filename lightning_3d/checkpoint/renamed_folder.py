@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
-
-from lightning_3d.checkpoint.folder import FSDP_MODEL, MODEL, TreePath
-from lightning_3d.checkpoint.manifest import MANIFEST, META, Checksum, manifest_of
+from lightning_3d.checkpoint.atomic import MANIFEST, META
+from lightning_3d.checkpoint.content import MODEL
+from lightning_3d.checkpoint.folder import FSDP_MODEL
+from lightning_3d.checkpoint.manifest import Checksum, manifest_of
 from lightning_3d.checkpoint.reading import FolderReader
+from lightning_3d.checkpoint.share import TreePath
 
 
 def write_renamed(source: Path, folder: Path, *, for_fsdp: bool) -> None:
@@ -31,22 +31,19 @@ def write_renamed(source: Path, folder: Path, *, for_fsdp: bool) -> None:
     there, here = (MODEL, FSDP_MODEL) if for_fsdp else (FSDP_MODEL, MODEL)
     sections = {path[0] for path in index.planner_data.values()}
     if there in sections and here not in sections:
-        index = _renamed(index, lambda path: (here, *path[1:]) if path[0] == there else path)
+        paths: dict[str, TreePath] = {
+            key: (here, *path[1:]) if path[0] == there else tuple(path) for key, path in index.planner_data.items()
+        }
+        keys = {key: ".".join(map(str, path)) for key, path in paths.items()}
+        index = replace(
+            index,
+            state_dict_metadata={keys[key]: stored for key, stored in index.state_dict_metadata.items()},
+            planner_data={keys[key]: path for key, path in paths.items()},
+            storage_data={replace(at, fqn=keys[at.fqn]): place for at, place in index.storage_data.items()},
+        )
     folder.mkdir()
     for name in sorted({stored.relative_path for stored in index.storage_data.values()} | {META}):
         shutil.copyfile(source / name, folder / name)
     with (folder / ".metadata").open("wb") as file:
         pickle.dump(index, file)
     (folder / MANIFEST).write_text(manifest_of({path.name: Checksum.of_file(path) for path in folder.iterdir()}))
-
-
-def _renamed(index: Metadata, new: Callable[[TreePath], TreePath]) -> Metadata:
-    assert index.planner_data is not None
-    paths = {key: new(tuple(path)) for key, path in index.planner_data.items()}
-    keys = {key: ".".join(map(str, path)) for key, path in paths.items()}
-    return replace(
-        index,
-        state_dict_metadata={keys[key]: stored for key, stored in index.state_dict_metadata.items()},
-        planner_data={keys[key]: path for key, path in paths.items()},
-        storage_data={replace(at, fqn=keys[at.fqn]): place for at, place in index.storage_data.items()},
-    )

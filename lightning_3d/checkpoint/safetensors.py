@@ -1,8 +1,6 @@
 """Weights as safetensors, in one file or in shards with an index, as ``transformers`` reads them.
 
-A file has eight bytes with the length of its header, the header (JSON: dtype, shape and place of every tensor), and the
-tensors' bytes. That is written here, as the ``safetensors`` library takes all tensors of a file at once.
-https://huggingface.co/docs/safetensors
+The library takes all tensors of a file at once, so that memory holds one file of them.
 """
 
 from __future__ import annotations
@@ -11,41 +9,17 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
+from safetensors.torch import save_file
 
-from lightning_3d.checkpoint.lazy import LazyTensor
+from lightning_3d.checkpoint.lazy import LazyTensor, of_its_own
 from lightning_3d.errors import CheckpointError
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-}
-
-
-def is_own(file: Path) -> bool:
-    """Whether a file in a folder is of an export."""
-    return file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json"))
-
 
 def write_safetensors(weights: Mapping[str, LazyTensor], folder: Path, *, max_shard_size: int) -> None:
-    """Write weights to an empty folder, one tensor after the other.
+    """Write weights to an empty folder, one file after the other.
 
     Args:
         weights: By name; of several names with the same tensor the first is written.
@@ -55,10 +29,6 @@ def write_safetensors(weights: Mapping[str, LazyTensor], folder: Path, *, max_sh
         CheckpointError: A dtype that the format does not have.
 
     """
-    if strange := [name for name, stored in weights.items() if stored.info.dtype not in _NAMES]:
-        raise CheckpointError(
-            f"{strange[0]} is {weights[strange[0]].info.dtype}, a dtype that safetensors does not have"
-        )
     shards = _shards(_once(weights), max_shard_size)
     folder.mkdir()
     if len(shards) == 1:
@@ -93,21 +63,9 @@ def _shards(weights: Mapping[str, LazyTensor], max_size: int) -> Sequence[dict[s
 
 
 def _write(shard: Mapping[str, LazyTensor], path: Path) -> None:
-    # Those with large elements first, so that each lies at a multiple of its elements' size.
-    ordered = sorted(shard.items(), key=lambda item: -item[1].info.dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, stored in ordered:
-        header[name] = {
-            "dtype": _NAMES[stored.info.dtype],
-            "shape": list(stored.info.shape),
-            "data_offsets": [start, start + stored.num_bytes],
-        }
-        start += stored.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for _, stored in ordered:
-            file.write(stored.make().contiguous().view(-1).view(torch.uint8).numpy().data)
+    tensors = {name: of_its_own(stored.make().contiguous()) for name, stored in shard.items()}
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except KeyError as error:
+        name = next(name for name, tensor in tensors.items() if tensor.dtype in error.args)
+        raise CheckpointError(f"{name} is {tensors[name].dtype}, a dtype that safetensors does not have") from error

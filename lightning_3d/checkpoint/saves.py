@@ -10,7 +10,6 @@ save before it has succeeded, so that there is always a complete checkpoint.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -39,9 +38,12 @@ class Saves:
 
     def __init__(self, settings: CheckpointConfig, timeout: timedelta) -> None:
         self._settings, self._timeout = settings, timeout
-        self._flight: _Flight | None = None
         self._group: _Group = None  # of all ranks, for the background
         self._staging = Staging()
+        self._thread: threading.Thread | None = None  # that writes, or has written, one in the background
+        self._error: Exception | None = None  # that it ran into
+        self._due: list[Callable[[], None]] | None = None  # removals, until it is written
+        self._lock = threading.Lock()  # for them
 
     def save(self, content: _Content, write: Callable[[_Content, _Group], None], is_running: bool) -> None:
         """Write a checkpoint now or in the background, where none is being written.
@@ -59,19 +61,28 @@ class Saves:
             return
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._flight = _Flight(partial(write, self._staging.copied(content), self._group))
+        self._due, act = [], partial(write, self._staging.copied(content), self._group)
+        self._thread = threading.Thread(target=self._run, args=[act], name="checkpoint", daemon=True)
+        self._thread.start()
 
-    def once_saved(self, path: str | os.PathLike[str], act: Callable[[], None]) -> None:
-        """Remove a checkpoint, or change a link to one, once the save before has succeeded.
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+            with self._lock:
+                due, self._due = self._due, None
+            for remove in due or ():
+                remove()
+        except Exception as error:
+            self._error = error
+            _log.error("%s", error)
 
-        Args:
-            path: The checkpoint or the link.
-            act: Removes or changes it; only the last of several counts.
-        """
-        if self._flight is None:
-            act()
-        else:
-            self._flight.once_written(os.fspath(path), act)
+    def once_saved(self, remove: Callable[[], None]) -> None:
+        """Remove a checkpoint once the save before has succeeded, and never if it fails."""
+        with self._lock:
+            if self._due is not None:
+                self._due.append(remove)
+                return
+        remove()
 
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -79,19 +90,22 @@ class Saves:
         Raises:
             CheckpointError: It could not be written; on all ranks.
         """
-        if self._flight is None:
-            return
-        error, self._flight = self._flight.join(), None
-        with failing_alike("write a checkpoint in the background"):
-            if error is not None:
-                raise error
+        if self._thread is not None:
+            error = self._ended()
+            with failing_alike("write a checkpoint in the background"):
+                if error is not None:
+                    raise error
 
     def finish_alone(self) -> None:
         """Wait for the save in the background when other ranks may not; its failure is logged."""
-        if self._flight is not None:
-            error, self._flight = self._flight.join(), None
-            if error is not None:
-                _log.error("%s", error)
+        if self._thread is not None:
+            self._ended()
+
+    def _ended(self) -> Exception | None:
+        assert self._thread is not None
+        self._thread.join()
+        error, self._thread, self._error, self._due = self._error, None, None, None
+        return error
 
     def close(self) -> None:
         """End what the saves have made; nothing is being written any more."""
@@ -99,38 +113,3 @@ class Saves:
             dist.destroy_process_group(self._group)
             self._group = None
         self._staging = Staging()
-
-
-class _Flight:
-    """A save in the background."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self._error: Exception | None = None
-        self._write = write
-        self._lock = threading.Lock()
-        self._due: dict[str, Callable[[], None]] | None = {}  # None once it is written
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def once_written(self, path: str, act: Callable[[], None]) -> None:
-        """Do something to a path now or later, or never if the save fails."""
-        with self._lock:
-            if self._due is not None:
-                self._due[path] = act
-                return
-        act()
-
-    def _run(self) -> None:
-        try:
-            self._write()
-            with self._lock:
-                due, self._due = self._due, None
-            for act in (due or {}).values():
-                act()
-        except Exception as error:
-            self._error = error
-            _log.error("%s", error)
-
-    def join(self) -> Exception | None:
-        self._thread.join()
-        return self._error

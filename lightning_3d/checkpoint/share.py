@@ -26,6 +26,9 @@ from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts
 from lightning_3d.torch_internals.dtensor import part_of
 
+TreePath = tuple[str | int, ...]
+"""The way through the nested containers of a checkpoint to a value."""
+
 
 @dataclass(frozen=True, eq=False)
 class Share:
@@ -67,13 +70,6 @@ class Share:
         return next(self.at(box) for box in self.boxes if box.offsets == index.offset)
 
 
-def shares(values: Mapping[str, Any], parts: Mapping[str, Parts]) -> dict[str, Any]:
-    """Values by name with the shares of tensors in place of these, and anything else as it is."""
-    return {
-        name: Share(value, parts.get(name)) if isinstance(value, Tensor) else value for name, value in values.items()
-    }
-
-
 def state_share(value: Tensor, parts: Parts | None) -> Share:
     """The share of a state of an optimizer.
 
@@ -107,8 +103,3 @@ def optimizer_shares(state: Mapping[str, Mapping[str, Any]], parts: Mapping[str,
                 )
             found[fqn][name] = share
     return found
-
-
-def tensor_of(value: object) -> object:
-    """The tensor of a share, and anything else as it is."""
-    return value.tensor if isinstance(value, Share) else value

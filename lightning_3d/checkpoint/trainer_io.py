@@ -2,15 +2,15 @@
 
 Lightning asks for the model's state, for those of the optimizers, and then hands over the whole checkpoint:
 
-    folder                         parts                  every rank writes what it has
-    file that hooks look at        whole, on rank 0       rank 0 writes it
-    file that nobody looks at      parts                  rank 0 gathers a tensor, writes it, gathers the next
+    folder                                this rank's parts            every rank writes what it has
+    file                                  this rank's parts            rank 0 gathers a tensor, writes it, and so on
+    file whose model's state hooks see    full tensors on all ranks    rank 0 writes it
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,35 +28,29 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_3d.checkpoint.atomic import completed, local_path, remove
+from lightning_3d.checkpoint.box import is_part
 from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers, class_names, is_of_lr_finder
+from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, content_of, joined
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.file import full_model_state, load_full, read_full, whole_optimizer_state, write_full
 from lightning_3d.checkpoint.file_or_folder import file_bytes, is_too_large
-from lightning_3d.checkpoint.folder import TIED, Folder, folder_content, load_sharded, read_sharded
-from lightning_3d.checkpoint.further_states import (
-    has_further,
-    replaced_state,
-    states_apart,
-    states_read,
-    states_whole,
-)
-from lightning_3d.checkpoint.gathering import Gather, gather
-from lightning_3d.checkpoint.last_link import link, link_before_removal
-from lightning_3d.checkpoint.lazy import LateValues
+from lightning_3d.checkpoint.folder import folder_content
+from lightning_3d.checkpoint.gathering import Gathering
+from lightning_3d.checkpoint.lazy import made
+from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.match import check_is_lightning
-from lightning_3d.checkpoint.optimizer_states import load_optimizers, saved_optimizers
-from lightning_3d.checkpoint.own_state import optimizer_state, state_of, tied_fqns, unwrapped
+from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state, unwrapped
+from lightning_3d.checkpoint.own_state import like_state, load_model, shown_state, state_of, tied_fqns
 from lightning_3d.checkpoint.run_state import RUN
 from lightning_3d.checkpoint.saved_state import SavedState
 from lightning_3d.checkpoint.saves import Saves
-from lightning_3d.checkpoint.shown_state import hooks_see_saving, shown_parts, shown_whole
-from lightning_3d.checkpoint.writing import write_folder
+from lightning_3d.checkpoint.writing import write_file, write_folder
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.tensor.placement import marked
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.shard import NO_SHARDS, Shards
 
@@ -73,22 +67,16 @@ class ThreeDCheckpointIO(CheckpointIO):
         strategy: Has the model and the optimizers. A ``CheckpointIO`` of the user's writes and reads files in place of
             this one.
         timeout: The timeout of collectives in the background.
-        is_alone: Whether no other rank would take part in a collective.
     """
 
-    def __init__(
-        self, strategy: ParallelStrategy, config: ThreeDConfig, timeout: timedelta, is_alone: Callable[[], bool]
-    ) -> None:
-        self._strategy, self._config, self._is_alone = strategy, config, is_alone
+    def __init__(self, strategy: ParallelStrategy, config: ThreeDConfig, timeout: timedelta) -> None:
+        self._strategy, self._config = strategy, config
         self.saves = Saves(config.checkpoint, timeout)
         self.is_training = False
         """Whether training goes on after a save, which may then be in the background."""
         self._pp: DeviceMesh | None = None
         self._zero: Zero | None = None
         self._writes_folders = config.save_distributed_checkpoint is True
-        self._is_late = False  # the checkpoint has got parts, which become whole while a file is written
-        self._shown: dict[str, Any] = {}  # the model's state, as the Trainer got it last
-        self._restores: Folder | None = None  # the folder that is being restored
 
     def begin(self, trainer: Trainer, mesh: Mesh, zero: Zero) -> None:
         """Choose files or folders for a run, whose model is parallel.
@@ -101,22 +89,13 @@ class ThreeDCheckpointIO(CheckpointIO):
             device = self._strategy.root_device
             num_bytes = on_rank_zero(lambda: file_bytes(self._module, self._strategy.optimizers), device)
             self._writes_folders = is_too_large(num_bytes, self._config.checkpoint.max_file_size)
-        for callback in lightning_helpers.callbacks_of(trainer):
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath:
-                self._check_place(type(callback).__name__, callback.dirpath)
+        for callback in lightning_helpers.callbacks_of(trainer) if self._writes_folders else ():
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath and local_path(callback.dirpath) is None:
+                raise ConfigError(f"{type(callback).__name__} saves to {callback.dirpath}, which {_NO_FOLDERS}.")
         if self._writes_folders and (names := lightning_helpers.uploading_loggers(trainer)):
             rank_zero_warn(
                 f"{', '.join(names)} uploads checkpoint files (log_model), but checkpoints of this run are folders,"
                 " which it leaves out: set save_distributed_checkpoint=False for files."
-            )
-
-    def _check_place(self, name: str, dirpath: str | os.PathLike[str]) -> None:
-        if self._writes_folders and local_path(dirpath) is None:
-            raise ConfigError(f"{name} saves to {dirpath}, which {_NO_FOLDERS}.")
-        if "file:" in Path(dirpath).parts:  # Lightning takes a URL for a relative path
-            raise ConfigError(
-                f"{name} saves to {dirpath}, a folder of the name 'file:', as it was given dirpath='file://...', which"
-                " Lightning takes for a relative path. Give it the path without 'file://'."
             )
 
     @property
@@ -136,31 +115,23 @@ class ThreeDCheckpointIO(CheckpointIO):
     # ---- saving
 
     def model_state(self) -> dict[str, Any]:
-        """The model's state for a checkpoint, under all names that one process saves: this rank's parts for a folder,
-        or a file that is written a tensor at a time; for another file the whole on rank 0, or on all ranks where hooks
-        of the user's may look at it.
+        """The model's state for a checkpoint, under all names that one process saves: this rank's parts, or, where it
+        goes to a file and hooks of the user's may look at it, full values on all ranks.
         """
-        are_seen = hooks_see_saving(self._module.trainer, self._module)
-        self._is_late = not (
-            self._writes_folders or self._config.checkpoint.async_save or are_seen or self._is_users
-        )  # nobody wants it whole before it is written
-        if self._writes_folders or self._is_late:
-            self._shown = shown_parts(self._module)
-            return self._shown
-        whole = full_model_state(self._module)
-        if are_seen:
-            broadcast = self._strategy.broadcast
-            whole = {fqn: broadcast(whole.get(fqn)) for fqn in broadcast(list(whole))}
-        self._shown = shown_whole(self._module, whole)
-        return self._shown
+        shown = shown_state(self._module)
+        if self._writes_folders or not _hooks_see_saving(self._module):
+            return shown
+        gathering = Gathering(content_of({MODEL: shown}, marked(self._module)).values)
+        full: dict[str, Any] = gathering.served(lambda: made(joined(gathering.values(), {}, None, shown)[MODEL])) or {}
+        broadcast = self._strategy.broadcast
+        return like_state(shown, {name: broadcast(full.get(name)) for name in broadcast(list(full))})
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer for a checkpoint, in parts or whole as the model's."""
+        """This rank's part of the state of an optimizer for a checkpoint."""
         own: dict[str, Any] = {}
         with failing_alike("gather the optimizer's state"):
             own = optimizer_state(self._module, optimizer, self._shards)
-        is_left = self._writes_folders or self._is_late
-        return own if is_left else whole_optimizer_state(own, self._module, optimizer)
+        return own
 
     @override
     def save_checkpoint(
@@ -172,77 +143,61 @@ class ThreeDCheckpointIO(CheckpointIO):
             CheckpointError: it can't be written; on all ranks.
         """
         path, trainer = self._lasting(self._strategy.broadcast(path)), self._module.trainer
-        own, self._shown = self._shown, {}
-        is_late, self._is_late = self._is_late, False
         goes_on = self.is_training and trainer.state.status == TrainerStatus.RUNNING
         self.saves.wait()
-        if self._writes_folders:
-            if (folder := local_path(path)) is None:
-                raise CheckpointError(f"{path} {_NO_FOLDERS}.")
-            if storage_options is not None:
-                raise CheckpointError(
-                    "storage_options are for a CheckpointIO, but a checkpoint folder is written without one: give the"
-                    " Trainer one (plugins=[...]), which writes files."
-                )
-            left, further = states_apart(checkpoint, self._module, own)
-            further[TIED] = tied_fqns(self._module)
-            content = folder_content(left, self._pp, further, marked(self._module))
-            self.saves.save(content, partial(write_folder, folder), goes_on)
+        content = content_of(checkpoint, marked(self._module))
+        if not self._writes_folders:
+            self._save_file(checkpoint, content, path, storage_options, goes_on)
             return
-        file = self._own_path(path) if storage_options is None else None
-        late = LateValues() if is_late and file is not None else None
-        gathered = gather if late is None else late.gathered
-        checkpoint = self._made_whole(checkpoint, own, gathered) if is_late else checkpoint
-        checkpoint = states_whole(checkpoint, self._module, own, gathered)
+        if (folder := local_path(path)) is None:
+            raise CheckpointError(f"{path} {_NO_FOLDERS}.")
+        if storage_options is not None:
+            raise CheckpointError(
+                "storage_options are for a CheckpointIO, but a checkpoint folder is written without one: give the"
+                " Trainer one (plugins=[...]), which writes files."
+            )
+        written = folder_content(content, self._pp, tied_fqns(self._module))
+        self.saves.save(written, partial(write_folder, folder), goes_on)
 
-        def write(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    def _save_file(
+        self, checkpoint: Mapping[str, Any], content: Content, path: str, storage_options: Any, goes_on: bool
+    ) -> None:
+        gathering, file = Gathering(content.values), self._own_path(path) if storage_options is None else None
+        full: dict[str, Any] | None = None
+        if self._strategy.is_global_zero:
+            states = checkpoint.get(OPTIMIZERS)
+            sections = None if states is None else [f"optimizer_{i}" for i in range(len(states))]
+            full = joined(gathering.values(), content.rest, sections, checkpoint[MODEL])
+        is_lazy = file is not None and not self._config.checkpoint.async_save
+        if not is_lazy:
+            full = gathering.served(lambda: made(full))
+
+        def put(full: Any) -> None:
+            if file is not None:
+                write_file(full, file)
+            else:
+                self._strategy.checkpoint_io.save_checkpoint(full, path, storage_options)
+
+        def write(full: dict[str, Any] | None, group: dist.ProcessGroup | None) -> None:
             with failing_alike(f"write the checkpoint {path}", group):
-                if file is not None and late is not None:
-                    late.write(partial(write_full, checkpoint, file))
-                elif file is not None and self._strategy.is_global_zero:
-                    write_full(checkpoint, file)
+                if is_lazy:
+                    gathering.served(lambda: put(full))
                 elif self._strategy.is_global_zero:
-                    self._strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
+                    put(full)
 
-        self.saves.save(checkpoint, write, goes_on)
-
-    def _made_whole(self, checkpoint: dict[str, Any], own: dict[str, Any], gathered: Gather) -> dict[str, Any]:
-        """A checkpoint with the whole states of the model and the optimizers in place of this rank's parts."""
-        checkpoint = replaced_state(checkpoint, own, full_model_state(self._module, gathered))
-        if (states := checkpoint.get("optimizer_states")) is not None:
-            checkpoint["optimizer_states"] = [
-                whole_optimizer_state(state, self._module, optimizer, gathered)
-                for state, optimizer in zip(states, self._strategy.optimizers, strict=True)
-            ]
-        return checkpoint
+        self.saves.save(full, write, goes_on)
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         path = self._lasting(path)
         if self._strategy.is_global_zero:
-            self.saves.once_saved(path, partial(self._remove, path))
+            self.saves.once_saved(partial(self._remove, path))
 
     def _remove(self, path: str) -> None:
         if (own := self._own_path(path)) is not None and os.path.lexists(own):
             remove(own)
         else:
             self._strategy.checkpoint_io.remove_checkpoint(path)
-
-    def link(self, checkpoint: str, path: str) -> None:
-        """Let a path be a link to a checkpoint, once that has been written."""
-        # A CheckpointIO of the user's may still write.
-        self._change_link(path, partial(link, Path(checkpoint), Path(path), may_come=self._is_users))
-
-    def link_before_removal(self, gone: str, newest: str, path: str) -> None:
-        """Let a link to a checkpoint that is about to be removed point to the newest one."""
-        self._change_link(path, partial(link_before_removal, Path(gone), Path(newest), Path(path)))
-
-    def _change_link(self, path: str, act: Callable[[], None]) -> None:
-        if self._is_alone():  # and nothing was saved
-            return
-        with failing_alike(f"change the link {path}"):
-            if self._strategy.is_global_zero:
-                self.saves.once_saved(path, act)
 
     def _lasting(self, path: str | os.PathLike[str]) -> str:
         """A path that means the same in the background, wherever the process goes meanwhile."""
@@ -274,16 +229,10 @@ class ThreeDCheckpointIO(CheckpointIO):
         launcher = self._strategy.launcher
         if weights_only is None and isinstance(launcher, lightning_helpers.ScriptLauncher):
             weights_only = launcher.weights_only
-        local, self._restores = local_path(path), None
+        local = local_path(path)
         local = None if local is None else completed(local)
-        if local is not None and local.is_dir():
-            self._restores, rest = read_sharded(local, weights_only=weights_only)
-            checkpoint = states_read(rest, self._restores, self._module)
-            checkpoint["state_dict"] = SavedState(self._restores, ("state_dict",))
-            if "lr_schedulers" in rest:  # they are saved with the optimizers
-                checkpoint["optimizer_states"] = saved_optimizers(self._restores)
-        elif local is not None and not self._is_users:
-            checkpoint = read_full(local, weights_only=weights_only)
+        if local is not None and (local.is_dir() or not self._is_users):
+            checkpoint = read_checkpoint(local, self._module, weights_only=weights_only)
         else:
             if not self._is_users:  # Lightning would unpickle anything that comes by http
                 weights_only = weights_only is not False
@@ -294,15 +243,12 @@ class ThreeDCheckpointIO(CheckpointIO):
 
     def load_model(self, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
         """Fill the model from a checkpoint that ``load_checkpoint`` gave."""
-        folder, state = self._restores, checkpoint["state_dict"]
-        if folder is None:
-            load_full(state, self._module, strict=strict)
-            return
-        unread, changed = state.split() if isinstance(state, SavedState) else ((), state)
-        load_sharded(folder, self._module, strict=strict, unread=unread, changed=changed)
-        if has_further(folder):  # callbacks that average weights go on from what was loaded
+        state = checkpoint[MODEL]
+        load_model(state, self._module, strict=strict)
+        rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+        if isinstance(state, SavedState) and any(map(is_part, tree_leaves(rest))):
             assert isinstance(checkpoint, dict)
-            checkpoint["state_dict"] = state_of(self._module)
+            checkpoint[MODEL] = state_of(self._module)  # callbacks that average weights go on from parts, too
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers from a checkpoint that ``load_checkpoint`` gave."""
@@ -319,9 +265,9 @@ class ThreeDCheckpointIO(CheckpointIO):
         if not lightning_helpers.averages_stochastically(self._module.trainer):  # which takes their place
             check_num_schedulers(len(of_schedulers), len(schedulers))
         check_classes(
-            checkpoint.get(RUN, {}).get("classes"),
-            list(zip(self._strategy.optimizers, states, strict=False)),
-            list(zip(schedulers, of_schedulers, strict=False)),
+            checkpoint.get(RUN, {}).get("classes", {}),
+            [unwrapped(optimizer) for optimizer in self._strategy.optimizers[: len(states)]],
+            schedulers[: len(of_schedulers)],
             strict=self._module.strict_loading,
         )
 
@@ -336,3 +282,10 @@ class ThreeDCheckpointIO(CheckpointIO):
     def teardown(self) -> None:
         self.is_training = False
         self.saves.close()
+
+
+def _hooks_see_saving(module: LightningModule) -> bool:
+    """Whether code that is not Lightning's gets the checkpoints that are saved."""
+    callbacks = lightning_helpers.callbacks_of(module.trainer)
+    hooks = [module.on_save_checkpoint, *(callback.on_save_checkpoint for callback in callbacks)]
+    return any(not (getattr(hook, "__module__", None) or "").startswith("lightning.pytorch.") for hook in hooks)

@@ -1,13 +1,13 @@
-"""Writing a folder of torch.distributed.checkpoint aside, with the checksums of its files, and putting it in place."""
+"""Writing checkpoints aside, folders with the checksums of their files, and putting them in place."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import IOBase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -17,16 +17,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.serialization import config
 from typing_extensions import override
 
-from lightning_3d.checkpoint.atomic import aside, give_up, make_room, publish
-from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.manifest import (
+from lightning_3d.checkpoint.atomic import (
     MANIFEST,
     META,
-    Checksum,
-    checksummed,
-    is_own,
-    manifest_of,
+    aside,
+    check_no_others,
+    give_up,
+    make_room,
+    publish,
+    replacing,
 )
+from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.lazy import save_lazily
+from lightning_3d.checkpoint.manifest import Checksum, checksummed, manifest_of
 from lightning_3d.checkpoint.share import Share
 from lightning_3d.errors import CheckpointError
 
@@ -54,7 +57,7 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
     try:
         with failing_alike(action, group):
             if is_first:
-                make_room(path, is_own)
+                make_room(path)
         writer = FolderWriter(aside(path))
         with failing_alike(action, group):
             save(state, storage_writer=writer, planner=_Planner(), process_group=group)
@@ -63,11 +66,28 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
             dist.gather_object(writer.checksums, every, group=group)
             if every is not None:
                 writer.finish_with(rest, every)
-                publish(path, is_own)
+                publish(path)
     except CheckpointError:
         if is_first:
             give_up(path)
         raise
+
+
+def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write a `.ckpt` file, in place of a file or checkpoint folder there; on one rank.
+
+    Args:
+        checkpoint: What is written, where tensors may be lazy.
+        path: The path of the file.
+
+    Raises:
+        CheckpointError: There is a folder with files of others; nothing is changed.
+        OSError: It can't be written; what was there stays.
+
+    """
+    check_no_others(path)
+    with replacing(path) as staged, staged.open("wb") as file, checksummed(file) as written:
+        save_lazily(checkpoint, cast(BinaryIO, written))
 
 
 class _Planner(DefaultSavePlanner):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_3d.checkpoint.damage import verify_checkpoint
 from lightning_3d.checkpoint.export import FORMATS, export_checkpoint
+from lightning_3d.checkpoint.loading import verify_checkpoint
 
 HELP = "Convert and verify checkpoints."
 
@@ -26,7 +26,7 @@ def run(chosen: Namespace) -> None:
 
 def _export_parser() -> ArgumentParser:
     export = ArgumentParser(
-        description="Convert a checkpoint in this process, with one tensor of it in memory at a time."
+        description="Convert a checkpoint in this process, with one tensor or file of safetensors in memory at a time."
     )
     export.add_argument("source", type=str, help="a checkpoint folder of any layout, or a plain Lightning file")
     export.add_argument("target", type=str, help="the folder or file to write")

@@ -21,8 +21,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lightning_3d.zero.attributes import OWN_PREFIX
+
 _MARK = "_grouped_parameters"
 """Attribute of a module: name of a parameter that it owns -> its `Parts`. It stays when FSDP2 replaces parameters."""
+
+ORDER = f"{OWN_PREFIX}order"
+"""Attribute of a parameter, and of what was computed from it element by element: its `Parts` if it is grouped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,11 @@ def marked(module: nn.Module) -> dict[str, Parts]:
     for prefix, owner in module.named_modules(remove_duplicate=False):
         found.update({f"{prefix}.{name}" if prefix else name: parts for name, parts in marks_of(owner).items()})
     return found
+
+
+def order_of(tensor: Tensor) -> Parts | None:
+    """The parts of a tensor in grouped order."""
+    return vars(tensor).get(ORDER)
 
 
 def marks_of(owner: nn.Module) -> Mapping[str, Parts]:

@@ -11,7 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -26,7 +26,7 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -208,41 +208,6 @@ def leave_out_module_names(trainer: Trainer) -> None:
         " activations.budget, where forwards of some of them are traced or run on other ranks."
         " record_module_names=False leaves out this warning."
     )
-
-
-@contextmanager
-def last_linked(
-    trainer: Trainer, link: Callable[[str, str], None], before_removal: Callable[[str, str, str], None]
-) -> Iterator[None]:
-    """Let every ``ModelCheckpoint(save_last="link")`` of a Trainer call these, on all ranks, in place of its own code.
-
-    Args:
-        link: Gets the paths of the checkpoint and of the link.
-        before_removal: Gets the paths of the checkpoint that is about to be removed, of the newest one and of the link.
-    """
-    with ExitStack() as stack:
-        for callback in callbacks_of(trainer):
-            own = getattr(type(callback), "_link_checkpoint", None)
-            if isinstance(callback, ModelCheckpoint) and callback.save_last == "link" and own is _LINK:
-                stack.enter_context(_linked(callback, link, before_removal))
-        yield
-
-
-_LINK = ModelCheckpoint._link_checkpoint
-
-
-def _linked(
-    callback: ModelCheckpoint, link: Callable[[str, str], None], before_removal: Callable[[str, str, str], None]
-) -> AbstractContextManager[None]:
-    remove = callback._remove_checkpoint
-
-    def remove_unlinked(trainer: Trainer, filepath: str) -> None:
-        if callback.last_model_path and filepath not in (callback._last_checkpoint_saved, callback.last_model_path):
-            before_removal(filepath, callback._last_checkpoint_saved, callback.last_model_path)
-        remove(trainer, filepath)
-
-    new = {"_link_checkpoint": lambda trainer, *paths: link(*paths), "_remove_checkpoint": remove_unlinked}
-    return attributes_replaced(callback, new)
 
 
 @contextmanager

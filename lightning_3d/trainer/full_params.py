@@ -15,12 +15,11 @@ from lightning_3d.checkpoint.box import fill, full_value, is_part
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.planning.plan import Plan
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import Parts, marked
+from lightning_3d.tensor.placement import Parts, marked, order_of
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.fsdp_units import forget_units
 from lightning_3d.torch_internals.modules import named_state, put
 from lightning_3d.trainer.held_parts import as_built
-from lightning_3d.trainer.part_tensors import order_of
 from lightning_3d.zero.attributes import users_attributes
 from lightning_3d.zero.gathered import reshard_units
 

@@ -14,8 +14,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint import optimizer_state
 from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.optimizer_states import optimizer_state
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.kept_alike import KeptAlike

@@ -28,7 +28,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from lightning_3d.checkpoint.box import fill, full_value
 from lightning_3d.errors import StepError
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import Parts, marked
+from lightning_3d.tensor.placement import ORDER, Parts, marked
 from lightning_3d.torch_internals.dispatch import GET_DATA, SET_DATA, DisableTorchFunctionSubclass, is_in_place
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -141,7 +141,7 @@ def watch_parts(module: nn.Module, rendezvous: Rendezvous) -> None:
 
 def _watched(tensor: DTensor, part: _Part) -> DTensor:
     tensor.__class__ = PartTensor
-    vars(tensor)[_PART] = part
+    vars(tensor).update({_PART: part, ORDER: part.parts})
     return tensor
 
 
@@ -261,11 +261,6 @@ class _Gathered:
 
         with DisableTorchFunctionSubclass():
             return tree_map_only(Tensor, shown, result)
-
-
-def order_of(tensor: Tensor) -> Parts | None:
-    """How the features of a tensor are grouped, if it lies in parts."""
-    return _part_of(tensor).parts if isinstance(tensor, PartTensor) else None
 
 
 def _part_of(tensor: Tensor) -> _Part:

@@ -11,20 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
-from lightning_3d.checkpoint.trainer_io import ThreeDCheckpointIO
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.resuming import Resuming
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.dynamo import modules_watched
-from lightning_3d.torch_internals.lightning_helpers import last_linked, logging_as_alone
+from lightning_3d.torch_internals.lightning_helpers import logging_as_alone
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
 from lightning_3d.trainer.finetuning import finetuning_joined
@@ -34,10 +33,8 @@ from lightning_3d.trainer.user_clipping import clipping_joined
 
 def open_before_planning(
     session: ExitStack,
-    trainer: Trainer,
     config: ThreeDConfig,
     mesh: Mesh,
-    checkpoints: ThreeDCheckpointIO,
     dataclasses: list[type[Any]],
     resuming: Resuming | None,
 ) -> None:
@@ -55,7 +52,6 @@ def open_before_planning(
         (mesh.shape.dp == 1, logging_as_alone),
         (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
         (config.compile.enabled, modules_watched),
-        (resuming is not None, lambda: last_linked(trainer, checkpoints.link, checkpoints.link_before_removal)),
     )
     if resuming is not None:
         session.enter_context(resuming.installed())

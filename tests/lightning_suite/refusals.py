@@ -49,9 +49,6 @@ REFUSALS: dict[str, str] = {
     f"{_CONNECTOR}::test_preloaded_checkpoint_lifecycle": _NO_RUN,
     f"{_CONNECTOR}::test_loops_restore": _NO_RUN,
     f"{_CONNECTOR}::test_restore_callbacks_in_non_fit_phases": _NO_RUN,
-    f"{_CONNECTOR}::test_stateful_trainer_ckpt_path_support": (
-        "A mock is the ModelCheckpoint, and has no save_last, which this strategy reads."
-    ),
     f"{_CONNECTOR}::test_strict_loading": (
         "The test expects that a mock of the model's load_state_dict gets strict=True. This strategy compares the names"
         " of all ranks itself, and raises for those that do not match."

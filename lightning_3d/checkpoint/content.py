@@ -1,0 +1,154 @@
+"""A checkpoint as values by path: what folders hold, what a file is gathered from, and what both are read as.
+
+    ("state_dict", fqn)                                parameters, buffers, extra state
+    ("optimizer_0", "state", fqn, name)                optimizer state, placed as its parameter, or a scalar
+    ("optimizer_0", "param_groups")                    "params" lists FQNs; from rank 0
+    ("callbacks", "MyEMA", "average", fqn)             tensors anywhere else of which a rank has no more than a part
+
+The rest is rank 0's, and has a tensor on the meta device in the place of each of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_3d.checkpoint.box import is_part
+from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.share import Share, TreePath, optimizer_shares
+from lightning_3d.tensor.placement import Parts, order_of
+
+MODEL = "state_dict"
+"""Key of the model's state."""
+
+OPTIMIZERS = "optimizer_states"
+"""Key of the list of optimizers' states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """A rank's share of a checkpoint."""
+
+    values: dict[TreePath, Any]
+    """Shares of tensors, and values of the model's and the optimizers' states that are none."""
+    rest: dict[str, Any]
+    """The checkpoint without these states, with a tensor on the meta device for each share."""
+
+
+def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, Parts] = MappingProxyType({})) -> Content:
+    """This rank's content of a Trainer's checkpoint; a collective of all ranks.
+
+    Args:
+        checkpoint: Has "state_dict" and "optimizer_states" (if any) from `optimizer_state`, with this rank's parts of
+            tensors, there and anywhere else. What this rank lacks is on the meta device.
+        parts: The parts of parameters in grouped order, by FQN.
+
+    Raises:
+        CheckpointError: There are values that can't be saved; on all ranks.
+
+    """
+    values: dict[TreePath, Any] = {}
+    with failing_alike("gather the checkpoint"):
+        for name, value in checkpoint[MODEL].items():
+            if not isinstance(value, Tensor):
+                values[MODEL, name] = value
+            elif not value.is_meta:
+                values[MODEL, name] = Share(value, parts.get(name, order_of(value)) if is_part(value) else None)
+        for i, state in enumerate(checkpoint.get(OPTIMIZERS, ())):
+            for fqn, states in optimizer_shares(state["state"], parts).items():
+                values.update({(f"optimizer_{i}", "state", fqn, name): value for name, value in states.items()})
+            if dist.get_rank() == 0:
+                values[f"optimizer_{i}", "param_groups"] = state["param_groups"]
+    rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+    partial = _partial_on_any_rank(rest)
+
+    def apart(path: TreePath, node: Any) -> Any:
+        if path not in partial or not isinstance(node, Tensor):
+            return node
+        if not node.is_meta:
+            values[path] = Share(node, order_of(node))
+        return torch.empty(node.shape, dtype=node.dtype, device="meta")
+
+    return Content(values=values, rest=changed(rest, apart))
+
+
+def _partial_on_any_rank(rest: dict[str, Any]) -> set[TreePath]:
+    """The paths of tensors of which some rank has a part."""
+    own: set[TreePath] = set()
+
+    def note(path: TreePath, node: Any) -> Any:
+        own.update([path] if is_part(node) else ())
+        return node
+
+    changed(rest, note)
+    everyone = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return set().union(*everyone)
+
+
+def changed(node: Any, change: Callable[[TreePath, Any], Any], path: TreePath = ()) -> Any:
+    """Nested dictionaries, lists and tuples with what a function makes of them, from above; the same where it changes
+    nothing.
+
+    Args:
+        change: Gets paths, of names alone, and nodes; what it changes it has changed wholly.
+    """
+    new = change(path, node)
+    if new is not node or not isinstance(node, dict | list | tuple):
+        return new
+    items = list(node.items() if isinstance(node, dict) else enumerate(node))
+    children = {key: changed(child, change, (*path, str(key))) for key, child in items}
+    if all(children[key] is child for key, child in items):
+        return node
+    if isinstance(node, dict):
+        return children
+    return getattr(type(node), "_make", type(node))(children.values())
+
+
+def joined(
+    values: Mapping[TreePath, Any], rest: dict[str, Any], optimizers: Iterable[str] | None, names: Iterable[str] = ()
+) -> dict[str, Any]:
+    """The checkpoint that one process would have saved.
+
+    Args:
+        values: Full values, or lazy ones, by path.
+        rest: As in `Content`.
+        optimizers: The sections of optimizers' states; None if they are not saved.
+        names: The order of the model's state.
+    """
+    state = {path[1]: value for path, value in values.items() if path[0] == MODEL}
+    checkpoint: dict[str, Any] = in_place(values, rest)
+    checkpoint[MODEL] = {name: state[name] for name in (*(name for name in names if name in state), *state)}
+    if optimizers is not None:
+        checkpoint[OPTIMIZERS] = [_numbered(values, section) for section in optimizers]
+    return checkpoint
+
+
+def in_place(values: Mapping[TreePath, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """The rest of a checkpoint with values where they were."""
+    return {**changed(rest, lambda path, node: values.get(path, node))}
+
+
+def states_of(values: Mapping[TreePath, Any], section: str) -> dict[str, dict[str, Any]]:
+    """The states of an optimizer, by FQN and name."""
+    states: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        if path[:2] == (section, "state"):
+            states.setdefault(str(path[2]), {})[str(path[3])] = value
+    return states
+
+
+def _numbered(values: Mapping[TreePath, Any], section: str) -> dict[str, Any]:
+    """The state of an optimizer, by the numbers that torch gives to parameters."""
+    groups, states = values[section, "param_groups"], states_of(values, section)
+    numbers = {fqn: number for number, fqn in enumerate(fqn for group in groups for fqn in group["params"])}
+    return {
+        "state": {numbers[fqn]: states[fqn] for fqn in sorted(states, key=numbers.__getitem__)},
+        "param_groups": [{**group, "params": [numbers[fqn] for fqn in group["params"]]} for group in groups],
+    }

@@ -1,0 +1,191 @@
+"""Checkpoints of any layout, folders and files, as a Trainer, ``load_from_checkpoint`` and export read them.
+
+A Trainer's ranks read them together, each its own part:
+
+    state_dict, optimizer_states     `SavedState`: read when a hook asks for it, or right into the model and optimizers
+    tensors elsewhere                this rank's part if the model has one of that name, as in an average; else all
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_3d.checkpoint.atomic import MANIFEST, META, completed
+from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, in_place, joined, states_of
+from lightning_3d.checkpoint.damage import check_files, damage, is_zip, raise_of_damage
+from lightning_3d.checkpoint.fail_alike import failing_alike
+from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
+from lightning_3d.checkpoint.lazy import LazyTensor, StoredTensor, as_lazy, save_lazily
+from lightning_3d.checkpoint.manifest import read_manifest
+from lightning_3d.checkpoint.own_state import state_of
+from lightning_3d.checkpoint.reading import unpickling
+from lightning_3d.checkpoint.saved_state import SavedState
+from lightning_3d.checkpoint.share import Share, TreePath
+from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
+from lightning_3d.tensor.placement import Parts, marked
+
+# --------------------------------------------------------------------------------------------------------- by a Trainer
+
+
+def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint that any layout wrote; a collective of all ranks.
+
+    Tensors of a file stay in it (memory-mapped) until they are used.
+
+    Args:
+        path: The same on all ranks, readable on all of them.
+        module: The whole module; blocks of other stages are on the meta device.
+        weights_only: As in ``torch.load``.
+
+    Raises:
+        CheckpointError: It can't be read; on all ranks.
+
+    """
+    check_files(path)
+    checkpoint: dict[str, Any] = {}
+    with failing_alike(f"read the checkpoint {path}"):
+        if path.is_dir():
+            checkpoint = _own_parts(Folder.open(path, weights_only=weights_only), module)
+        else:
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    return checkpoint
+
+
+def _own_parts(folder: Folder, module: nn.Module) -> dict[str, Any]:
+    content, model, parts = folder.content(), state_of(module), marked(module)
+    values = content.values
+    further = {path: value for path, value in values.items() if path[0] != MODEL and not is_of_optimizer(path)}
+    checkpoint = in_place({path: _own_part(path, value, model, parts) for path, value in further.items()}, content.rest)
+    checkpoint[MODEL] = SavedState({str(path[1]): value for path, value in values.items() if path[0] == MODEL})
+    if (sections := _optimizers(folder, content)) is not None:
+        checkpoint[OPTIMIZERS] = [
+            {"state": SavedState(states_of(values, section)), "param_groups": values[section, "param_groups"]}
+            for section in sections
+        ]
+    return checkpoint
+
+
+def _optimizers(folder: Folder, content: Content) -> list[str] | None:
+    """The sections of optimizers' states; None of a checkpoint that was saved without them."""
+    is_without = not folder.num_optimizers and "lr_schedulers" not in content.rest
+    return None if is_without else [f"optimizer_{i}" for i in range(folder.num_optimizers)]
+
+
+def _own_part(path: TreePath, value: Any, model: Mapping[str, Any], parts: Mapping[str, Parts]) -> Any:
+    if not isinstance(value, StoredTensor):
+        return value
+    steps = str(path[-1]).split(".")
+    for fqn in (".".join(steps[start:]) for start in range(len(steps))):
+        like = model.get(fqn)
+        if isinstance(like, Tensor) and tuple(like.shape) == value.info.shape:
+            if like.is_meta:
+                return torch.empty(like.shape, dtype=value.info.dtype, device="meta")
+            own = torch.empty_like(like, dtype=value.info.dtype, requires_grad=False)
+            value.read(Share(own, parts.get(fqn)))
+            return own
+    return value.make()
+
+
+# ------------------------------------------------------------------------------------------------------- by one process
+
+
+def checked(path: Path) -> Path:
+    """Where the checkpoint of a path is.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing.
+        CheckpointError: It is no checkpoint, or damaged.
+
+    """
+    path = completed(path)
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is no checkpoint {path}")
+    if path.is_dir() and not is_sharded_checkpoint(path):
+        raise CheckpointError(f"{path} is no checkpoint: a folder of one has the file {META}")
+    if path.is_file() and not is_zip(path):
+        raise CheckpointError(f"{path} is no checkpoint: torch.save writes zip files, and it is none")
+    raise_of_damage(path, damage(path))
+    return path
+
+
+def verify_checkpoint(location: str | PathLike[str]) -> str:
+    """Check all files of a checkpoint, and describe what was compared.
+
+    Args:
+        location: A checkpoint folder or a `.ckpt` file.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        CheckpointError: Files are damaged, or there are no checksums to compare them with.
+
+    """
+    path = checked(Path(location))
+    if path.is_file():
+        return f"one file, {path.stat().st_size} bytes"
+    if (files := read_manifest(path)) is None:
+        raise CheckpointError(f"{path} has no checksums to compare it with: folders of Lightning have no {MANIFEST}")
+    return f"{len(files)} files, {sum(file.size for file in files.values())} bytes"
+
+
+def lazy_checkpoint(path: Path, *, weights_only: bool | None, leave_out: str = "") -> dict[str, Any]:
+    """A checkpoint as a plain Trainer has it in a file; those of its tensors that take memory are `LazyTensor`.
+
+    Args:
+        path: As `checked` gives it.
+        weights_only: As in ``torch.load``.
+        leave_out: Of a folder: "rest" for the state of the model alone, "optimizers" for all but their states.
+
+    Raises:
+        CheckpointError: It holds what may not be unpickled, or can't be read.
+
+    """
+    if path.is_file():
+        with unpickling(path):
+            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        if not isinstance(loaded, dict) or not isinstance(loaded.get(MODEL), Mapping):
+            raise CheckpointError(f'{path} is no checkpoint of a Trainer: it has no "{MODEL}"')
+        return as_lazy(loaded)  # type: ignore[no-any-return]
+    with unpickling(path):
+        folder = Folder.open(path, weights_only=weights_only)
+    if leave_out == "rest":
+        content = Content(values=folder.values(lambda path: path[0] in (MODEL, TIED)), rest={})
+    else:
+        content = folder.content(lambda path: not (leave_out and is_of_optimizer(path)))
+    sections = None if leave_out else _optimizers(folder, content)
+    checkpoint = joined(content.values, content.rest, sections)
+    state = checkpoint[MODEL]
+    for other, first in [(path[1], value) for path, value in content.values.items() if path[0] == TIED]:
+        if _are_equal(state.get(first), state.get(other)):
+            state[other] = state[first]
+    return checkpoint
+
+
+def _are_equal(first: object, second: object) -> bool:
+    if not isinstance(first, LazyTensor) or not isinstance(second, LazyTensor):
+        return False
+    return first.info == second.info and torch.equal(first.make(), second.make())
+
+
+def read_folder(path: object, map_location: Any, weights_only: bool | None) -> dict[str, Any] | None:
+    """A checkpoint folder as one dictionary, for ``MyModule.load_from_checkpoint``; None where there is none.
+
+    Args:
+        map_location: As in ``torch.load``.
+        weights_only: The same.
+
+    Returns:
+        The contents of a file, but for the states of optimizers.
+    """
+    if not isinstance(path, str | Path) or not is_sharded_checkpoint(Path(path)):
+        return None
+    content = io.BytesIO()
+    save_lazily(lazy_checkpoint(checked(Path(path)), weights_only=weights_only, leave_out="optimizers"), content)
+    content.seek(0)
+    return torch.load(content, map_location=map_location, weights_only=False)  # type: ignore[no-any-return]
