@@ -62,7 +62,7 @@ def export_checkpoint(
         CheckpointError: It can't be read or does not fit the format, or there is something at the target.
 
     """
-    there, path = _local(source), _local(target)
+    path, there = _local(target), checked(_local(source))
     if format not in FORMATS:
         raise CheckpointError(f"format {format!r} is none of {', '.join(FORMATS)}")
     shard_size = _num_bytes(max_shard_size)
@@ -70,7 +70,6 @@ def export_checkpoint(
         raise CheckpointError(f"optimizer_states={optimizer_states} is for format 'file', and this is {format!r}")
     if format != "safetensors" and (prefix or leave_out):
         raise CheckpointError(f"prefix and leave_out are for format 'safetensors', and this is {format!r}")
-    there = checked(there)
     _check_target(path, there, is_file=format == "file", overwrite=overwrite)
     if format == "safetensors":
         weights = lazy_checkpoint(there, weights_only=weights_only, leave_out="rest")[MODEL]
