@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 OWN_PREFIX = "_3d_"
 """Begins the names of ours."""
@@ -13,3 +13,11 @@ OWN_PREFIX = "_3d_"
 def users_attributes(tensor: Tensor) -> dict[str, Any]:
     """The attributes that users set on a tensor."""
     return {name: value for name, value in vars(tensor).items() if not name.startswith(OWN_PREFIX)}
+
+
+def successor(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value to take the place of a tensor: a parameter if that is one, with the attributes that users set on it."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    vars(value).update(users_attributes(tensor))
+    return value
