@@ -20,8 +20,9 @@ stage has it, as a norm of ``p``, unless it is a number among larger tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, SupportsIndex
 
 import torch
@@ -75,18 +76,25 @@ class Stages(Protocol):
 
 
 class _Model:
-    """A model of which this rank has some tensors. It is not kept alive."""
+    """A model of which this rank has some tensors. Neither is kept alive.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        state: Its parameters and buffers by FQN.
+    """
+
+    def __init__(self, module: nn.Module, state: Sequence[tuple[str, Tensor]] = ()) -> None:
         self._module = weakref.ref(module)
-        self._names: dict[int | None, tuple[str, weakref.ref[Tensor]]] = {}  # by memory
+        with DisableTorchFunctionSubclass():
+            known = [(storage_of(part_of(held)), (fqn, weakref.ref(held))) for fqn, held in reversed(state)]
+            self._here = [(fqn, weakref.ref(held)) for fqn, held in state if not held.is_meta]
+        self._names = dict(known)  # by memory, of several names the first
 
     @property
     def device(self) -> torch.device:
         """Where its tensors on this rank are."""
         with DisableTorchFunctionSubclass():
-            present = (tensor.device for _, tensor in self._state() if not tensor.is_meta)
-            return next(present, torch.device("cpu"))
+            state = () if (module := self._module()) is None else named_state(module)
+            return next((tensor.device for _, tensor, _ in state if not tensor.is_meta), torch.device("cpu"))
 
     def fqn_of(self, tensor: Tensor, *, is_full: bool = False) -> str | None:
         """Which of its parameters and buffers a tensor is, or shares the memory of.
@@ -95,26 +103,14 @@ class _Model:
             is_full: Whether to tell that of tensors of the same shape only.
         """
         with DisableTorchFunctionSubclass():
-            memory = _memory_of(tensor)
-            fqn, held = self._at(memory)
-            if held is None and not (self._names and tensor.is_meta):  # ``data`` may have been set, of those here
-                named = reversed(list(self._state()))  # of several names the first
-                self._names = {_memory_of(held): (fqn, weakref.ref(held)) for fqn, held in named}
-                fqn, held = self._at(memory)
-            return None if held is None or (is_full and held.shape != tensor.shape) else fqn
-
-    def _at(self, memory: int | None) -> tuple[str, Tensor | None]:
-        fqn, reference = self._names.get(memory, ("", None))
-        held = None if reference is None else reference()
-        return (fqn, held) if held is not None and _memory_of(held) == memory else ("", None)
-
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        module = self._module()
-        return ((fqn, tensor) for fqn, tensor, _ in named_state(module)) if module is not None else iter(())
-
-
-def _memory_of(tensor: Tensor) -> int | None:
-    return storage_of(part_of(tensor))
+            memory = storage_of(part_of(tensor))
+            known = [self._names[memory]] if memory in self._names else []
+            others = () if tensor.is_meta else self._here  # their ``data`` may have been set since
+            for fqn, reference in chain(known, others):
+                held = reference()
+                if held is not None and storage_of(part_of(held)) == memory:
+                    return fqn if not is_full or held.shape == tensor.shape else None
+            return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +181,9 @@ def mark_absent(module: nn.Module, stages: Stages | None = None) -> None:
     Args:
         stages: Send values for changes of the module's parameters by others of them.
     """
-    model = _Model(module)
-    for fqn, tensor, _ in named_state(module):
+    state = [(fqn, tensor) for fqn, tensor, _ in named_state(module)]
+    model = _Model(module, state)
+    for fqn, tensor in state:
         if tensor.is_meta:
             _become_absent(tensor, _Lack(fqn=fqn, model=model, place=_ON_STAGE, stages=stages))
 
