@@ -32,19 +32,19 @@ from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.initial_weights import is_on_meta
 from lightning_3d.model.unbuilt import building, is_unbuilt
+from lightning_3d.parts.copies import copies_of
+from lightning_3d.parts.layout import (
+    check_layout,
+    full_modules,
+    has_some_layout,
+    is_laid_out,
+    leave_layouts,
+    summoned,
+)
 from lightning_3d.ranks.same_settings import check_same_training
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.probes import check_what_is_seen
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
-from lightning_3d.trainer.early_copies import copies_of
-from lightning_3d.trainer.laid_out import (
-    check_layout,
-    has_some_layout,
-    is_laid_out,
-    leave_layouts,
-    modules_whole,
-    summoned,
-)
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.report import RankReport, gather_reports, tell_layout
 from lightning_3d.trainer.requirements import check, check_model
@@ -356,7 +356,7 @@ class ThreeDStrategy(StepsStrategy):
             return
         if self._is_in_parts:
             summoned_model = self.summon_full_params(writeback=False)
-            checkpoint = modules_whole(checkpoint, self._module, summoned_model, is_saved_here=self.is_global_zero)
+            checkpoint = full_modules(checkpoint, self._module, summoned_model, is_saved_here=self.is_global_zero)
         if self._resuming is not None and "optimizer_states" in checkpoint:  # it is to go on from
             run = {
                 "mesh": asdict(self.mesh.shape),

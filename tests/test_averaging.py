@@ -157,18 +157,38 @@ def test_averages_are_resumed_in_any_layout(
             assert_same_state([rank[name]], expected)
 
 
-# ---- misuse
+# ---- full averages
 
 
-class _BuiltWithAverage(L.Callback):
-    """Averages what it copied before the Trainer knew of it."""
+class _Hidden(L.Callback):
+    """Averages with a copy that was made before the model was made parallel, and that no one finds."""
 
-    def __init__(self, model: L.LightningModule) -> None:
-        average = AveragedModel(model)
-        self.update = lambda current: average.update_parameters(current)  # where no one finds it
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        average = AveragedModel(pl_module)
+        self.average = lambda: average
 
+    @torch.no_grad()
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.update(pl_module)
+        self.average().update_parameters(pl_module)
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for average, parameter in zip(self.average().parameters(), pl_module.parameters(), strict=True):
+            assert type(average) is torch.nn.Parameter
+            parameter.copy_(average)
+
+
+def _hide(layout: Layout | None) -> dict[str, Tensor]:
+    trainer, _ = fitted(layout, TinyMLP, data=features, callbacks=[_Hidden()])
+    return whole_state(trainer)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(tp=2)], ids=str)
+def test_full_averages_gather_what_they_average(workers: WorkerPools, layout: Layout) -> None:
+    assert_same_state(workers(2).run(_hide, layout), _hide(None))
+
+
+# ---- misuse
 
 
 class _Assigns(L.Callback):
@@ -179,7 +199,6 @@ class _Assigns(L.Callback):
 def _misuse(kind: str) -> None:
     kinds: dict[str, Callable[[], list[L.Callback]]] = {
         "one rank": lambda: [Kept()] if torch.distributed.get_rank() == 0 else [],
-        "too early": lambda: [_BuiltWithAverage(TinyMLP())],
         "assign": lambda: [_Assigns()],
     }
     fitted(Layout(dp=2, zero=3), TinyMLP, data=features, callbacks=kinds[kind]())
@@ -189,7 +208,6 @@ def _misuse(kind: str) -> None:
     ("kind", "message"),
     [
         ("one rank", r"different numbers of copies of TinyMLP \(by rank: \[2, 0\]\)"),
-        ("too early", "holds layers.0.weight as it was before TinyMLP was made parallel"),
         ("assign", r"load_state_dict\(assign=True\) would put another tensor in place of layers.0.weight"),
     ],
 )

@@ -31,6 +31,7 @@ ROOMS = (
     "pipeline",
     "data",
     "checkpoint",
+    "parts",
     "trainer",
     "strategy",
     "callbacks",

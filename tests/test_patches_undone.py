@@ -26,10 +26,10 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_3d.callbacks import ScheduleTimeline
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import runner_of
+from lightning_3d.parts.layout import LAYOUT
+from lightning_3d.parts.module import holds_parts
 from lightning_3d.torch_internals.modules import APPLY, CALL, forward_hook_registries
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.trainer.held_parts import holds_parts
-from lightning_3d.trainer.laid_out import LAYOUT
 from tests.models import loader, tokens
 from tests.parity import QUIET, Layout
 from tests.unchanged import (

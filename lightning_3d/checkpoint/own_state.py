@@ -6,7 +6,6 @@ here, so every rank sees the same list of FQNs; their values are left out.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from contextvars import ContextVar
 from copy import copy
@@ -16,26 +15,25 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_3d.checkpoint.box import is_part
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import info_of, made, take
 from lightning_3d.checkpoint.match import check_model
 from lightning_3d.checkpoint.saved_state import unread
 from lightning_3d.checkpoint.share import Share
-from lightning_3d.errors import StepError
 from lightning_3d.model.absent import stand_in
 from lightning_3d.tensor.placement import marked
 
-_is_reading: ContextVar[bool] = ContextVar("_is_reading", default=False)
+expects_parts: ContextVar[bool] = ContextVar("expects_parts", default=False)
+"""Whether the code that calls ``state_dict()`` knows that it gets parts."""
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
     """``module.state_dict()`` for code that knows that it has this rank's parts."""
-    token = _is_reading.set(True)
+    token = expects_parts.set(True)
     try:
         return module.state_dict()
     finally:
-        _is_reading.reset(token)
+        expects_parts.reset(token)
 
 
 def like_state(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,46 +42,6 @@ def like_state(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, An
     formed.clear()
     formed.update(values)
     return formed
-
-
-def warn_of_parts(module: nn.Module) -> None:
-    """Warn in a ``state_dict()`` of this module, for code that does not know it; not in those of its copies."""
-    module.register_state_dict_post_hook(_PartsWarning(weakref.ref(module)))
-
-
-class _PartsWarning:
-    """A hook after ``state_dict``.
-
-    Args:
-        original: The module that it warns of.
-    """
-
-    def __init__(self, original: weakref.ref[nn.Module] | None = None) -> None:
-        self._original = original
-
-    def __call__(self, module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
-        num_parts = sum(is_part(value) for value in state.values())
-        if num_parts and self._original is not None and self._original() is module and not _is_reading.get():
-            rank_zero_warn(
-                f"{num_parts} of the {len(state)} entries of this state_dict of {type(module).__name__} are shards, or"
-                " lie on other pipeline stages (on the meta device): a file of it would not hold the model. Use"
-                " trainer.save_checkpoint(path), or call state_dict() on every rank inside of `with"
-                " trainer.strategy.summon_full_params():`."
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _PartsWarning:
-        return self
-
-    def __reduce__(self) -> Any:
-        """In a pickle of the module, which must hold all of it."""
-        module = None if self._original is None else self._original()
-        if module is not None and any(map(is_part, chain(module.parameters(), module.buffers()))):
-            raise StepError(
-                f"{type(module).__name__} can't be pickled, as this rank holds a part of it. Use"
-                " trainer.save_checkpoint(path), or torch.save on every rank inside of `with"
-                " trainer.strategy.summon_full_params():`."
-            )
-        return _PartsWarning, ()
 
 
 def held_names(state: Mapping[str, Any]) -> set[str]:

@@ -2,19 +2,27 @@
 
 They are on the meta device, and torch runs many functions of a real tensor and one on meta without an error:
 ``a.add_(b)`` leaves ``a`` as it was, and a matrix product returns whatever lay in memory. So each is an `AbsentTensor`,
-and so is all that is computed from it; a function that would need its values raises. But where no stage has all
-that a function takes, each knows that, and they send each other the values: ``target.copy_(values)`` of two parameters,
-``m * target.data + (1 - m) * values.data``, ``torch.stack`` of norms.
+and so is all that is computed from it. With a and b absent, p a parameter of this stage, x any other tensor here:
 
-Asked for their device, parameters and buffers name that of the rank's own ones, as in one process: code makes tensors
-there, and moves its batch there.
+    about it                            its shape, hooks, ...        answered
+                                        its device                   that of the rank's own parameters, as in one
+                                                                     process: code makes tensors there
+    a stage has all that is combined    a * b, a.mul_(2), a.add_(x)  it computes the result, which is absent here;
+                                                                     random numbers are drawn here, too
+    no stage has all of it              p.copy_(a), a.copy_(p),      stages send each other the values if all of them
+                                        p * a, stack([|a|, |p|])     run the present code; else an error
+    Python's and numpy's values         float(a), a.numpy()          an error
+
+A change in place takes it that every stage has ``x``, as a mask or a learning rate; other functions, that only this
+stage has it, as a norm of ``p``, unless it is a number among larger tensors.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, SupportsIndex
 
 import torch
@@ -29,14 +37,15 @@ from lightning_3d.torch_internals.dispatch import (
     TorchDispatchMode,
     draws_random_numbers,
     is_in_place,
+    used_together,
     written_arguments,
 )
+from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
-from lightning_3d.torch_internals.tensors import storage_id
-from lightning_3d.zero.attributes import OWN_PREFIX, users_attributes
-from lightning_3d.zero.shard import plain
+from lightning_3d.torch_internals.tensors import storage_of
+from lightning_3d.zero.attributes import OWN_PREFIX, successor
 
 READERS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 """Functions that make Python's or numpy's values of a tensor's."""
@@ -71,17 +80,52 @@ class Stages(Protocol):
         """
 
 
+class _Model:
+    """A model of which this rank has some tensors. Neither is kept alive.
+
+    Args:
+        state: Its parameters and buffers by FQN.
+    """
+
+    def __init__(self, module: nn.Module, state: Sequence[tuple[str, Tensor]] = ()) -> None:
+        self._module = weakref.ref(module)
+        with DisableTorchFunctionSubclass():
+            known = [(storage_of(part_of(held)), (fqn, weakref.ref(held))) for fqn, held in reversed(state)]
+            self._here = [(fqn, weakref.ref(held)) for fqn, held in state if not held.is_meta]
+        self._names = dict(known)  # by memory, of several names the first
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors on this rank are."""
+        with DisableTorchFunctionSubclass():
+            state = () if (module := self._module()) is None else named_state(module)
+            return next((tensor.device for _, tensor, _ in state if not tensor.is_meta), torch.device("cpu"))
+
+    def fqn_of(self, tensor: Tensor, *, is_full: bool = False) -> str | None:
+        """Which of its parameters and buffers a tensor is, or shares the memory of.
+
+        Args:
+            is_full: Whether to tell that of tensors of the same shape only.
+        """
+        with DisableTorchFunctionSubclass():
+            memory = storage_of(part_of(tensor))
+            known = [self._names[memory]] if memory in self._names else []
+            others = () if tensor.is_meta else self._here  # their ``data`` may have been set since
+            for fqn, reference in chain(known, others):
+                held = reference()
+                if held is not None and storage_of(part_of(held)) == memory:
+                    return fqn if not is_full or held.shape == tensor.shape else None
+            return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Lack:
     """A tensor that a rank has no values of, or the one that it was computed from."""
 
     fqn: str
-    model: weakref.ref[nn.Module]
+    model: _Model
     place: str
     stages: Stages | None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Lack:
-        return self
 
 
 class AbsentTensor(Tensor):
@@ -94,50 +138,40 @@ class AbsentTensor(Tensor):
         if func == SET_DATA:
             _check("data", args, writes=True)
             return None  # the stage that holds it takes the values
-        if func == GET_DEVICE and _lack(args[0]).place == _ON_STAGE:
-            return _device_of(_lack(args[0]).model())
+        if func == GET_DEVICE:
+            return _lack(args[0]).model.device
         if name == "to" and isinstance(args[0], AbsentTensor):
             args, kwargs = tree_map_only((str, torch.device), lambda _: torch.device("meta"), (args, kwargs))
         if name not in _ACCESSORS:
             args, kwargs = _with_values_of_stages(name, args, kwargs)
-            for leaves in _used_together(name, args, kwargs):
+            for leaves in used_together(name, args, kwargs):
                 _check(name, leaves, writes=_writes(name, kwargs))
-        if not any(isinstance(leaf, AbsentTensor) for leaf in tree_leaves((args, kwargs))):
+        origin = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AbsentTensor)), None)
+        if origin is None:
             return func(*args, **kwargs)  # with values that came
         try:
-            with DisableTorchFunctionSubclass(), StandInDraws(_device_of(_lack(_first_absent(args, kwargs)).model())):
+            with DisableTorchFunctionSubclass(), StandInDraws(_lack(origin).model.device):
                 result = func(*args, **kwargs)
-        except NotImplementedError as error:  # as of ``cpu()`` or ``torch.equal``
-            raise _needs_values(name, _first_absent(args, kwargs)) from error
         except RuntimeError as error:
-            if "meta" not in str(error):
+            if not isinstance(error, NotImplementedError) and "meta" not in str(error):
                 raise
-            raise _needs_values(name, _first_absent(args, kwargs)) from error  # with tensors that lie here
+            raise _needs_values(name, origin) from error  # as of ``cpu()``, or with tensors that lie here
         if isinstance(result, Tensor | list | tuple):
-            origin = _first_absent(args, kwargs)
             for leaf in tree_leaves(result):
                 if type(leaf) is Tensor and leaf.is_meta:
                     _become_absent(leaf, _lack(origin))
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = self._plain()
-        _become_absent(copied, _lack(self))
-        return copied
+        with DisableTorchFunctionSubclass():
+            copied = successor(self, self.detach().clone())
+        return _become_absent(copied, _lack(self))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if _lack(self).place != _ON_STAGE:
             raise _needs_values("pickling", self)  # a file of a checkpoint's entries would lack them
-        return self._plain().__reduce_ex__(protocol)
-
-    def _plain(self) -> Tensor:
-        """The same of torch's class."""
         with DisableTorchFunctionSubclass():
-            same = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-            if isinstance(self, nn.Parameter):
-                same = nn.Parameter(same, requires_grad=self.requires_grad)
-        vars(same).update(users_attributes(self))
-        return same
+            return successor(self, self.detach()).__reduce_ex__(protocol)
 
 
 class AbsentParameter(AbsentTensor, nn.Parameter):
@@ -182,8 +216,9 @@ def mark_absent(module: nn.Module, stages: Stages | None = None) -> None:
     Args:
         stages: Send values for changes of the module's parameters by others of them.
     """
-    model = weakref.ref(module)
-    for fqn, tensor, _ in named_state(module):
+    state = [(fqn, tensor) for fqn, tensor, _ in named_state(module)]
+    model = _Model(module, state)
+    for fqn, tensor in state:
         if tensor.is_meta:
             _become_absent(tensor, _Lack(fqn=fqn, model=model, place=_ON_STAGE, stages=stages))
 
@@ -195,29 +230,19 @@ def stand_in(value: Tensor, name: str, module: nn.Module, place: str) -> Tensor:
         place: Where the values are, for the message: "is saved by rank 0".
     """
     tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    _become_absent(tensor, _Lack(fqn=name, model=weakref.ref(module), place=place, stages=None))
-    return tensor
+    return _become_absent(tensor, _Lack(fqn=name, model=_Model(module), place=place, stages=None))
 
 
-def _become_absent(tensor: Tensor, lack: _Lack) -> None:
+def _become_absent(tensor: Tensor, lack: _Lack) -> Tensor:
     if not isinstance(tensor, AbsentTensor):
         tensor.__class__ = AbsentParameter if isinstance(tensor, nn.Parameter) else AbsentTensor
         vars(tensor)[_LACK] = lack
+    return tensor
 
 
 def _lack(tensor: AbsentTensor) -> _Lack:
     lack: _Lack = vars(tensor)[_LACK]
     return lack
-
-
-def _first_absent(*arguments: Any) -> AbsentTensor:
-    return next(leaf for leaf in tree_leaves(arguments) if isinstance(leaf, AbsentTensor))
-
-
-def _device_of(model: nn.Module | None) -> torch.device:
-    """Where the stages keep the model."""
-    present = (tensor.device for _, tensor, _ in named_state(model) if not tensor.is_meta) if model is not None else ()
-    return next(iter(present), torch.device("cpu"))
 
 
 def _needs_values(name: str, absent: AbsentTensor) -> StepError:
@@ -232,15 +257,8 @@ def _writes(name: str, kwargs: Mapping[str, Any]) -> bool:
     return is_in_place(name) and kwargs.get("out") is None
 
 
-def _used_together(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
-    """The tensors that a function combines: all of its arguments, or those at one place of its lists."""
-    given = [*([kwargs["out"]] if kwargs.get("out") is not None else []), *args, *kwargs.values()]
-    lists = [value for value in given if isinstance(value, list | tuple)]
-    if not name.startswith("_foreach_") or not lists:
-        yield tree_leaves(given)
-        return
-    for i in range(len(lists[0])):
-        yield [value[i] if isinstance(value, list | tuple) and i < len(value) else value for value in given]
+def _is_here(tensor: Tensor) -> bool:
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def _check(name: str, leaves: Iterable[Any], *, writes: bool) -> None:
@@ -250,84 +268,64 @@ def _check(name: str, leaves: Iterable[Any], *, writes: bool) -> None:
     are parameters that lie here, that stage has none of them.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    absent = [tensor for tensor in tensors if isinstance(tensor, AbsentTensor)]
-    present = list(filter(_is_present, tensors))
-    if not absent:
+    absent = next((tensor for tensor in tensors if isinstance(tensor, AbsentTensor)), None)
+    if absent is None:
         return
-    if name in READERS:
-        raise _needs_values(name, absent[0])
-    if writes and tensors[0] is absent[0]:
-        if any(_fqn_of(tensor, _lack(absent[0]).model()) for tensor in present):
+    here, lack = list(filter(_is_here, tensors)), _lack(absent)
+    if writes and absent is tensors[0]:
+        others = [fqn for tensor in here if (fqn := lack.model.fqn_of(tensor))]
+        if any(lack.stages is None or _are_disjoint(lack.stages, lack.fqn, fqn) for fqn in others):
             raise StepError(
-                f"{name} changes {_lack(absent[0]).fqn} by a parameter of another pipeline stage than its own, so that"
-                f" no rank has the values of both. Do it on every rank {SUMMON}, or, in a step, set"
-                " pipeline.mode=inline."
+                f"{name} changes {lack.fqn} by a parameter of another pipeline stage than its own, so that no rank has"
+                f" the values of both. Do it on every rank {SUMMON}, or, in a step, set pipeline.mode=inline."
             )
-    elif any(tensor.dim() or (writes and tensor is tensors[0]) for tensor in present):
-        raise _needs_values(name, absent[0])
+    elif name in READERS or any(tensor.dim() or (writes and tensor is tensors[0]) for tensor in here):
+        raise _needs_values(name, absent)
 
 
 def _with_values_of_stages(name: str, args: Any, kwargs: Any) -> Any:
-    """The arguments of a function that several stages have between them, with the values that some of them lack."""
-    lack = _lack(_first_absent(args, kwargs))
-    num_tensors = sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-    if num_tensors < 2 or lack.stages is None or not lack.stages.are_met or kwargs.get("out") is not None:
+    """The arguments of a function, with the values of those that no stage has all of."""
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    lack = next(_lack(leaf) for leaf in leaves if isinstance(leaf, AbsentTensor))
+    if len(leaves) < 2 or lack.stages is None or not lack.stages.are_met or kwargs.get("out") is not None:
         return args, kwargs
-    needed: dict[int, Tensor] = {}
-    used: set[int] = set()  # of them those that this rank computes with
-    for leaves in _used_together(name, args, kwargs):
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if _writes(name, kwargs):
-            others = {id(tensor): tensor for tensor in tensors[1:] if _is_elsewhere(tensor, tensors[0], lack)}
-            used |= set() if isinstance(tensors[0], AbsentTensor) else others.keys()
-            needed |= others
-        elif lack.stages.are_between_steps and _are_apart(tensors, lack.stages):
-            needed |= {id(tensor): tensor for tensor in tensors}
-            used |= needed.keys()
-    if needed:
-        needed = dict(zip(needed, lack.stages.values(list(needed.values()), name), strict=True))
-    needed |= {key: torch.empty_like(value, device="meta") for key, value in needed.items() if key not in used}
-    return tree_map_only(Tensor, lambda tensor: needed.get(id(tensor), tensor), (args, kwargs))
+    writes = _writes(name, kwargs)
+    sent: dict[int, Tensor] = {}
+    read: set[int] = set()  # of them those that this rank computes with
+    for group in used_together(name, args, kwargs):
+        tensors = [leaf for leaf in group if isinstance(leaf, Tensor)]
+        apart = _of_another_stage(tensors, lack.model, lack.stages) if writes else _all_if_apart(tensors, lack.stages)
+        sent |= {id(tensor): tensor for tensor in apart}
+        if not (writes and isinstance(tensors[0], AbsentTensor)):
+            read |= {id(tensor) for tensor in apart}
+    if not sent:
+        return args, kwargs
+    values = dict(zip(sent, lack.stages.values(list(sent.values()), name), strict=True))
+    values |= {key: torch.empty_like(values[key], device="meta") for key in sent.keys() - read}
+    return tree_map_only(Tensor, lambda tensor: values.get(id(tensor), tensor), (args, kwargs))
 
 
-def _are_apart(tensors: Sequence[Tensor], stages: Stages) -> bool:
-    """Whether no stage has all of these, so that each of them knows that; with a graph, gradients would be lost."""
+def _of_another_stage(tensors: Sequence[Tensor], model: _Model, stages: Stages) -> list[Tensor]:
+    """Parameters of the model by which another one, the first of the tensors, is changed on stages without them."""
+    fqn = model.fqn_of(tensors[0]) if len(tensors) > 1 else None
+    if fqn is None:
+        return []
+    others = [(tensor, model.fqn_of(tensor, is_full=True)) for tensor in tensors[1:]]
+    return [tensor for tensor, other in others if other and _are_disjoint(stages, fqn, other)]
+
+
+def _are_disjoint(stages: Stages, fqn: str, other: str) -> bool:
+    """Whether no stage has both parameters."""
+    return stages.holders(fqn).isdisjoint(stages.holders(other))
+
+
+def _all_if_apart(tensors: Sequence[Tensor], stages: Stages) -> Sequence[Tensor]:
+    """All of the tensors, if no stage has all of them; none in a step, or with a graph, as gradients would be lost."""
     holders = [stages.holders(_lack(tensor).fqn) for tensor in tensors if isinstance(tensor, AbsentTensor)]
     with DisableTorchFunctionSubclass():
-        if not holders or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-            return False
-        is_scalar = all(tensor.dim() == 0 for tensor in tensors)  # else a number that all ranks have
-        has_present = any((tensor.dim() or is_scalar) and _is_present(tensor) for tensor in tensors)
-    return has_present or any(other.isdisjoint(holders[0]) for other in holders)
-
-
-def _is_elsewhere(tensor: Tensor, changed: Tensor, lack: _Lack) -> bool:
-    """Whether a parameter is to be changed by another one, and no rank has both."""
-    stages, absent = lack.stages, [t for t in (tensor, changed) if isinstance(t, AbsentTensor)]
-    assert stages is not None
-    if len(absent) == 2 and stages.holders(_lack(absent[0]).fqn) == stages.holders(_lack(absent[1]).fqn):
-        return False
-    own, other = _fqn_of(changed, lack.model()), _fqn_of(tensor, lack.model(), is_full=True)
-    return own is not None and other is not None and stages.holders(own).isdisjoint(stages.holders(other))
-
-
-def _is_present(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
-
-
-def _fqn_of(tensor: Tensor, model: nn.Module | None, *, is_full: bool = False) -> str | None:
-    """Which of the model's parameters and buffers a tensor is, or shares the memory of.
-
-    Args:
-        is_full: Whether to tell that of tensors of the same shape only.
-    """
-    own = _storage_of(tensor)
-    for fqn, held, _ in named_state(model) if model is not None else ():
-        if held.is_meta == tensor.is_meta and _storage_of(held) == own:
-            return None if is_full and held.shape != tensor.shape else fqn
-    return None
-
-
-def _storage_of(tensor: Tensor) -> int:
-    with DisableTorchFunctionSubclass():
-        return storage_id(plain(tensor.detach()).untyped_storage())
+        is_followed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if is_followed or not holders or not stages.are_between_steps:
+            return ()
+        are_numbers = all(tensor.dim() == 0 for tensor in tensors)
+        has_some_here = any((tensor.dim() or are_numbers) and _is_here(tensor) for tensor in tensors)
+    return tensors if has_some_here or not frozenset.intersection(*holders) else ()

@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from lightning_3d.torch_internals.pytree import tree_leaves
+
 __all__ = [
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
@@ -102,6 +104,19 @@ unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
 def is_in_place(name: str) -> bool:
     """Whether a function of torch that is called so changes its first argument."""
     return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def used_together(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """The arguments that a function of torch combines: all of them, or, if it takes lists of tensors, those at one
+    place of the lists; what it changes comes first.
+    """
+    given = [*([kwargs["out"]] if kwargs.get("out") is not None else []), *args, *kwargs.values()]
+    lists = [value for value in given if isinstance(value, list | tuple)]
+    if not name.startswith("_foreach_") or not lists:
+        yield tree_leaves(given)
+        return
+    for i in range(len(lists[0])):
+        yield [value[i] if isinstance(value, list | tuple) and i < len(value) else value for value in given]
 
 
 def name_of(op: Operator) -> str:

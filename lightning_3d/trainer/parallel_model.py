@@ -39,6 +39,11 @@ from lightning_3d.model.initial_weights import (
     place_buffers,
     place_weights,
 )
+from lightning_3d.parts.copies import copies_of, lay_out_copies
+from lightning_3d.parts.full_params import full_params
+from lightning_3d.parts.layout import Layout, lay_out
+from lightning_3d.parts.module import answer_for_parts, holds_parts
+from lightning_3d.parts.stages import PipelineStages
 from lightning_3d.pipeline.anomaly import AnomalyDetection
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.exchange import Exchange
@@ -53,11 +58,7 @@ from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
-from lightning_3d.trainer.early_copies import copies_of, lay_out_copies
-from lightning_3d.trainer.full_params import PipelineStages, full_params
 from lightning_3d.trainer.heads import TracedProducts, fused_heads, tables_in, traced_products
-from lightning_3d.trainer.held_parts import answer_for_parts, holds_parts
-from lightning_3d.trainer.laid_out import Layout, lay_out
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.stage_calls import StageCalls
@@ -283,7 +284,7 @@ class _Making:
             engine,
             gradients,
             randomness=randomness,
-            whole=partial(full_params, module, module, plan, mesh, device, writeback=True),
+            whole=partial(full_params, module, module, mesh, device, writeback=True),
             splits_backward=self._config.pipeline.splits_backward,
             loss_scale=lambda: precision.loss_scale,
             anomalies=anomalies,
@@ -335,7 +336,7 @@ class _Making:
         stages = PipelineStages(plan=plan, mesh=mesh, device=device, ranks=ranks, rendezvous=met)
         for module in (self._module, *copies):
             answer_for_parts(module, met, stages)
-        layout = Layout(self._module, plan, mesh, device, copies)
+        layout = Layout(self._module, mesh, device, copies)
         lay_out(layout)
         return layout
 

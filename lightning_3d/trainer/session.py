@@ -13,20 +13,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental import implicit_replication
-from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.resuming import Resuming
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.errors import StepError
+from lightning_3d.parts.finetuning import finetuning_joined
 from lightning_3d.torch_internals.dynamo import modules_watched
 from lightning_3d.torch_internals.lightning_helpers import logging_as_alone
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.torch_internals.pytree import forget_dataclasses, register_dataclass, registered_dataclasses
-from lightning_3d.trainer.finetuning import finetuning_joined
 from lightning_3d.trainer.parallel_model import ParallelModel
 from lightning_3d.trainer.user_clipping import clipping_joined
 
@@ -48,7 +44,6 @@ def open_before_planning(
         session,
         (True, lambda: dataclasses_registered(dataclasses)),
         (True, lambda: metrics_joined(mesh.group("dp"))),
-        (True, parts_averaged),
         (mesh.shape.dp == 1, logging_as_alone),
         (mesh.shape.is_model_parallel, lambda: torch.compiler.set_stance("force_eager")),
         (config.compile.enabled, modules_watched),
@@ -106,23 +101,4 @@ def metrics_joined(group: dist.ProcessGroup) -> Iterator[None]:
         join(self, dist_sync_fn, process_group or self.process_group or group, *args, **kwargs)
 
     with attributes_replaced(Metric, {"sync": sync}):
-        yield
-
-
-@contextmanager
-def parts_averaged() -> Iterator[None]:
-    """Let torch's ``AveragedModel`` average models of which each rank holds a part."""
-    update = AveragedModel.update_parameters
-
-    def update_parameters(averaged: AveragedModel, model: nn.Module) -> None:
-        for (fqn, mean), current in zip(averaged.module.named_parameters(), model.parameters(), strict=False):
-            if mean.is_meta != current.is_meta or isinstance(mean, DTensor) != isinstance(current, DTensor):
-                raise StepError(
-                    f"An AveragedModel holds {fqn} as it was before {type(model).__name__} was made parallel. Make it"
-                    " in a callback's setup and keep it as an attribute of the callback, or make it in on_fit_start."
-                )
-        with implicit_replication():  # some functions average plain tensors and DTensors in one list
-            update(averaged, model)
-
-    with attributes_replaced(AveragedModel, {"update_parameters": update_parameters}):
         yield

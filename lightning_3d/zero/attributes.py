@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_3d.torch_internals.tensors import IS_PARAMETER
 
@@ -17,3 +17,11 @@ def users_attributes(tensor: Tensor) -> dict[str, Any]:
     return {
         name: value for name, value in vars(tensor).items() if not name.startswith(OWN_PREFIX) and name != IS_PARAMETER
     }
+
+
+def successor(tensor: Tensor, value: Tensor) -> Tensor:
+    """A value to take the place of a tensor: a parameter if that is one, with the attributes that users set on it."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    vars(value).update(users_attributes(tensor))
+    return value

@@ -28,7 +28,7 @@ from lightning_3d.zero.buckets import bucket_bytes, make_buckets, reduce_dtype
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.half_weights import HalfWeights
 from lightning_3d.zero.optimizer_kind import OptimizerKind
-from lightning_3d.zero.outside_reads import OutsideReads
+from lightning_3d.zero.outside_reads import OutsideReads, mark_whole
 from lightning_3d.zero.reducer import GradientReducer
 from lightning_3d.zero.replicas import Replicas
 from lightning_3d.zero.shard import RankShard
@@ -75,7 +75,7 @@ class FullySharded(Zero):
         self.root.gathered = self._reads.gathered
         self.root.around = self._step
         self._written: dict[nn.Module, WrittenBack] = {}
-        wholes = self._reads.wholes((fqn, p) for fqn, p in module.named_parameters() if not p.is_meta)
+        wholes = {fqn: self._reads.describe(p) for fqn, p in module.named_parameters() if not p.is_meta}
         self._replicated, apart = self._shard_units(chains, offload, root_takes_all=not optimizes_manually)
         for parameter in apart:
             self._shard_apart(parameter, torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device)
@@ -93,8 +93,9 @@ class FullySharded(Zero):
             self._half = HalfWeights(self._units, self._replicas, casts_to, device, self._reads.value)
         self.num_sharing = self._replicas.num_shards
         self.shards = {p: RankShard(parameter=p) for p in self.root.parameters() if not p.is_meta}
-        sharded = self.shards.keys() - self._replicated
-        self._reads.watch(((fqn, p) for fqn, p in module.named_parameters() if p in sharded), wholes)
+        for fqn, parameter in module.named_parameters():
+            if parameter in self.shards and isinstance(parameter, DTensor) and parameter not in self._replicated:
+                mark_whole(parameter, wholes[fqn])
         self._reducer: GradientReducer | None = None
         _prefetch(chains, config.prefetch)
 

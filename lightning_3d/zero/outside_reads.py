@@ -11,7 +11,7 @@ meet shards. So each sharded parameter is marked: what a step computes with it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,16 +38,12 @@ _WHOLE = f"{OWN_PREFIX}whole"
 class Whole:
     """A parameter as it was before it was sharded."""
 
-    fqn: str
     shard: RankShard
     """This rank's rows; ``shard.parameter`` has the whole's shape and no memory."""
     tensor_mesh: DeviceMesh | None
     """The tp axis, if tensor parallel shards it, too."""
     tensor_placements: tuple[Placement, ...]
     reads: OutsideReads
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
-        return self
 
 
 def mark_whole(tensor: DTensor, whole: Whole) -> None:
@@ -58,6 +54,12 @@ def mark_whole(tensor: DTensor, whole: Whole) -> None:
 def whole_of(leaf: object) -> Whole | None:
     """The description of a parameter of which each replica has its rows, and steps compute with all of it."""
     return vars(leaf).get(_WHOLE) if isinstance(leaf, DTensor) else None
+
+
+def is_read(leaf: object) -> bool:
+    """Whether a step runs, which computes with the full value of such a parameter."""
+    whole = whole_of(leaf)
+    return whole is not None and whole.reads.is_on
 
 
 def for_steps(leaf: Any) -> Any:
@@ -119,27 +121,17 @@ class OutsideReads:
             if not self.keeps:
                 self.forget()
 
-    def wholes(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Whole]:
-        """Describe parameters before they are sharded, given with their FQNs."""
-        return {fqn: self._describe(fqn, parameter) for fqn, parameter in parameters}
-
-    def _describe(self, fqn: str, parameter: nn.Parameter) -> Whole:
+    def describe(self, parameter: nn.Parameter) -> Whole:
+        """Describe a parameter before it is sharded."""
         held = plain(parameter.detach())
         like = nn.Parameter(held.new_empty((), device=self._device).expand(held.shape), held.is_floating_point())
         tensor: Any = parameter if isinstance(parameter, DTensor) else None
         return Whole(
-            fqn=fqn,
             shard=RankShard(parameter=like, size=self._replicas.num_shards, rank=self._replicas.shard_rank),
             tensor_mesh=None if tensor is None else tensor.device_mesh,
             tensor_placements=() if tensor is None else tuple(tensor.placements),
             reads=self,
         )
-
-    def watch(self, parameters: Iterable[tuple[str, nn.Parameter]], wholes: Mapping[str, Whole]) -> None:
-        """Let code of steps read these parameters, which are sharded now."""
-        for fqn, parameter in parameters:
-            assert isinstance(parameter, DTensor)
-            mark_whole(parameter, wholes[fqn])
 
     def read_arguments(self, unit: nn.Module, args: Any, kwargs: Any) -> Any:
         """A hook before the forward of a unit, and before FSDP2's: parameters among its arguments are read."""
@@ -169,18 +161,17 @@ class OutsideReads:
     @torch.no_grad()
     def value(self, parameter: DTensor) -> Tensor:
         """The full value, without gradients; every replica calls it."""
-        with DisableTorchFunctionSubclass():
-            return self._gather(_whole_of(parameter), parameter.to_local())
-
-    def _gather(self, whole: Whole, own: Tensor) -> Tensor:
+        whole = _whole_of(parameter)
         shard, shape = whole.shard, whole.shard.parameter.shape
-        row = own.new_zeros(shard.elements_per_rank, device=self._device)
-        row[: own.numel()] = own.reshape(-1)
-        rows = self._replicas.all_gather(row.new_empty(shard.size, row.numel()), row)()
-        full = rows.view(shard.size * shard.rows_per_rank, -1)[: shard.num_rows].reshape(shape)
-        if whole.tensor_mesh is None:
-            return full
-        return DTensor.from_local(full, whole.tensor_mesh, whole.tensor_placements, run_check=False)
+        with DisableTorchFunctionSubclass():
+            own = parameter.to_local()
+            row = own.new_zeros(shard.elements_per_rank, device=self._device)
+            row[: own.numel()] = own.reshape(-1)
+            rows = self._replicas.all_gather(row.new_empty(shard.size, row.numel()), row)()
+            full = rows.view(shard.size * shard.rows_per_rank, -1)[: shard.num_rows].reshape(shape)
+            if whole.tensor_mesh is None:
+                return full
+            return DTensor.from_local(full, whole.tensor_mesh, whole.tensor_placements, run_check=False)
 
     def _accumulated(self, parameter: DTensor, full: Tensor) -> None:
         assert full.grad is not None

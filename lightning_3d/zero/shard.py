@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 
 from lightning_3d.torch_internals.dtensor import StridedShard, part_of, placed
 from lightning_3d.torch_internals.tensors import contiguous_stride
-from lightning_3d.zero.attributes import users_attributes
+from lightning_3d.zero.attributes import successor
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -88,8 +88,8 @@ class RankShard:
         """
         if self.size == 1 and not isinstance(self.parameter, DTensor):
             return self.parameter
-        part = nn.Parameter(self.own(self.parameter), requires_grad=self.parameter.requires_grad)
-        vars(part).update(users_attributes(self.parameter))
+        part = successor(self.parameter, self.own(self.parameter))
+        assert isinstance(part, nn.Parameter)
         return part
 
     def empty_state(self, dtype: torch.dtype) -> Tensor:

@@ -19,11 +19,10 @@ from torch import nn
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import SUMMON
-from lightning_3d.planning.plan import Plan
+from lightning_3d.parts.copies import copy_in, is_held_as
+from lightning_3d.parts.full_params import full_params, stay_full
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
-from lightning_3d.trainer.full_params import full_params, stay_whole
-from lightning_3d.trainer.held_parts import copy_in, is_held_as
 from lightning_3d.zero.gathered import reshard_units
 
 LAYOUT = "_lightning_3d_layout"
@@ -32,10 +31,9 @@ LAYOUT = "_lightning_3d_layout"
 
 @dataclass(eq=False)
 class Layout:
-    """A plan as it was carried out; copies and pickles of a module have none."""
+    """How a model lies on the ranks; copies and pickles of a module have none."""
 
     module: nn.Module
-    plan: Plan
     mesh: Mesh
     device: torch.device
     copies: list[nn.Module] = field(default_factory=list)
@@ -122,7 +120,7 @@ def summoned(
         root = copied
     if is_in_parts:
         rendezvous.meet(range(layout.mesh.shape.world_size), "summon_full_params")
-    with full_params(root, module, layout.plan, layout.mesh, layout.device, writeback=writeback):
+    with full_params(root, module, layout.mesh, layout.device, writeback=writeback):
         yield
 
 
@@ -138,12 +136,12 @@ def leave_layouts(module: nn.Module, copies: Sequence[nn.Module]) -> None:
         present = set(layout.module.modules())
         removed = [inner for inner in layout.modules if inner not in present]
         for held in dict.fromkeys([layout.module, *layout.copies, *further, *removed]):
-            stay_whole(held, layout.plan, layout.mesh, layout.device)
+            stay_full(held, layout.mesh, layout.device)
         for inner in layout.modules:
             vars(inner).pop(LAYOUT, None)
 
 
-def modules_whole(
+def full_modules(
     checkpoint: Mapping[str, Any], model: nn.Module, summoned: AbstractContextManager[None], *, is_saved_here: bool
 ) -> dict[str, Any]:
     """A checkpoint with whole copies in place of modules of the model, as ``save_hyperparameters()`` puts them there;

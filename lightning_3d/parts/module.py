@@ -1,38 +1,39 @@
 """A module of which each rank holds a part, in the hands of code that knows nothing of it.
 
-``load_state_dict`` takes whole values, of which each rank keeps its part; what is on other pipeline stages raises where
-its values are needed, and ``to`` and the like leave it alone; ``state_dict`` warns that it gives parts. Copies
-(``copy.deepcopy``) do all of this, too.
+``load_state_dict`` takes full values, of which each rank keeps its part; what is on other pipeline stages raises where
+its values are needed, and ``to`` and the like leave it alone; ``state_dict`` warns that it gives parts, and a pickle is
+refused. Copies (``copy.deepcopy``) do all of this, too, but for the warning.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from types import MethodType
 from typing import Any
 
-import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.box import fill, is_part
-from lightning_3d.checkpoint.own_state import warn_of_parts
+from lightning_3d.checkpoint.box import is_part
+from lightning_3d.checkpoint.own_state import expects_parts
 from lightning_3d.errors import StepError
 from lightning_3d.model.absent import Stages, mark_absent
 from lightning_3d.model.block_runner import SUMMON, runner_of
+from lightning_3d.parts.part_tensor import own_part, watch_parts
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor.placement import Parts, marks_hidden, marks_of
+from lightning_3d.tensor.placement import marks_hidden, marks_of
 from lightning_3d.torch_internals.fsdp_units import let_be_copied, without_units
-from lightning_3d.torch_internals.modules import APPLY, buffers_of, named_state, parameters_of
-from lightning_3d.trainer.part_tensors import watch_parts
-from lightning_3d.zero.gathered import reshard_units
+from lightning_3d.torch_internals.modules import APPLY, buffers_of, parameters_of
 
 
 def holds_parts(module: nn.Module) -> bool:
     """Whether this rank lacks something of the module."""
-    return any(map(is_part, module.parameters())) or any(map(is_part, module.buffers()))
+    return any(map(is_part, chain(module.parameters(), module.buffers())))
 
 
 def answer_for_parts(module: nn.Module, rendezvous: Rendezvous, stages: Stages) -> None:
@@ -50,40 +51,58 @@ def answer_for_parts(module: nn.Module, rendezvous: Rendezvous, stages: Stages) 
             let_be_copied(owner)
         if any(map(is_part, (*parameters_of(owner).values(), *buffers_of(owner).values()))):
             owner.register_load_state_dict_pre_hook(_take_parts)
-    warn_of_parts(module)
+    module.register_state_dict_post_hook(_PartsWarning(weakref.ref(module)))
     vars(module)[APPLY] = MethodType(_apply_to_present, module)
 
 
-def copy_in(module: nn.Module, model: nn.Module) -> nn.Module | None:
-    """The copy of a model that a module is or has in it, or the model itself."""
-    found = (inner for inner in module.modules() if type(inner) is type(model))
-    return next((inner for inner in found if _described(inner) == _described(model)), None)
+def as_built(module: nn.Module) -> ExitStack:
+    """Let a module whose tensors are full run its own forward, without anything that served its parts, until the end of
+    what this returns.
+    """
+    undone = ExitStack()
+    for inner in list(module.modules()):
+        if (runner := runner_of(inner)) is not None:
+            undone.enter_context(runner.aside())
+        if APPLY in vars(inner):
+            undone.callback(vars(inner).update, {APPLY: vars(inner).pop(APPLY)})
+    undone.enter_context(without_units(module))
+    undone.enter_context(marks_hidden(module))
+    return undone
 
 
-def is_held_as(copy: nn.Module, model: nn.Module) -> bool:
-    """Whether a copy of a model is whole, or this rank has the parts of it that it has of the model."""
-    reshard_units(model)
-    pairs = zip(named_state(copy), named_state(model), strict=True)
-    return not holds_parts(copy) or all(_place(own) == _place(like) for (_, own, _), (_, like, _) in pairs)
+class _PartsWarning:
+    """A hook after ``state_dict``, for code that does not know that it gets parts.
 
+    Args:
+        original: The module that it warns of.
+    """
 
-def _place(tensor: Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else tensor.is_meta
+    def __init__(self, original: weakref.ref[nn.Module] | None = None) -> None:
+        self._original = original
 
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], *_: Any) -> None:
+        num_parts = sum(is_part(value) for value in state.values())
+        if num_parts and self._original is not None and self._original() is module and not expects_parts.get():
+            rank_zero_warn(
+                f"{num_parts} of the {len(state)} entries of this state_dict of {type(module).__name__} are shards, or"
+                " lie on other pipeline stages (on the meta device): a file of it would not hold the model. Use"
+                " trainer.save_checkpoint(path), or call state_dict() on every rank inside of `with"
+                " trainer.strategy.summon_full_params():`."
+            )
 
-def _described(module: nn.Module) -> list[tuple[str, torch.Size]]:
-    return [(fqn, tensor.shape) for fqn, tensor, _ in named_state(module)]
+    def __deepcopy__(self, memo: dict[int, Any]) -> _PartsWarning:
+        return self
 
-
-def own_part(whole: Tensor, like: Tensor, parts: Parts | None) -> Tensor:
-    """This rank's part of a whole tensor, placed as another; of its own dtype and on its own device."""
-    if like.is_meta:
-        return torch.empty_like(whole, device="meta")
-    if not isinstance(like, DTensor):
-        return whole
-    placed = torch.empty_like(like, dtype=whole.dtype, requires_grad=False)
-    fill(placed, whole, parts)
-    return placed.to(whole.device)
+    def __reduce__(self) -> Any:
+        """In a pickle of the module, which must hold all of it."""
+        module = None if self._original is None else self._original()
+        if module is not None and holds_parts(module):
+            raise StepError(
+                f"{type(module).__name__} can't be pickled, as this rank holds a part of it. Use"
+                " trainer.save_checkpoint(path), or torch.save on every rank inside of `with"
+                " trainer.strategy.summon_full_params():`."
+            )
+        return _PartsWarning, ()
 
 
 def _take_parts(
@@ -117,18 +136,3 @@ def _apply_to_present(module: nn.Module, change: Callable[[Tensor], Tensor], rec
             f"The shards of {type(module).__name__} can't be moved or converted ({error}). Copy the module {SUMMON},"
             " and move the copy."
         ) from error
-
-
-def as_built(module: nn.Module) -> ExitStack:
-    """Let a module whose tensors are whole run its own forward, without anything that served its parts, until the end
-    of what this returns.
-    """
-    undone = ExitStack()
-    for inner in list(module.modules()):
-        if (runner := runner_of(inner)) is not None:
-            undone.enter_context(runner.aside())
-        if APPLY in vars(inner):
-            undone.callback(vars(inner).update, {APPLY: vars(inner).pop(APPLY)})
-    undone.enter_context(without_units(module))
-    undone.enter_context(marks_hidden(module))
-    return undone
