@@ -84,11 +84,19 @@ def _flooded(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return (LOSSES["mean"](outputs, labels) - 0.1).abs() + 0.1
 
 
+def _read(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    loss = LOSSES["mean"](outputs, labels)
+    assert loss.item() >= 0
+    return loss
+
+
 OTHERS: dict[str, tuple[Using, LossKind]] = {
     "noise of the step": (Using(_denoised, _noisy), LossKind.MEAN),
     "coupled, too": (Using(lambda o, y: _denoised(o, y) + o["pooled"].std(0).mean(), _noisy), LossKind.WHOLE),
     "hardest sample": (Using(lambda o, y: o["logits"].square().mean((1, 2)).max()), LossKind.WHOLE),
     "bent at some value": (Using(_flooded), LossKind.WHOLE),
+    "read when it is made": (Using(_read), LossKind.MEAN),
+    "made of picked rows": (Using(LOSSES["selected"]), LossKind.WHOLE),
 }
 
 
