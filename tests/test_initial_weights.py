@@ -234,6 +234,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
     "numpy": lambda weight: weight.detach().numpy(),
     "multinomial": lambda weight: torch.multinomial(weight.abs(), 2),
     "nonzero": lambda weight: weight[weight > 0],
+    "allclose": lambda weight: torch.allclose(weight, 2 * weight),
     "pickling": lambda weight: copy.copy(weight),
 }
 

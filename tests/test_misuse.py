@@ -93,6 +93,12 @@ def item_in_the_middle(self: Any, x: Tensor) -> Tensor:
     return self.layers[1:](x) * scale  # type: ignore[no-any-return]
 
 
+def built_by_values(self: Any) -> None:
+    """A ``configure_model`` that reads a weight."""
+    self.wide = nn.Linear(128, 128)
+    self.wide.weight.data.div_(self.wide.weight.std().item())
+
+
 def wrong_shape(self: Any, x: Tensor) -> Tensor:
     return self.layers[1](self.layers[0](x)[:, :5])  # type: ignore[no-any-return]
 
@@ -308,6 +314,12 @@ MISUSES = {
         "TraceError",
         rf"layers.0 was called after code that reads data of blocks \(__bool__ at .*{HERE} generates.*\), as"
         r" generate\(\) does .* Do it in a hook",
+        only_rank=1,
+    ),
+    "weights that depend on values in configure_model": Misuse(
+        model(configure_model=built_by_values),
+        "PlanError",
+        r"item needs the values of Linear.weight, .* while the model is built in configure_model",
         only_rank=1,
     ),
     "no loss": Misuse(
