@@ -76,6 +76,10 @@ def _denoised(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return F.mse_loss(outputs["logits"], torch.randn(outputs["logits"].shape))
 
 
+def _dropped(of: Callable[[Tensor], Tensor], *, inplace: bool) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    return lambda outputs, labels: of(F.dropout(outputs["pooled"] * 2, 0.5, inplace=inplace).square())
+
+
 def _noisy(x: Tensor) -> Tensor:
     return x + torch.randn(len(x), LENGTH, CLASSES)[..., :1]
 
@@ -95,6 +99,11 @@ OTHERS: dict[str, tuple[Using, LossKind]] = {
     "coupled, too": (Using(lambda o, y: _denoised(o, y) + o["pooled"].std(0).mean(), _noisy), LossKind.WHOLE),
     "hardest sample": (Using(lambda o, y: o["logits"].square().mean((1, 2)).max()), LossKind.WHOLE),
     "bent at some value": (Using(_flooded), LossKind.WHOLE),
+    **{
+        f"{of.__name__} behind dropout, {inplace}": (Using(_dropped(of, inplace=inplace)), kind)
+        for inplace in (False, True)
+        for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
+    },
     "read when it is made": (Using(_read), LossKind.MEAN),
     "made of picked rows": (Using(LOSSES["selected"]), LossKind.WHOLE),
 }

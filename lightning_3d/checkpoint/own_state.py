@@ -12,7 +12,6 @@ from copy import copy
 from itertools import chain
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.fail_alike import failing_alike

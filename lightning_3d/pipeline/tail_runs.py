@@ -40,10 +40,11 @@ _BENDING = frozenset(
 class WatchedTail(StageRun):
     """Computes all, to be compared for microbatches and the whole batch.
 
-    Terms with a factor of zero, which may be a weight that is still to rise, count in full.
+    Terms with a factor of zero, which may be a weight that is still to rise, count in full. Dropout of what blocks gave
+    drops nothing, so that it is the same for microbatches and the whole batch.
 
     Raises:
-        StepError: it draws random numbers for what blocks gave, which are others for the whole batch.
+        StepError: it draws other random numbers for what blocks gave.
     """
 
     has_replicas = False
@@ -72,9 +73,15 @@ class WatchedTail(StageRun):
 
     @override
     def _execute(self, call: TracedCall, leaves: list[Any], run: Callable[[list[Any]], Any]) -> Any:
-        if call.is_random:
-            raise StepError(f"{call.name} (called at {call.where}) draws random numbers after the blocks")
-        return super()._execute(call, leaves, run)
+        return super()._execute(call, leaves, partial(self._undropped, call) if call.is_random else run)
+
+    def _undropped(self, call: TracedCall, values: list[Any]) -> Tensor:
+        """The argument of a call that draws numbers which has the shape and dtype of its result."""
+        results = [self._flow.trace.tensors[i] for i in call.outputs]
+        for value in values:
+            if isinstance(value, Tensor) and [(value.shape, value.dtype)] == [(r.shape, r.dtype) for r in results]:
+                return value
+        raise StepError(f"{call.name} (called at {call.where}) draws random numbers after the blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
