@@ -243,7 +243,7 @@ READS: dict[str, Callable[[Tensor], object]] = {
 def test_code_that_needs_values_raises(name: str) -> None:
     with building(is_first=False):
         layer = nn.Linear(N, N)
-        with pytest.raises(PlanError, match=r"needs the values of Linear.weight, .* Build the model before, as in"):
+        with pytest.raises(PlanError, match=r"needs the values of Linear.weight, .* build the model before, as in"):
             READS[name](layer.weight)
     assert nn.Linear(N, N).weight.std().item() > 0
 

@@ -319,7 +319,7 @@ MISUSES = {
     "weights that depend on values in configure_model": Misuse(
         model(configure_model=built_by_values),
         "PlanError",
-        r"item needs the values of Linear.weight, .* while the model is built in configure_model",
+        r"item needs the values of Linear.weight, .* while the model was built in configure_model",
         only_rank=1,
     ),
     "no loss": Misuse(

@@ -155,7 +155,8 @@ def _written(func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 def _needs_values(name: str, tensor: UnbuiltTensor) -> PlanError:
     return PlanError(
-        f"{name} needs the values of {_name_of(tensor)}, or of what was computed from it, while the model is built in"
-        " configure_model or trainer.init_module(), where rank 0 alone has them with a pipeline. Build the model"
-        " before, as in __init__: each rank then holds the whole of it until it is set up."
+        f"{name} needs the values of {_name_of(tensor)}, or of what was computed from it while the model was built in"
+        " configure_model or trainer.init_module(), where rank 0 alone has them with a pipeline. Register what a step"
+        " reads of that as a buffer. Else build the model before, as in __init__: each rank then holds the whole of it"
+        " until it is set up."
     )
