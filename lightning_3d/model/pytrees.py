@@ -127,3 +127,12 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if is_opaque(value):
         vars(new).update({name: copied(child, memo) for name, child in vars(new).items()})
     return new
+
+
+def tensor_positions(leaves: Sequence[Any]) -> dict[int, int]:
+    """Id of a tensor -> its first position, in order."""
+    positions: dict[int, int] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            positions.setdefault(id(leaf), i)
+    return positions

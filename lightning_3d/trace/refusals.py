@@ -102,3 +102,13 @@ def user_frame() -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return "unknown"
+
+
+def calls_blocks_unseen(name: str, fqns: Sequence[str]) -> TraceError:
+    """The refusal of a custom autograd function that gets blocks."""
+    return TraceError(
+        f"{name} (called at {user_frame()}) is a torch.autograd.Function that gets the blocks"
+        f" {', '.join(fqns[:2])}{', ...' if len(fqns) > 2 else ''} and calls them by itself, as reversible layers are:"
+        " a pipeline can't cut between them. Use pipeline_parallel_size=1.",
+        lacks_data=True,
+    )

@@ -64,5 +64,5 @@ class StepTracing:
                 trace,
                 host_position=host_position(),
                 gives_more=trace.gives_more or self._effects.gives_more,
-                counts_once=self._effects.counts_once,
+                counts_once=trace.counts_once or self._effects.counts_once,
             )

@@ -102,8 +102,6 @@ class Trace:
     """Block FQN -> name in it of an attribute that its forward reads -> its value."""
     changed_buffers: frozenset[str] = frozenset()
     """FQNs of buffers that their block's forward changes."""
-    written_by: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """FQN of a parameter that glue changes in place -> FQNs of those that it computes the change from."""
     host_position: int = 0
     """How far it moved the generators of Python and NumPy, from where all traces begin."""
     is_joint: bool = False
@@ -113,7 +111,7 @@ class Trace:
     changes of attributes, tensors of several elements, or what depends on data of blocks."""
     counts_once: str | None = None
     """Why microbatches, on several stages, can't do what the step does once for a batch: a block logs or updates a
-    metric, or modules hold random generators."""
+    metric, glue changes parameters in place, or modules hold random generators."""
     storages: StepStorages | None = field(default=None, repr=False)
     """The memory of its calls, where that was asked for."""
 
@@ -126,13 +124,13 @@ class Trace:
         """Raise where microbatches, on several stages, can't do what counts once for the batch.
 
         Raises:
-            TraceError: a block logs, or updates a metric, or modules hold random generators.
+            TraceError: a block logs, or updates a metric, glue changes parameters, or modules hold random generators.
         """
         if self.counts_once is not None:
             raise TraceError(
                 f"{self.counts_once}. With a pipeline blocks run once for each microbatch, on one stage each, and the"
-                " code around them on all. Make the call in the step, draw from the default generators, or set"
-                " pipeline.mode=inline.",
+                " code around them on all. Make the call in the step, change parameters in on_train_batch_end, draw from"
+                " the default generators, or set pipeline.mode=inline.",
                 lacks_data=True,
             )
 

@@ -25,7 +25,8 @@ from typing_extensions import override
 
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import BlockRunner, Call
-from lightning_3d.model.pytrees import as_called, register_dataclasses
+from lightning_3d.model.pytrees import as_called, register_dataclasses, tensor_positions
+from lightning_3d.torch_internals.dispatch import SET_DATA
 from lightning_3d.torch_internals.fake_tensors import FakeTensor
 from lightning_3d.torch_internals.modules import forward_hook_registries, named_state
 from lightning_3d.torch_internals.pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -36,6 +37,7 @@ from lightning_3d.trace.interception import DEVICE_GETTERS, Router, StepMode
 from lightning_3d.trace.refusals import (
     DIFFERENTIATING,
     MISTAKES,
+    calls_blocks_unseen,
     check_arguments,
     check_constant,
     explained,
@@ -117,7 +119,7 @@ class _Tracer(StepMode):
         self._blocks = FakeBlocks(module, router.blocks, self._fakes, kept_hooks)
         self._sources: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # tensor -> FQNs of parameters it comes from
         self._written: dict[int, tuple[Any, str]] = {}  # storage of a real tensor that a ghost was written to -> where
-        self._written_by: dict[str, frozenset[str]] = {}
+        self._counts_once: str | None = None
         self._num_calls: dict[str, int] = {}
         self._state = {tensor: fakes.of_state(tensor) for _, tensor, _ in named_state(module)}
         for name, tensor, _ in named_state(module):
@@ -158,7 +160,7 @@ class _Tracer(StepMode):
             changed_buffers=frozenset(self._blocks.changed_buffers),
             is_joint=self._is_joint,
             gives_more=bool(self._written) or stopped_by is not None,
-            written_by=self._written_by,
+            counts_once=self._counts_once,
             storages=None if self._storages is None else self._storages.storages,
         )
 
@@ -185,6 +187,8 @@ class _Tracer(StepMode):
         is_recorded = any(tensor in self._ids for tensor in tensors)
         if not is_recorded and not any(tensor in self._sources for tensor in tensors):
             return func(*args, **kwargs)
+        if func == SET_DATA and not is_recorded:
+            self._note_change("data", leaves[0])
         if is_recorded and func in DIFFERENTIATING and self._fakes.fake_mode is not None:
             raise gradient_refused(name)
         return self._record(name, leaves, spec, lambda args, kwargs: func(*args, **kwargs), is_recorded=is_recorded)
@@ -195,17 +199,17 @@ class _Tracer(StepMode):
             self._check_calls_no_blocks(name, args)
         return super().on_hidden_function(name, call, args, kwargs)
 
+    def _note_change(self, name: str, parameter: Any) -> None:
+        """A parameter is changed in place, by others perhaps, which microbatches would do several times."""
+        names = ", ".join(sorted(self._sources.get(parameter, ())))
+        self._counts_once = f"{name} (called at {user_frame()}) changes {names} in place, which a batch does once"
+
     def _check_calls_no_blocks(self, name: str, args: tuple[Any, ...]) -> None:
         """Raise for a custom autograd function that gets blocks, which it would call unseen."""
         inner = {module for leaf in args if isinstance(leaf, nn.Module) for module in leaf.modules()}
         fqns = [fqn for fqn, block in self._router.blocks.items() if block in inner]
         if fqns:
-            raise TraceError(
-                f"{name} (called at {user_frame()}) is a torch.autograd.Function that gets the blocks"
-                f" {', '.join(fqns[:2])}{', ...' if len(fqns) > 2 else ''} and calls them by itself, as reversible"
-                " layers are: a pipeline can't cut between them. Use pipeline_parallel_size=1.",
-                lacks_data=True,
-            )
+            raise calls_blocks_unseen(name, fqns)
 
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         fqn, block = runner.fqn, runner.block
@@ -297,7 +301,7 @@ class _Tracer(StepMode):
                 check_constant(leaf, name, where)
         self._failed_call = None
 
-        changed = [i for i in _positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]]
+        changed = [i for i in tensor_positions(fakes).values() if is_recorded and version_of(fakes[i]) != versions[i]]
         aliased = self._retag_aliases([(leaves[i], fakes[i]) for i in changed], where) if changed else {}
         entangled = self._entangled([(leaves[i], fakes[i]) for i in changed])
         mutated = {i: self._new_id(leaves[i], fakes[i]) for i in changed}
@@ -323,8 +327,7 @@ class _Tracer(StepMode):
                 )
             )
         elif fakes and isinstance(fakes[0], Tensor) and version_of(fakes[0]) != versions[0]:
-            changed_names = self._sources.get(leaves[0], frozenset())
-            self._written_by |= {fqn: self._written_by.get(fqn, sources) | sources for fqn in changed_names}
+            self._note_change(name, leaves[0])
         return tree_unflatten(answer, out_spec)
 
     def _answers(
@@ -343,7 +346,7 @@ class _Tracer(StepMode):
         """
         results: list[Result] = []
         answer: list[Any] = []
-        arguments, earlier = _positions(fakes), dict[int, int]()
+        arguments, earlier = tensor_positions(fakes), dict[int, int]()
         for position, output in enumerate(outputs):
             if not isinstance(output, Tensor):
                 results.append(Result(constant=output))
@@ -394,12 +397,3 @@ class _Tracer(StepMode):
             if tensor in self._ids:
                 by_storage[storage_id(fake.untyped_storage())].add(self._ids[tensor])
         return frozenset(i for sharing in by_storage.values() if len(sharing) > 1 for i in sharing)
-
-
-def _positions(leaves: Sequence[Any]) -> dict[int, int]:
-    """Id of a tensor -> its first position, in order."""
-    positions: dict[int, int] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            positions.setdefault(id(leaf), i)
-    return positions

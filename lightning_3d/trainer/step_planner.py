@@ -77,10 +77,7 @@ class StepPlanner:
         dist.all_gather_object(everyone, failed)
         reasons = [reason for reason in everyone if reason is not None]
         if looked is not None and not reasons:
-            planned = self._decided(config, *looked)
-            if (why := on_rank_zero(lambda: _copies_between_stages(planned), self._device)) is None:
-                return planned
-            reasons = [why]
+            return self._decided(config, *looked)
         return self._inline(config, f"as stages can't follow it. {reasons[0]}")
 
     def _inline(self, config: ThreeDConfig, why: str) -> Planned:
@@ -113,15 +110,3 @@ class StepPlanner:
             with Generators(self._device).preserved():
                 observed = observer.of_blocks(blocks)
         return Planned(config=config, step=step, observed=observed, plan=plan)
-
-
-def _copies_between_stages(planned: Planned) -> str | None:
-    """Names a parameter that the step changes by one that lies on other stages alone, if there is any."""
-    everywhere = range(planned.plan.shape.pp)
-    holders = {fqn: set(ranks) for fqn, ranks in planned.plan.state_ranks.items()}
-    assert planned.observed.trace is not None
-    for fqn, sources in planned.observed.trace.written_by.items():
-        for source in sorted(sources):
-            if holders.get(fqn, {*everywhere}).isdisjoint(holders.get(source, {*everywhere})):
-                return f"It changes {fqn} by {source}, which lies on another stage."
-    return None

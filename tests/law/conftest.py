@@ -28,11 +28,7 @@ _LATE = (
     "at ZeRO stage 3, gradients of blocks before one that takes gradients in its forward come after on_after_backward"
 )
 
-_COPIED = "microbatches can't copy weights into those of another pipeline stage: refused, with inline mode as the way"
-
 KNOWN = {
-    "deep-q.pp*.[!i]*.*": _COPIED,
-    "deep-q.pp*.interleaved.*": _COPIED,
     "loss-*.pp*.groups.*": _DECAYS,
     "loss-*.pp*.adamw.*": _DECAYS,
     "odd-gpt.*zero3.*.hooks": _LATE,
