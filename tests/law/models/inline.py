@@ -236,7 +236,12 @@ MODELS = {
     "carrying": Model(
         job=small_job(Carrying, features), fits=_with_one_replica, warns=("How what ",), skips=frozenset({"plain"})
     ),
-    "deep-q": Model(job=small_job(DeepQ, features), lr=0.03, fits=_with_one_replica),
+    "deep-q": Model(
+        job=small_job(DeepQ, features),
+        lr=0.03,
+        fits=_with_one_replica,
+        skips=frozenset({"resumed", "resumed-folder", "offloaded-resumed"}),  # checkpoints lack what it remembers
+    ),
     "proximal-policy": Model(
         job=small_job(ProximalPolicy, features),
         lr=0.03,
