@@ -88,6 +88,11 @@ def _flooded(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return (LOSSES["mean"](outputs, labels) - 0.1).abs() + 0.1
 
 
+def _at_least_one(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    valid = labels > 0
+    return (outputs["logits"].square().mean(-1) * valid).sum() / valid.sum().clamp(min=1)
+
+
 def _read(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     loss = LOSSES["mean"](outputs, labels)
     assert loss.item() >= 0
@@ -104,6 +109,7 @@ OTHERS: dict[str, tuple[Using, LossKind]] = {
         for inplace in (False, True)
         for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
     },
+    "divided by one at least": (Using(_at_least_one), LossKind.WHOLE),
     "read when it is made": (Using(_read), LossKind.MEAN),
     "made of picked rows": (Using(LOSSES["selected"]), LossKind.WHOLE),
 }

@@ -39,6 +39,7 @@ from lightning_3d.zero.master_weights import is_half
 
 _NUM_DRAWS = 6  # of random outputs: three for the batch's own data, then three for mixed data
 _SIGNED = 2  # the last draw for the batch's own data, of both signs
+_HALF_EMPTY = 5  # the last draw for mixed data, which leaves nothing valid in the first part
 _LOGIT = 4.0  # greatest size of numbers of both signs, whose sigmoid comes near to 0 and to 1
 _OF_PROBABILITIES = "binary_cross_entropy"  # which aborts a GPU's process where it gets other numbers
 _IGNORED = -100  # where torch ignores labels unless told otherwise
@@ -184,8 +185,8 @@ class LossStudy:
         self._trials.fits = {}
         compared: dict[int, _Compared] = {}  # by draw
         for draw in range(_NUM_DRAWS):
-            batch = _mixed(call.batch, draw) if draw > _SIGNED else call.batch
-            *parts, whole = _halves(call, samples_of(batch, 0, size))
+            batch = samples_of(call.batch, 0, size)
+            *parts, whole = _halves(call, _mixed(batch, size, draw) if draw > _SIGNED else batch)
             if draw == _SIGNED and any(c.name == _OF_PROBABILITIES for c in self._runs.flow(whole).trace.calls):
                 continue
             try:
@@ -305,10 +306,13 @@ def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], 
     return weights
 
 
-def _mixed(batch: Any, seed: int) -> Any:
+def _mixed(batch: Any, size: int, seed: int) -> Any:
     """The same batch with other data, that change which labels are valid, and how much they weigh: integers of the
     batch's own smallest or greatest values, or such as are ignored if it has any, in the places of some. Others may be
     out of range where the step indexes by them, after which a GPU's process can't go on.
+
+    Args:
+        size: Its samples.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -316,6 +320,8 @@ def _mixed(batch: Any, seed: int) -> Any:
         if tensor.ndim == 0 or not tensor.numel():
             return tensor
         chosen = (torch.rand(tensor.shape, generator=generator) < torch.rand((), generator=generator)).to(tensor.device)
+        if seed == _HALF_EMPTY and len(tensor) == size:  # a divisor of at least one shows
+            chosen[: size // 2] = False
         if tensor.is_floating_point() or tensor.is_complex():
             return tensor * chosen
         if tensor.dtype == torch.bool or (tensor.min() >= 0 and tensor.max() <= 1):
