@@ -101,7 +101,7 @@ def save_lazily(value: Mapping[str, Any], file: BinaryIO) -> None:
         if (leaf := at.get(storage.data_ptr())) is None:
             return storage
         if freed >= largest:
-            _return_freed_memory()
+            return_freed_memory()
             freed = 0
         freed += leaf.num_bytes
         return of_its_own(leaf.make().contiguous()).untyped_storage()
@@ -122,7 +122,7 @@ def _untouched(lazy: LazyTensor) -> Tensor:
     return torch.empty(0, dtype=lazy.info.dtype).set_(storage, 0, shape, contiguous_stride(shape))
 
 
-def _return_freed_memory() -> None:
+def return_freed_memory() -> None:
     """Have malloc give to the system what was freed, which glibc keeps in pieces that the next tensor may not fit."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from lightning_3d.checkpoint.lazy import LazyTensor, of_its_own
+from lightning_3d.checkpoint.lazy import LazyTensor, of_its_own, return_freed_memory
 from lightning_3d.errors import CheckpointError
 
 WHOLE = "model.safetensors"
@@ -37,6 +37,7 @@ def write_safetensors(weights: Mapping[str, LazyTensor], folder: Path, *, max_sh
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     for shard, file in zip(shards, files, strict=True):
         _write(shard, folder / file)
+        return_freed_memory()
     total = sum(stored.num_bytes for shard in shards for stored in shard.values())
     place = {name: file for shard, file in zip(shards, files, strict=True) for name in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(place.items()))}

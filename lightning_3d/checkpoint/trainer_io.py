@@ -167,7 +167,9 @@ class ThreeDCheckpointIO(CheckpointIO):
         if self._strategy.is_global_zero:
             states = checkpoint.get(OPTIMIZERS)
             sections = None if states is None else [f"optimizer_{i}" for i in range(len(states))]
-            full = joined(gathering.values(), content.rest, sections, checkpoint[MODEL])
+            gathered = joined(gathering.values(), content.rest, sections, checkpoint[MODEL])
+            full = {key: gathered[key] for key in checkpoint}  # in the order of one process
+            full[MODEL] = like_state(checkpoint[MODEL], full[MODEL])
         is_lazy = file is not None and not self._config.checkpoint.async_save
         if not is_lazy:
             full = gathering.served(lambda: made(full))
