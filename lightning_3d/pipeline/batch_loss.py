@@ -126,7 +126,7 @@ class BatchLoss:
         if len(parts) > 1 and self._study.trace(parts[0]).is_joint:
             self._warn_of_memory(whole.name)
             return LossFound(kind=LossKind.WHOLE)
-        return self._know(whole, parts) or LossFound(kind=LossKind.MEAN)
+        return self._know(whole, parts) or LossFound(kind=LossKind.WHOLE)  # nothing valid to study yet
 
     def _know(self, whole: StepCall, parts: Sequence[StepCall]) -> LossFound | None:
         name = whole.name
@@ -149,7 +149,9 @@ class BatchLoss:
             else:
                 gathered = [new]
                 dist.broadcast_object_list(gathered, src=self._source, group=self._group, device=self._device)
-        of_all = [found for found in (known, *gathered) if found is not None]
+        # A part of one sample may be no batch that the step takes: what others have shown holds.
+        shown = [found for found in gathered if found is not None and (known is None or found.failure is None)]
+        of_all = shown if known is None else [known, *shown]
         if not of_all:  # until a batch shows it
             self._seen.discard(whole.kind)
             return None

@@ -185,8 +185,8 @@ class LossStudy:
         self._trials.fits = {}
         compared: dict[int, _Compared] = {}  # by draw
         for draw in range(_NUM_DRAWS):
-            batch = samples_of(call.batch, 0, size)
-            *parts, whole = _halves(call, _mixed(batch, size, draw) if draw > _SIGNED else batch)
+            batch = _mixed(call.batch, size // 2, draw) if draw > _SIGNED else call.batch
+            *parts, whole = _halves(call, samples_of(batch, 0, size))
             if draw == _SIGNED and any(c.name == _OF_PROBABILITIES for c in self._runs.flow(whole).trace.calls):
                 continue
             try:
@@ -306,22 +306,22 @@ def _weights(whole: TailRun, parts: Sequence[TailRun], joints: Sequence[Joint], 
     return weights
 
 
-def _mixed(batch: Any, size: int, seed: int) -> Any:
+def _mixed(batch: Any, first: int, seed: int) -> Any:
     """The same batch with other data, that change which labels are valid, and how much they weigh: integers of the
     batch's own smallest or greatest values, or such as are ignored if it has any, in the places of some. Others may be
     out of range where the step indexes by them, after which a GPU's process can't go on.
 
     Args:
-        size: Its samples.
+        first: Samples in the first part that is studied.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, num_samples = torch.Generator().manual_seed(seed), batch_size(batch)
 
     def mixed(tensor: Tensor) -> Tensor:
         if tensor.ndim == 0 or not tensor.numel():
             return tensor
         chosen = (torch.rand(tensor.shape, generator=generator) < torch.rand((), generator=generator)).to(tensor.device)
-        if seed == _HALF_EMPTY and len(tensor) == size:  # a divisor of at least one shows
-            chosen[: size // 2] = False
+        if seed == _HALF_EMPTY and len(tensor) == num_samples:  # a divisor of at least one shows
+            chosen[:first] = False
         if tensor.is_floating_point() or tensor.is_complex():
             return tensor * chosen
         if tensor.dtype == torch.bool or (tensor.min() >= 0 and tensor.max() <= 1):

@@ -60,9 +60,10 @@ class StepTracing:
                 with_data=with_data,
                 notes_storages=notes_storages,
             )
+            once = trace.counts_once if calls_all else None  # models that rescale weights for evaluation do it once
             return replace(
                 trace,
                 host_position=host_position(),
                 gives_more=trace.gives_more or self._effects.gives_more,
-                counts_once=trace.counts_once or self._effects.counts_once,
+                counts_once=once or self._effects.counts_once,
             )
