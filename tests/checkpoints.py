@@ -74,8 +74,8 @@ def save_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
     """Write a file, for which rank 0 gathers a tensor at a time; a collective of all ranks."""
     content = content_of(checkpoint)
     gathering = Gathering(content.values)
-    sections = [f"optimizer_{i}" for i in range(len(checkpoint.get("optimizer_states", ())))]
-    gathering.served(lambda: write_file(joined(gathering.values(), content.rest, sections or None), path))
+    num_optimizers = len(checkpoint.get("optimizer_states", ())) or None
+    gathering.served(lambda: write_file(joined(gathering.values(), content.rest, num_optimizers), path))
     dist.barrier()
 
 

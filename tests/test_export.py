@@ -224,6 +224,11 @@ ERRORS: dict[str, tuple[list[str], str]] = {
     "nothing there": (["other", "out"], "there is no checkpoint other"),
     "a folder of something else": (["empty", "out"], "empty is no checkpoint: a folder of one has the file meta.pt"),
     "there": (["saved", "full"], "full is there already: export to another path, or set overwrite=True (--overwrite)"),
+    "another checkpoint": (["saved", "bad", "--overwrite"], "bad is there already, and is no such checkpoint"),
+    "an export": (
+        ["saved", "exported", "--format=folder", "--overwrite"],
+        "exported is there already, and is no such checkpoint",
+    ),
     "a file there": (["saved", "text", "--overwrite"], "text is there already, and is no such checkpoint"),
     "itself": (["saved", "saved", "--format=folder", "--overwrite"], "saved is the checkpoint itself"),
     "prefix": (["saved", "out", "--prefix=model."], "flag, sixteen, count and 8 more in saved do not begin with"),
@@ -253,9 +258,9 @@ def test_errors_are_one_line_and_leave_nothing(
     state = {"state_dict": {}, "optimizer_0": {"state": {}, "param_groups": [{"params": [], "lr": Malicious()}]}}
     save(state, checkpoint_id=Path("bad"), no_dist=True)
     torch.save({"lr_schedulers": []}, "bad/meta.pt")
-    for folder in ("empty", "full"):
+    for folder in ("empty", "full", "exported"):
         Path(folder).mkdir()
-    for file in ("text", "full/notes"):
+    for file in ("text", "full/notes", "exported/model.safetensors"):
         Path(file).write_text("mine")
     before = _contents(Path())
     arguments, said = ERRORS[name]

@@ -38,9 +38,13 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 def is_own(file: Path) -> bool:
-    """Whether a file in the folder of a checkpoint, or of an export, is a part of it."""
-    is_exported = file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json"))
-    return is_exported or file.name in (META, MANIFEST, ".metadata") or file.suffix == ".distcp"
+    """Whether a file in the folder of a checkpoint is a part of it."""
+    return file.name in (META, MANIFEST, ".metadata") or file.suffix == ".distcp"
+
+
+def is_exported(file: Path) -> bool:
+    """Whether a file in a folder of safetensors is a part of the export."""
+    return file.name.startswith("model") and file.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def check_no_others(path: Path) -> None:
@@ -144,7 +148,8 @@ def _remove(path: Path, *, keep_in: Path | None = None) -> None:
         path.unlink()
     elif path.is_dir():
         if keep_in is not None and keep_in.is_dir():
-            for file in [file for file in path.iterdir() if not is_own(file)]:
+            is_part = is_own if any(map(is_own, keep_in.iterdir())) else is_exported
+            for file in [file for file in path.iterdir() if not is_part(file)]:
                 file.rename(keep_in / file.name)
         shutil.rmtree(path)
 

@@ -10,7 +10,7 @@ The rest is rank 0's, and has a tensor on the meta device in the place of each o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,11 @@ MODEL = "state_dict"
 
 OPTIMIZERS = "optimizer_states"
 """Key of the list of optimizers' states."""
+
+
+def sections(num_optimizers: int) -> list[str]:
+    """The first names in the paths of optimizers' states."""
+    return [f"optimizer_{i}" for i in range(num_optimizers)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +65,12 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, Parts] = Mappi
                 values[MODEL, name] = value
             elif not value.is_meta:
                 values[MODEL, name] = Share(value, parts.get(name, order_of(value)) if is_part(value) else None)
-        for i, state in enumerate(checkpoint.get(OPTIMIZERS, ())):
+        optimizers = checkpoint.get(OPTIMIZERS, ())
+        for section, state in zip(sections(len(optimizers)), optimizers, strict=True):
             for fqn, states in optimizer_shares(state["state"], parts).items():
-                values.update({(f"optimizer_{i}", "state", fqn, name): value for name, value in states.items()})
+                values.update({(section, "state", fqn, name): value for name, value in states.items()})
             if dist.get_rank() == 0:
-                values[f"optimizer_{i}", "param_groups"] = state["param_groups"]
+                values[section, "param_groups"] = state["param_groups"]
     rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
     partial = _partial_on_any_rank(rest)
 
@@ -111,22 +117,18 @@ def changed(node: Any, change: Callable[[TreePath, Any], Any], path: TreePath = 
     return getattr(type(node), "_make", type(node))(children.values())
 
 
-def joined(
-    values: Mapping[TreePath, Any], rest: dict[str, Any], optimizers: Iterable[str] | None, names: Iterable[str] = ()
-) -> dict[str, Any]:
+def joined(values: Mapping[TreePath, Any], rest: dict[str, Any], num_optimizers: int | None) -> dict[str, Any]:
     """The checkpoint that one process would have saved.
 
     Args:
         values: Full values, or lazy ones, by path.
         rest: As in `Content`.
-        optimizers: The sections of optimizers' states; None if they are not saved.
-        names: The order of the model's state.
+        num_optimizers: None if their states are not saved.
     """
-    state = {path[1]: value for path, value in values.items() if path[0] == MODEL}
     checkpoint: dict[str, Any] = in_place(values, rest)
-    checkpoint[MODEL] = {name: state[name] for name in (*(name for name in names if name in state), *state)}
-    if optimizers is not None:
-        checkpoint[OPTIMIZERS] = [_numbered(values, section) for section in optimizers]
+    checkpoint[MODEL] = {path[1]: value for path, value in values.items() if path[0] == MODEL}
+    if num_optimizers is not None:
+        checkpoint[OPTIMIZERS] = [_numbered(values, section) for section in sections(num_optimizers)]
     return checkpoint
 
 

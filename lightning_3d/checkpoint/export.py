@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_3d.checkpoint import safetensors
-from lightning_3d.checkpoint.atomic import completed, is_own, local_path, replacing
+from lightning_3d.checkpoint.atomic import completed, is_exported, is_own, local_path, replacing
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS
 from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.loading import checked, lazy_checkpoint
@@ -62,7 +62,7 @@ def export_checkpoint(
         CheckpointError: It can't be read or does not fit the format, or there is something at the target.
 
     """
-    path, there = _local(target), checked(_local(source))
+    path, there = _local(target), _local(source)
     if format not in FORMATS:
         raise CheckpointError(f"format {format!r} is none of {', '.join(FORMATS)}")
     shard_size = _num_bytes(max_shard_size)
@@ -70,7 +70,8 @@ def export_checkpoint(
         raise CheckpointError(f"optimizer_states={optimizer_states} is for format 'file', and this is {format!r}")
     if format != "safetensors" and (prefix or leave_out):
         raise CheckpointError(f"prefix and leave_out are for format 'safetensors', and this is {format!r}")
-    _check_target(path, there, is_file=format == "file", overwrite=overwrite)
+    there = checked(there)
+    _check_target(path, there, format, overwrite=overwrite)
     if format == "safetensors":
         weights = lazy_checkpoint(there, weights_only=weights_only, leave_out="rest")[MODEL]
         weights = _named(weights, there, prefix, leave_out)
@@ -95,7 +96,7 @@ def _local(path: str | PathLike[str]) -> Path:
     return local
 
 
-def _check_target(path: Path, source: Path, *, is_file: bool, overwrite: bool) -> None:
+def _check_target(path: Path, source: Path, format: Format, *, overwrite: bool) -> None:
     there = completed(path)
     if there.resolve() == source.resolve():
         raise CheckpointError(f"{path} is the checkpoint itself: export to another path")
@@ -103,8 +104,9 @@ def _check_target(path: Path, source: Path, *, is_file: bool, overwrite: bool) -
         return
     if not overwrite:
         raise CheckpointError(f"{path} is there already: export to another path, or set overwrite=True (--overwrite)")
-    is_checkpoint = any(map(is_own, there.iterdir())) if there.is_dir() else is_file and zipfile.is_zipfile(there)
-    if not is_checkpoint:
+    is_part = is_exported if format == "safetensors" else is_own
+    is_such = any(map(is_part, there.iterdir())) if there.is_dir() else format == "file" and zipfile.is_zipfile(there)
+    if not is_such:
         raise CheckpointError(f"{path} is there already, and is no such checkpoint: overwrite does not replace it")
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.atomic import MANIFEST, META, completed
-from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, in_place, joined, states_of
+from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, in_place, joined, sections, states_of
 from lightning_3d.checkpoint.damage import check_files, damage, is_zip, raise_of_damage
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
@@ -64,18 +64,18 @@ def _own_parts(folder: Folder, module: nn.Module) -> dict[str, Any]:
     further = {path: value for path, value in values.items() if path[0] != MODEL and not is_of_optimizer(path)}
     checkpoint = in_place({path: _own_part(path, value, model, parts) for path, value in further.items()}, content.rest)
     checkpoint[MODEL] = SavedState({str(path[1]): value for path, value in values.items() if path[0] == MODEL})
-    if (sections := _optimizers(folder, content)) is not None:
+    if (num := _num_optimizers(folder, content)) is not None:
         checkpoint[OPTIMIZERS] = [
             {"state": SavedState(states_of(values, section)), "param_groups": values[section, "param_groups"]}
-            for section in sections
+            for section in sections(num)
         ]
     return checkpoint
 
 
-def _optimizers(folder: Folder, content: Content) -> list[str] | None:
-    """The sections of optimizers' states; None of a checkpoint that was saved without them."""
+def _num_optimizers(folder: Folder, content: Content) -> int | None:
+    """Number of optimizers whose states it has; None of a checkpoint that was saved without any."""
     is_without = not folder.num_optimizers and "lr_schedulers" not in content.rest
-    return None if is_without else [f"optimizer_{i}" for i in range(folder.num_optimizers)]
+    return None if is_without else folder.num_optimizers
 
 
 def _own_part(path: TreePath, value: Any, model: Mapping[str, Any], parts: Mapping[str, Parts]) -> Any:
@@ -158,8 +158,7 @@ def lazy_checkpoint(path: Path, *, weights_only: bool | None, leave_out: str = "
         content = Content(values=folder.values(lambda path: path[0] in (MODEL, TIED)), rest={})
     else:
         content = folder.content(lambda path: not (leave_out and is_of_optimizer(path)))
-    sections = None if leave_out else _optimizers(folder, content)
-    checkpoint = joined(content.values, content.rest, sections)
+    checkpoint = joined(content.values, content.rest, None if leave_out else _num_optimizers(folder, content))
     state = checkpoint[MODEL]
     for other, first in [(path[1], value) for path, value in content.values.items() if path[0] == TIED]:
         if _are_equal(state.get(first), state.get(other)):

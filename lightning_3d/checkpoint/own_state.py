@@ -36,10 +36,10 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 
 def like_state(state: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by FQN in the form of ``module.state_dict()``, an OrderedDict that tells versions of modules, too."""
+    """Values by FQN in the form and order of ``module.state_dict()``, which tells versions of modules, too."""
     formed = copy(state)
     formed.clear()
-    formed.update(values)
+    formed.update({name: values[name] for name in (*(name for name in state if name in values), *values)})
     return formed
 
 

@@ -122,7 +122,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         if self._writes_folders or not _hooks_see_saving(self._module):
             return shown
         gathering = Gathering(content_of({MODEL: shown}, marked(self._module)).values)
-        full: dict[str, Any] = gathering.served(lambda: made(joined(gathering.values(), {}, None, shown)[MODEL])) or {}
+        full: dict[str, Any] = gathering.served(lambda: made(joined(gathering.values(), {}, None)[MODEL])) or {}
         broadcast = self._strategy.broadcast
         return like_state(shown, {name: broadcast(full.get(name)) for name in broadcast(list(full))})
 
@@ -166,8 +166,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         full: dict[str, Any] | None = None
         if self._strategy.is_global_zero:
             states = checkpoint.get(OPTIMIZERS)
-            sections = None if states is None else [f"optimizer_{i}" for i in range(len(states))]
-            gathered = joined(gathering.values(), content.rest, sections, checkpoint[MODEL])
+            gathered = joined(gathering.values(), content.rest, None if states is None else len(states))
             full = {key: gathered[key] for key in checkpoint}  # in the order of one process
             full[MODEL] = like_state(checkpoint[MODEL], full[MODEL])
         is_lazy = file is not None and not self._config.checkpoint.async_save

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from functools import reduce
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lightning_3d.torch_internals.pytree import tree_leaves
 
 Average = Literal["loss", "samples", "sum"]
 """Weights of a sum over microbatches: those of their losses, their shares of the samples, or 1."""
-WAYS: tuple[Average, ...] = ("loss", "samples", "sum")
+WAYS: tuple[Average, ...] = get_args(Average)
 """The ways to join, the preferred first."""
 
 
