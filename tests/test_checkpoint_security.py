@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_3d.checkpoint.atomic import MANIFEST
-from lightning_3d.checkpoint.manifest import Checksum, manifest_of
+from lightning_3d.checkpoint.checksums import Checksum, manifest_of
 from tests.models import TinyMLP, features, loader
 from tests.parity import QUIET, Layout
 from tests.workers import WorkerPools

@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from lightning_3d.checkpoint import read_folder
 from lightning_3d.checkpoint.atomic import MANIFEST, META
+from lightning_3d.checkpoint.checksums import Checksum, damage, manifest_of
 from lightning_3d.checkpoint.content import MODEL
-from lightning_3d.checkpoint.damage import damage
 from lightning_3d.checkpoint.loading import read_checkpoint
-from lightning_3d.checkpoint.manifest import Checksum, manifest_of
 from lightning_3d.checkpoint.own_state import shown_state
 from lightning_3d.cli import main
 from lightning_3d.errors import CheckpointError

@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.checkpoint.atomic import MANIFEST, META
 from lightning_3d.checkpoint.box import TensorInfo
+from lightning_3d.checkpoint.checksums import REPAIR
 from lightning_3d.checkpoint.content import MODEL, Content, changed
-from lightning_3d.checkpoint.damage import REPAIR
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import StoredTensor
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader, unpickling

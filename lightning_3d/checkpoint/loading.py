@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.atomic import MANIFEST, META, completed
+from lightning_3d.checkpoint.checksums import check_files, damage, is_zip, raise_of_damage, read_manifest
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, in_place, joined, sections, states_of
-from lightning_3d.checkpoint.damage import check_files, damage, is_zip, raise_of_damage
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
 from lightning_3d.checkpoint.lazy import LazyTensor, StoredTensor, as_lazy, save_lazily
-from lightning_3d.checkpoint.manifest import read_manifest
 from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.checkpoint.reading import unpickling
 from lightning_3d.checkpoint.saved_state import SavedState

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_3d.checkpoint.atomic import MANIFEST, META
+from lightning_3d.checkpoint.checksums import Checksum, manifest_of
 from lightning_3d.checkpoint.content import MODEL
 from lightning_3d.checkpoint.folder import FSDP_MODEL
-from lightning_3d.checkpoint.manifest import Checksum, manifest_of
 from lightning_3d.checkpoint.reading import FolderReader
 from lightning_3d.checkpoint.share import TreePath
 

@@ -18,9 +18,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.staging import Staging
 from lightning_3d.config.checkpoint import CheckpointConfig
+from lightning_3d.distributed.agreement import raise_alike
 
 _log = logging.getLogger(__name__)
 
@@ -91,10 +91,7 @@ class Saves:
             CheckpointError: It could not be written; on all ranks.
         """
         if self._thread is not None:
-            error = self._ended()
-            with failing_alike("write a checkpoint in the background"):
-                if error is not None:
-                    raise error
+            raise_alike(self._ended())
 
     def finish_alone(self) -> None:
         """Wait for the save in the background when other ranks may not; its failure is logged."""

@@ -27,9 +27,9 @@ from lightning_3d.checkpoint.atomic import (
     publish,
     replacing,
 )
+from lightning_3d.checkpoint.checksums import Checksum, ChecksummedFile, manifest_of
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import save_lazily
-from lightning_3d.checkpoint.manifest import Checksum, checksummed, manifest_of
 from lightning_3d.checkpoint.share import Share
 from lightning_3d.errors import CheckpointError
 
@@ -86,7 +86,7 @@ def write_file(checkpoint: Mapping[str, Any], path: Path) -> None:
 
     """
     check_no_others(path)
-    with replacing(path) as staged, staged.open("wb") as file, checksummed(file) as written:
+    with replacing(path) as staged, staged.open("wb") as file, ChecksummedFile(file).naming_failures() as written:
         save_lazily(checkpoint, cast(BinaryIO, written))
 
 
@@ -144,6 +144,6 @@ class _ChecksummedFiles(FileSystem):
             if mode != "wb":
                 yield file
                 return
-            with checksummed(cast(Any, file)) as written:
+            with ChecksummedFile(cast(Any, file)).naming_failures() as written:
                 yield cast(IOBase, written)
             self.checksums[Path(path).name] = written.checksum

@@ -1,10 +1,11 @@
-"""Decisions that one rank makes for all, so that none can differ and errors are alike everywhere."""
+"""Decisions that one rank makes for all, and errors of one that all raise: it alone would leave them waiting."""
 
 from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -59,28 +60,48 @@ def on_one_rank(
     return value
 
 
-def gather_numbers(number: int) -> list[int]:
+def gather_numbers(number: int, group: dist.ProcessGroup | None = None) -> list[int]:
     """One 64-bit integer of every rank, by rank; every rank calls it. The hosts exchange them, where they can."""
-    mine = torch.tensor([number], dtype=torch.int64, device=object_device())
-    everyone = mine.new_empty(dist.get_world_size())
-    dist.all_gather_single(everyone, mine)
+    mine = torch.tensor([number], dtype=torch.int64, device=object_device(group))
+    everyone = mine.new_empty(dist.get_world_size(group))
+    dist.all_gather_single(everyone, mine, group)
     numbers: list[int] = everyone.tolist()
     return numbers
 
 
-def raise_alike(error: Exception | None) -> None:
-    """Raise on every rank what a rank ran into; every rank calls it.
+@contextmanager
+def alike(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise on all ranks what any of them raises inside.
+
+    Every rank reaches the end, whatever others raise: collectives inside come before what one alone may raise.
+
+    Args:
+        group: A group of all ranks; the default one without it.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    raise_alike(error, group)
+
+
+def raise_alike(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+    """Raise on every rank what the first of those that failed ran into; every rank calls it.
 
     Args:
         error: What this rank ran into, if anything.
+        group: A group of all ranks; the default one without it.
     """
-    if not any(gather_numbers(int(error is not None))):
+    if not any(gather_numbers(int(error is not None), group)):
         return
-    everyone: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, _portable(_Outcome(error=error)).error)
+    everyone: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, _portable(_Outcome(error=error)).error, group)
     rank, first = next((rank, other) for rank, other in enumerate(everyone) if other is not None)
+    if error is not None and rank == dist.get_rank(group):
+        raise error
     first.add_note(f"on rank {rank}")
-    raise error or first
+    raise first from error
 
 
 def _portable(outcome: _Outcome) -> _Outcome:

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy
 from torch.optim import Optimizer
 
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.distributed.agreement import raise_alike
-from lightning_3d.errors import OffloadError
+from lightning_3d.distributed.agreement import alike
 from lightning_3d.torch_internals.fsdp import move_shards, shards_of, when_gathered
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.master_weights import MasterWeights, is_half
@@ -40,20 +39,16 @@ def offload_parameters(place: str, root: nn.Module) -> Store:
         OffloadError: the directory can't be written or has no room, on any rank.
     """
     store = Store()
-    failure: OffloadError | None = None
     if place in ("none", "cpu"):
         return store
     units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
-    try:
+    with alike():
         store = Store.at(place)
         store.reserve(sum(shard.nbytes for unit in units for shard in shards_of(unit)))
         for unit in units:
             move_shards(unit, store.zeros)
             store.advise(shards_of(unit), Advice.NOT_FOR_A_WHILE)
             when_gathered(unit, partial(store.advise, advice=Advice.NOT_FOR_A_WHILE))
-    except OffloadError as error:
-        failure = error
-    raise_alike(failure)
     return store
 
 
@@ -76,13 +71,9 @@ def offloaded_steps(
     if config.offload_optimizer == "none":
         return None
     store: Store | None = None
-    failure: OffloadError | None = None
-    try:
+    with alike():
         store = Store.at(config.offload_optimizer)
         store.reserve(sum(_num_bytes(optimizer, zero, masters) for optimizer in kinds))
-    except OffloadError as error:
-        failure = error
-    raise_alike(failure)
     assert store is not None
     zero.keep_states(store.zeros)
     window_bytes = 2**20 * (_WINDOW if config.offload_window == "auto" else config.offload_window)

@@ -1,0 +1,210 @@
+"""Whether the files of a checkpoint are as they were written: by the manifest of a folder, or a file's own checksums.
+
+    __0_0.distcp     tensors and other values that rank 0 wrote, and so on for every rank
+    .metadata        the index of torch.distributed.checkpoint
+    meta.pt          the rest of the Trainer's checkpoint
+    manifest.json    {"files": {"__0_0.distcp": {"size": 4096, "xxh3_64": "..."}, ...}, "xxh3_64": "..."}
+
+The manifest's last entry is the checksum of its others, so that a damaged one blames no other file. A `.ckpt` file is a
+zip archive, with a checksum of each record.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO
+
+import torch.distributed as dist
+import xxhash
+
+from lightning_3d.checkpoint.atomic import MANIFEST
+from lightning_3d.errors import CheckpointError
+
+REPAIR = "Load another checkpoint, or copy this one again from where it is whole"
+"""The way on from damage."""
+
+_NUM_NAMED = 50
+_CHUNK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checksum:
+    """Size in bytes and xxHash (XXH3, 64 bits, hexadecimal) of a file."""
+
+    size: int
+    xxh3_64: str
+
+    @staticmethod
+    def of_file(path: Path) -> Checksum:
+        """Read a file, a part at a time."""
+        content, part, size = xxhash.xxh3_64(), bytearray(_CHUNK), 0
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(part):
+                content.update(memoryview(part)[:count])
+                size += count
+        return Checksum(size=size, xxh3_64=content.hexdigest())
+
+
+class ChecksummedFile:
+    """A file that is being written from its start to its end, and its checksum."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._size, self._content = file, 0, xxhash.xxh3_64()
+        self._failure: OSError | None = None
+
+    def write(self, part: bytes | memoryview) -> int:
+        """Write all of it; files that are buffered or on a disk take no less."""
+        self._content.update(part)
+        self._size += memoryview(part).nbytes
+        try:
+            return self._file.write(part)
+        except OSError as error:
+            self._failure = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    @property
+    def checksum(self) -> Checksum:
+        """The checksum of what was written so far."""
+        return Checksum(size=self._size, xxh3_64=self._content.hexdigest())
+
+    @contextmanager
+    def naming_failures(self) -> Iterator[ChecksummedFile]:
+        """Raise inside the error of a write, which torch turns into one that does not name it."""
+        try:
+            yield self
+        except Exception as error:
+            if self._failure is None:
+                raise
+            raise self._failure from error
+
+
+# ------------------------------------------------------------------------------------------------------------ manifests
+
+
+def manifest_of(files: Mapping[str, Checksum]) -> str:
+    """The text of a manifest of these files, by name."""
+    listed = {name: asdict(files[name]) for name in sorted(files)}
+    return json.dumps({"files": listed, "xxh3_64": _of_listed(listed)}, indent=1)
+
+
+def read_manifest(folder: Path) -> dict[str, Checksum] | None:
+    """The files in the manifest of a folder, by name; None if it has no manifest.
+
+    Raises:
+        ValueError: The manifest is damaged.
+    """
+    try:
+        found = json.loads((folder / MANIFEST).read_bytes())
+        listed = found["files"]
+        if found["xxh3_64"] != _of_listed(listed):
+            raise ValueError("its checksum is another")
+        for name in listed:
+            if not name or "\0" in name or PurePath(name).name != name:
+                raise ValueError(f"it names {name!r}, which is no file of its folder")
+        return {name: Checksum(**entry) for name, entry in listed.items()}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} is damaged: {error}") from None
+
+
+def _of_listed(listed: Mapping[str, Mapping[str, Any]]) -> str:
+    return xxhash.xxh3_64(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------------- damage
+
+
+def check_files(path: Path) -> None:
+    """Check all files of a checkpoint, a folder or a `.ckpt` file, each by one of the ranks; a collective of all ranks.
+
+    Raises:
+        CheckpointError: Files are damaged; on all ranks, with their names.
+
+    """
+    problems: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(problems, damage(path, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
+    raise_of_damage(path, sorted({problem for of_rank in problems for problem in of_rank}))
+
+
+def raise_of_damage(path: Path, problems: list[str]) -> None:
+    """Raise if there are problems of a checkpoint, a line each.
+
+    Raises:
+        CheckpointError: There are.
+    """
+    if problems:
+        named = "; ".join(problems[:_NUM_NAMED])
+        more = f"; and {len(problems) - _NUM_NAMED} more" if len(problems) > _NUM_NAMED else ""
+        raise CheckpointError(f"{path} is damaged: {named}{more}. {REPAIR}")
+
+
+def damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> list[str]:
+    """The problems of a checkpoint folder or `.ckpt` file, a line each.
+
+    Folders without a manifest and files that are no zip archives have no checksums, and so no problems.
+
+    Args:
+        rank: Reads every file, or record in a file, from this one on whose turn it is.
+        num_ranks: As many read the others.
+    """
+    if not path.is_dir():
+        return list(_in_file(path, rank, num_ranks))
+    try:
+        files = read_manifest(path) or {}
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    names = sorted(files)[rank::num_ranks]
+    return [f"{name} {problem}" for name in names if (problem := _problem(path / name, files[name]))]
+
+
+def is_zip(path: Path) -> bool:
+    """Whether a file begins as an archive that torch.save writes, with checksums."""
+    with path.open("rb") as file:
+        return file.read(2) == b"PK"
+
+
+def _problem(path: Path, listed: Checksum) -> str | None:
+    try:
+        if path.exists() and not path.is_file():  # reading some would never end
+            return "is no file"
+        if (size := path.stat().st_size) != listed.size:
+            return f"has {size} bytes and had {listed.size} when it was written"
+        is_as_written = Checksum.of_file(path) == listed
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"can't be read ({error})"
+    return None if is_as_written else "has another content than was written (its checksum differs)"
+
+
+def _in_file(path: Path, rank: int, num_ranks: int) -> Iterator[str]:
+    """The records of a zip archive, as torch writes it, that differ from their CRC-32."""
+    try:
+        if not is_zip(path):
+            return
+        with zipfile.ZipFile(path) as archive:
+            records = [record for record in archive.infolist() if record.CRC != 0]  # else it was not computed
+            for record in records[rank::num_ranks]:
+                try:
+                    with archive.open(record) as content:
+                        while content.read(_CHUNK):
+                            pass
+                except OSError:
+                    raise
+                except Exception as error:
+                    yield f"the record {record.filename} in {path.name} has another content than was written ({error})"
+    except FileNotFoundError:
+        return  # who opens it next says so
+    except OSError as error:
+        yield f"{path.name} can't be read ({error})"
+    except Exception as error:  # of many kinds, where an archive was altered
+        yield f"{path.name} was cut off or altered ({error})"
