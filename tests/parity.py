@@ -1,10 +1,9 @@
 """The one law, as a harness: a `Job` trained in one process and in a `Layout` gives the same numbers.
 
-    reference = run_reference(job)                    plain Trainer, one process
-    result = run_layout(workers, job, layout)         ThreeDStrategy, layout.world_size ranks
-    assert_parity(reference, result)                  losses, gradient norms, logged values on every rank; all weights
+    ranks = run_layout(workers, job, layout)   ThreeDStrategy, layout.world_size ranks
+    assert_parity(job, ranks)                  against one process: losses, gradient norms, logged values, all weights
 
-What it does not decide: which parts of the model a rank should hold. `LayoutRun.held` says what it did hold.
+What it does not decide: which parts of the model a rank should hold. `Outcome.held` says what it did hold.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,9 +26,8 @@ from torch.utils.data import Dataset, Subset
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.planning.plan import Plan
-from tests.collectives import BlockInputs, Sent
-from tests.models import TinyGPT, loader, reference_loader, tokens, training_loader
-from tests.workers import DEFAULT_TIMEOUT, WorkerPools
+from tests.models import TinyGPT, loader, tokens, training_loader
+from tests.workers import WorkerPools
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -138,20 +136,6 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """What one process saw of a run."""
-
-    losses: list[float]
-    """The logged `loss_step` after every batch."""
-
-    gradient_norms: list[float]
-    """The global 2-norm of all gradients before clipping, at every optimizer step."""
-
-    metrics: dict[str, float]
-    """`trainer.callback_metrics` after the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Held:
     """What one rank holds between steps: number of local elements by FQN, absent where it is 0; ties appear once."""
 
@@ -162,59 +146,30 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReferenceRun:
-    """The run of one process."""
+class Outcome:
+    """What one process saw of a run."""
 
-    numbers: Numbers
+    losses: list[float]
+    """The logged `loss_step` after every batch."""
+    gradient_norms: list[float]
+    """The global 2-norm of all gradients before clipping, at every optimizer step."""
+    metrics: dict[str, float]
+    """`trainer.callback_metrics` after the run."""
     weights: dict[str, Tensor]
-    parameters: dict[str, int]
-    """Number of elements of every parameter by FQN; ties appear once."""
+    """The `state_dict` of the whole model."""
+    held: Held
+    plan: Plan | None
+    """None without a strategy of this package."""
+    warned: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayoutRun:
-    """The run of a layout."""
-
-    numbers: list[Numbers]
-    """By rank."""
-
-    held: list[Held]
-    """By rank."""
-
-    weights: dict[str, Tensor]
-    """The `state_dict` of the plain `.ckpt` that `trainer.save_checkpoint` wrote."""
-
-    plan: Plan
-
-    warnings: list[str]
-    """What was warned of on rank 0."""
-    sent: list[dict[str, tuple[Sent, Sent]]]
-    """By rank: FQN of a tensor-parallel block -> what its forward and its backward sent, if that was measured."""
-
-
-class _Recorder(L.Callback):
+class NormRecorder(L.Callback):
     """Collects losses and norms of gradients while training, and at its end what this rank holds."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.gradient_norms: list[float] = []
         self.held = Held(parameters={}, optimizer_state={})
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: object, batch: object, batch_idx: int
-    ) -> None:
-        self.losses.append(float(trainer.callback_metrics["loss_step"]))
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.held = held(pl_module, trainer.optimizers[0])
-
-    def numbers(self, trainer: L.Trainer) -> Numbers:
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        return Numbers(losses=self.losses, gradient_norms=self.gradient_norms, metrics=metrics)
-
-
-class NormRecorder(_Recorder):
-    """Looks at gradients, too."""
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
@@ -225,6 +180,14 @@ class NormRecorder(_Recorder):
             gradients = [p.grad.double() for p in pl_module.parameters() if p.grad is not None]
             norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
         self.gradient_norms.append(norm)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: object, batch_idx: int
+    ) -> None:
+        self.losses.append(float(trainer.callback_metrics["loss_step"]))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.held = held(pl_module, trainer.optimizers[0])
 
 
 def held(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Held:
@@ -296,28 +259,14 @@ def whole_state(trainer: L.Trainer) -> dict[str, Tensor]:
         return {fqn: value.detach().clone() for fqn, value in trainer.lightning_module.state_dict().items()}
 
 
-def assert_same_state(states: Iterable[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    """Compare states by name, to 1e-5."""
+def assert_same_state(
+    states: Iterable[dict[str, Tensor]], expected: dict[str, Tensor], tolerance: float = 1e-5
+) -> None:
+    """Compare states by name."""
     for state in states:
         assert state.keys() == expected.keys()
         for fqn, value in expected.items():
-            torch.testing.assert_close(state[fqn], value, atol=1e-5, rtol=0, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
-
-
-def _trainer(job: Job, layout: Layout | None, *callbacks: L.Callback) -> L.Trainer:
-    return L.Trainer(
-        **QUIET | devices(layout, job.accelerator),
-        strategy="auto" if layout is None else layout.strategy(),
-        precision=job.precision,
-        max_epochs=1,
-        accumulate_grad_batches=job.accumulate_grad_batches,
-        gradient_clip_val=job.gradient_clip_val,
-        gradient_clip_algorithm=job.gradient_clip_algorithm,
-        limit_val_batches=job.num_val_batches,
-        callbacks=[*callbacks],
-        log_every_n_steps=1,
-        enable_checkpointing=False,
-    )
+            torch.testing.assert_close(state[fqn], value, atol=tolerance, rtol=0, msg=lambda m, fqn=fqn: f"{fqn}: {m}")
 
 
 def splits(job: Job) -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor, ...]]]:
@@ -328,95 +277,60 @@ def splits(job: Job) -> tuple[Dataset[tuple[Tensor, ...]], Dataset[tuple[Tensor,
     return Subset(samples, range(num_train)), Subset(samples, range(num_train, num_train + num_val))
 
 
-def run_reference(job: Job) -> ReferenceRun:
-    """Train the job in this process with the plain Trainer."""
-    recorder = NormRecorder() if job.sees_gradients else _Recorder()
-    trainer = _trainer(job, None, recorder)
-    train, val = splits(job)
-    L.seed_everything(job.seed, verbose=False)
-    model = job.model()
-    trainer.fit(
-        model,
-        reference_loader(train, global_batch_size=job.global_batch_size, seed=job.seed, collate=job.collate),
-        loader(val, global_batch_size=job.global_batch_size, collate=job.collate),
+def ran(job: Job, layout: Layout | None) -> Outcome:
+    """Train the job as a rank of a layout, or without one in this process with the plain Trainer."""
+    recorder, dp = NormRecorder(), 1 if layout is None else layout.dp
+    trainer = L.Trainer(
+        **QUIET | devices(layout, job.accelerator),
+        strategy="auto" if layout is None else layout.strategy(),
+        precision=job.precision,
+        max_epochs=1,
+        accumulate_grad_batches=job.accumulate_grad_batches,
+        gradient_clip_val=job.gradient_clip_val,
+        gradient_clip_algorithm=job.gradient_clip_algorithm,
+        limit_val_batches=job.num_val_batches,
+        callbacks=[recorder],
+        enable_checkpointing=False,
     )
-    return ReferenceRun(
-        numbers=recorder.numbers(trainer),
-        weights={name: value.detach().clone() for name, value in model.state_dict().items()},
-        parameters={name: parameter.numel() for name, parameter in model.named_parameters()},
-    )
-
-
-def run_layout(
-    workers: WorkerPools, job: Job, layout: Layout, *, timeout: float = DEFAULT_TIMEOUT, measures_sent: bool = False
-) -> LayoutRun:
-    """Train the job on `layout.world_size` ranks of the pool.
-
-    Args:
-        timeout: Seconds, as in `WorkerPool.run`.
-        measures_sent: Whether to run every tensor-parallel block once more and note its collectives; with tp alone.
-    """
-    ranks = workers(layout.world_size).run(_train_rank, job, layout, measures_sent, timeout=timeout)
-    return LayoutRun(
-        numbers=[numbers for numbers, *_ in ranks],
-        held=[rank_held for _, rank_held, *_ in ranks],
-        weights=ranks[0][2],
-        plan=ranks[0][3],
-        warnings=ranks[0][4],
-        sent=[rank[5] for rank in ranks],
-    )
-
-
-def _train_rank(
-    job: Job, layout: Layout, measures_sent: bool
-) -> tuple[Numbers, Held, dict[str, Tensor], Plan, list[str], dict[str, tuple[Sent, Sent]]]:
-    if not job.sees_gradients:
-        layout = replace(layout, zero_settings={"show_gradients": False, **layout.zero_settings})
-    recorder = NormRecorder() if job.sees_gradients else _Recorder()
-    inputs = BlockInputs()
-    trainer = _trainer(job, layout, recorder, *([inputs] if measures_sent else []))
+    batches: dict[str, Any] = {"global_batch_size": job.global_batch_size, "data_parallel_size": dp}
     train, val = splits(job)
     L.seed_everything(job.seed, verbose=False)  # also the seed of the sampler that Lightning adds
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        batches = training_loader(
-            train,
-            global_batch_size=job.global_batch_size,
-            data_parallel_size=layout.dp,
-            seed=job.seed,
-            collate=job.collate,
-        )
         trainer.fit(
             job.model(),
-            batches,
-            loader(val, global_batch_size=job.global_batch_size, data_parallel_size=layout.dp, collate=job.collate),
+            training_loader(train, seed=job.seed, collate=job.collate, **batches),
+            loader(val, collate=job.collate, **batches),
         )
-    path, plan = Path("final.ckpt"), trainer.strategy.plan  # type: ignore[attr-defined]
-    trainer.save_checkpoint(path)
-    checkpoint = torch.load(path, map_location="cpu", weights_only=True) if trainer.global_rank == 0 else {}
-    warned = [str(warning.message) for warning in caught]
-    sent = inputs.sent(plan)
-    return recorder.numbers(trainer), recorder.held, checkpoint.get("state_dict", {}), plan, warned, sent
+    return Outcome(
+        losses=recorder.losses,
+        gradient_norms=recorder.gradient_norms,
+        metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+        weights={fqn: value.cpu() for fqn, value in whole_state(trainer).items()},
+        held=recorder.held,
+        plan=trainer.strategy.plan if isinstance(trainer.strategy, ThreeDStrategy) else None,
+        warned=[str(warning.message) for warning in caught],
+    )
 
 
-def assert_parity(reference: ReferenceRun, result: LayoutRun, tolerance: float = 1e-5) -> None:
-    """Compare every number with the reference; the greatest absolute difference of each kind may be `tolerance`, of
-    gradient norms above 1 relative to the greatest.
+def run_layout(workers: WorkerPools, job: Job, layout: Layout) -> list[Outcome]:
+    """Train the job on `layout.world_size` ranks of the pool."""
+    return workers(layout.world_size).run(ran, job, layout)
+
+
+def assert_parity(job: Job, ranks: Sequence[Outcome], tolerance: float = 1e-5) -> None:
+    """Compare every number with those of one process; the greatest absolute difference of each kind may be `tolerance`,
+    of gradient norms above 1 relative to the greatest.
 
     Raises:
         AssertionError: Something differs, is missing, or is not a number.
     """
-    expected = reference.numbers
+    expected = ran(job, None)
     assert expected.losses, "the reference is empty"
     of_norms = tolerance * max([1.0, *expected.gradient_norms])  # not of order 1 as the rest is, and in fp32
-    for rank, numbers in enumerate(result.numbers):
+    for rank, outcome in enumerate(ranks):
         where = f"on rank {rank}"
-        assert numbers.losses == pytest.approx(expected.losses, rel=0, abs=tolerance), where
-        assert numbers.gradient_norms == pytest.approx(expected.gradient_norms, rel=0, abs=of_norms), where
-        assert numbers.metrics == pytest.approx(expected.metrics, rel=0, abs=tolerance), where
-    assert result.weights.keys() == reference.weights.keys()
-    for fqn, value in reference.weights.items():
-        found = result.weights[fqn]
-        torch.testing.assert_close(
-            found, value, rtol=0, atol=tolerance, check_dtype=False, msg=lambda message, fqn=fqn: f"{fqn}: {message}"
-        )
+        assert outcome.losses == pytest.approx(expected.losses, rel=0, abs=tolerance), where
+        assert outcome.gradient_norms == pytest.approx(expected.gradient_norms, rel=0, abs=of_norms), where
+        assert outcome.metrics == pytest.approx(expected.metrics, rel=0, abs=tolerance), where
+    assert_same_state([outcome.weights for outcome in ranks], expected.weights, tolerance)

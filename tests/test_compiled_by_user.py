@@ -20,7 +20,6 @@ from tests.parity import (
     assert_same_state,
     fitted,
     run_layout,
-    run_reference,
     whole_state,
 )
 from tests.workers import WorkerError, WorkerPools
@@ -91,7 +90,7 @@ PAIRS = [
 @pytest.mark.parametrize(("model", "layout"), PAIRS, ids=str)
 def test_compiled_code_trains_as_in_one_process(workers: WorkerPools, model: type[TinyMLP], layout: Layout) -> None:
     job = Job(model=model, data=features)
-    assert_parity(run_reference(job), run_layout(workers, job, layout))
+    assert_parity(job, run_layout(workers, job, layout))
 
 
 class CompilesWholeGraph(CompilesLossOfManyFeatures):
