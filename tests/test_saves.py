@@ -25,7 +25,7 @@ from torch import Tensor
 from lightning_3d import ConfigError
 from lightning_3d.checkpoint import read_folder, trainer_io
 from lightning_3d.checkpoint.checksums import damage
-from lightning_3d.checkpoint.file_or_folder import is_too_large
+from lightning_3d.checkpoint.trainer_io import is_too_large
 from lightning_3d.checkpoint.writing import write_folder
 from lightning_3d.errors import CheckpointError
 from lightning_3d.memory.rank_memory import GIB

@@ -21,13 +21,11 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts
 from lightning_3d.torch_internals.dtensor import StridedShard, part_of, placed
-from lightning_3d.zero.shard import RankShard, Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,28 +142,6 @@ def _on_device_of_mesh(tensor: DTensor) -> DTensor:
         return tensor
     local = tensor.to_local().to(mesh.device_type)
     return placed(local, mesh, tensor.placements, tensor.shape, tensor.stride())
-
-
-def empty_state(parameter: nn.Parameter, info: TensorInfo, shards: Shards) -> Tensor:
-    """Room for an optimizer state of `parameter`: placed as its shard is if it has its shape, else a plain tensor.
-
-    Raises:
-        CheckpointError: The parameter is sharded and the shape of the state is neither its own nor a scalar's.
-
-    """
-    shard = shards.get(parameter, RankShard(parameter=parameter))
-    if math.prod(info.shape) == 1 and info.shape != tuple(parameter.shape):
-        return torch.empty(
-            info.shape, dtype=info.dtype
-        )  # a step count; torch moves it off the CPU where it has to be elsewhere
-    if info.shape == tuple(parameter.shape):
-        return shard.like_parameter(shard.empty_state(info.dtype))
-    if isinstance(parameter, DTensor) or shard.is_dealt:
-        raise CheckpointError(
-            f"an optimizer state of shape {info.shape} belongs to a sharded parameter of shape "
-            f"{tuple(parameter.shape)}: only states of the parameter's shape and scalars can be sharded"
-        )
-    return torch.empty(info.shape, dtype=info.dtype, device=parameter.device)
 
 
 def _grouped(parts: Parts) -> list[range]:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lightning_3d.checkpoint.box import is_part
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.share import Share, TreePath, optimizer_shares
+from lightning_3d.checkpoint.share import Share, TreePath, state_share
+from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts, order_of
 
 MODEL = "state_dict"
@@ -67,8 +68,9 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, Parts] = Mappi
                 values[MODEL, name] = Share(value, parts.get(name, order_of(value)) if is_part(value) else None)
         optimizers = checkpoint.get(OPTIMIZERS, ())
         for section, state in zip(sections(len(optimizers)), optimizers, strict=True):
-            for fqn, states in optimizer_shares(state["state"], parts).items():
-                values.update({(section, "state", fqn, name): value for name, value in states.items()})
+            for fqn, states in state["state"].items():
+                for name, value in states.items():
+                    values[section, "state", fqn, name] = _saved_state(fqn, name, value, parts.get(fqn))
             if dist.get_rank() == 0:
                 values[section, "param_groups"] = state["param_groups"]
     rest = {key: value for key, value in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
@@ -82,6 +84,18 @@ def content_of(checkpoint: Mapping[str, Any], parts: Mapping[str, Parts] = Mappi
         return torch.empty(node.shape, dtype=node.dtype, device="meta")
 
     return Content(values=values, rest=changed(rest, apart))
+
+
+def _saved_state(fqn: str, name: str, value: Any, parts: Parts | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    share = state_share(value, parts)
+    if parts is not None and value.numel() > 1 and share.parts is None:
+        raise CheckpointError(
+            f"state {name!r} of {fqn} has shape {tuple(value.shape)}: of a weight that is sharded in parts of"
+            f" {parts.sizes} features, only states of the weight's own shape can be saved"
+        )
+    return share
 
 
 def _partial_on_any_rank(rest: dict[str, Any]) -> set[TreePath]:

@@ -7,12 +7,14 @@ comes to write one, it is made.
 from __future__ import annotations
 
 import ctypes
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, UntypedStorage
+from typing_extensions import override
 
 from lightning_3d.checkpoint.box import TensorInfo, fill, is_part
 from lightning_3d.checkpoint.share import Share
@@ -58,6 +60,30 @@ def made(tree: Any) -> Any:
         return known[lazy]
 
     return tree_map_only(LazyTensor, full, tree)
+
+
+class SavedState(UserDict[str, Any]):
+    """A state dict of a folder as hooks that load a checkpoint see it: full values by name, read when asked for.
+
+    Each rank reads by itself what its code asks for. Hooks may change values, which leaves the folder as it is.
+
+    Args:
+        values: Tensors, or containers of them, are lazy until somebody asks for them.
+    """
+
+    @override
+    def __getitem__(self, name: str) -> Any:
+        value = self.data[name] = made(self.data[name])
+        return value
+
+    @override
+    def copy(self) -> SavedState:
+        return SavedState(self.data)
+
+
+def unread(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of a state dict as they are: lazy where nobody has asked for them."""
+    return state.data if isinstance(state, SavedState) else state
 
 
 def as_lazy(tree: Any) -> Any:

@@ -22,10 +22,9 @@ from lightning_3d.checkpoint.checksums import check_files, damage, is_zip, raise
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, in_place, joined, sections, states_of
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
-from lightning_3d.checkpoint.lazy import LazyTensor, StoredTensor, as_lazy, save_lazily
+from lightning_3d.checkpoint.lazy import LazyTensor, SavedState, StoredTensor, as_lazy, save_lazily
 from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.checkpoint.reading import unpickling
-from lightning_3d.checkpoint.saved_state import SavedState
 from lightning_3d.checkpoint.share import Share, TreePath
 from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 from lightning_3d.tensor.placement import Parts, marked

@@ -11,16 +11,24 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.staging import Staging
+from lightning_3d.checkpoint.share import Share
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.distributed.agreement import raise_alike
+from lightning_3d.torch_internals.dtensor import placed
+from lightning_3d.torch_internals.pytree import tree_map
 
 _log = logging.getLogger(__name__)
 
@@ -110,3 +118,49 @@ class Saves:
             dist.destroy_process_group(self._group)
             self._group = None
         self._staging = Staging()
+
+
+class Staging:
+    """Memory of the host for one copy of nested containers at a time, that is used again for the next."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[Any, list[Tensor]] = defaultdict(list)
+        self._used: list[Tensor] = []
+
+    @torch.no_grad()
+    def copied(self, tree: _Content) -> _Content:
+        """Copies of the tensors on the CPU, and of everything else; the copy before must not be needed any more.
+
+        A tensor in several places has one copy.
+        """
+        for tensor in self._used:
+            self._free[_kind(tensor)].append(tensor)
+        self._used = []
+        copies: dict[int, Tensor] = {}
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, Share):
+                return replace(leaf, tensor=copied(leaf.tensor))
+            if not isinstance(leaf, Tensor):
+                return deepcopy(leaf)
+            if id(leaf) not in copies:
+                copies[id(leaf)] = self._on_host(leaf.detach())
+            return copies[id(leaf)]
+
+        found: _Content = tree_map(copied, tree)
+        self._free.clear()  # of what is saved no more
+        return found
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            local = self._on_host(tensor.to_local())
+            return placed(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        free = self._free[_kind(tensor)]
+        is_pinned = tensor.device.type == "cuda"
+        copy = free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
+        self._used.append(copy)
+        return copy.copy_(tensor)
+
+
+def _kind(tensor: Tensor) -> Any:
+    return tensor.shape, tensor.stride(), tensor.dtype

@@ -6,10 +6,8 @@ nothing of fused weights in grouped order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from lightning_3d.checkpoint.box import Box, boxes_of
-from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts
 from lightning_3d.torch_internals.dtensor import part_of
 
@@ -83,23 +80,3 @@ def state_share(value: Tensor, parts: Parts | None) -> Share:
         and value.shape[parts.dim] == sum(parts.sizes)
     )
     return Share(value, parts if is_along else None)
-
-
-def optimizer_shares(state: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Parts]) -> dict[str, dict[str, Any]]:
-    """The state of an optimizer by FQN and name, with the shares of tensors in place of these.
-
-    Raises:
-        CheckpointError: A state of a weight in grouped order is neither a scalar nor sharded as the weight is.
-
-    """
-    found: dict[str, dict[str, Any]] = {fqn: {} for fqn in state}
-    for fqn, values in state.items():
-        for name, value in values.items():
-            share = state_share(value, parts.get(fqn)) if isinstance(value, Tensor) else value
-            if fqn in parts and isinstance(share, Share) and value.numel() > 1 and share.parts is None:
-                raise CheckpointError(
-                    f"state {name!r} of {fqn} has shape {tuple(value.shape)}: of a weight that is sharded in "
-                    f"parts of {parts[fqn].sizes} features, only states of the weight's own shape can be saved"
-                )
-            found[fqn][name] = share
-    return found

@@ -10,7 +10,7 @@ Lightning asks for the model's state, for those of the optimizers, and then hand
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning_utilities.core.rank_zero import rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -32,24 +32,24 @@ from lightning_3d.checkpoint.box import is_part
 from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers, class_names, is_of_lr_finder
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, content_of, joined
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.file_or_folder import file_bytes, is_too_large
 from lightning_3d.checkpoint.folder import folder_content
 from lightning_3d.checkpoint.gathering import Gathering
-from lightning_3d.checkpoint.lazy import made
+from lightning_3d.checkpoint.lazy import SavedState, made
 from lightning_3d.checkpoint.loading import read_checkpoint
 from lightning_3d.checkpoint.match import check_is_lightning
-from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state, unwrapped
+from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state, parameters_of, unwrapped
 from lightning_3d.checkpoint.own_state import like_state, load_model, shown_state, state_of, tied_fqns
 from lightning_3d.checkpoint.run_state import RUN
-from lightning_3d.checkpoint.saved_state import SavedState
 from lightning_3d.checkpoint.saves import Saves
 from lightning_3d.checkpoint.writing import write_file, write_folder
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.agreement import on_rank_zero
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import CheckpointError, ConfigError
+from lightning_3d.memory.rank_memory import GIB, size_text
 from lightning_3d.tensor.placement import marked
 from lightning_3d.torch_internals import lightning_helpers
+from lightning_3d.torch_internals.modules import named_state
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.shard import NO_SHARDS, Shards
@@ -87,7 +87,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         self._pp, self._zero = mesh.axis("pp"), zero
         if self._config.save_distributed_checkpoint == "auto" and not self._is_users:
             device = self._strategy.root_device
-            num_bytes = on_rank_zero(lambda: file_bytes(self._module, self._strategy.optimizers), device)
+            num_bytes = on_rank_zero(lambda: _file_bytes(self._module, self._strategy.optimizers), device)
             self._writes_folders = is_too_large(num_bytes, self._config.checkpoint.max_file_size)
         for callback in lightning_helpers.callbacks_of(trainer) if self._writes_folders else ():
             if isinstance(callback, ModelCheckpoint) and callback.dirpath and local_path(callback.dirpath) is None:
@@ -290,3 +290,22 @@ def _hooks_see_saving(module: LightningModule) -> bool:
     callbacks = lightning_helpers.callbacks_of(module.trainer)
     hooks = [module.on_save_checkpoint, *(callback.on_save_checkpoint for callback in callbacks)]
     return any(not (getattr(hook, "__module__", None) or "").startswith("lightning.pytorch.") for hook in hooks)
+
+
+def _file_bytes(module: LightningModule, optimizers: Sequence[Optimizer]) -> int:
+    """About how many bytes a file of the whole model and its optimizers would have, if these were Adam."""
+    tensors = {tensor for _, tensor, _ in named_state(module)}
+    trained = [p for optimizer in optimizers for p in parameters_of(optimizer) if p.requires_grad]
+    return sum(t.numel() * t.element_size() for t in tensors) + sum(2 * 4 * p.numel() for p in trained)
+
+
+def is_too_large(num_bytes: int, max_file_size: float) -> bool:
+    """Whether a file would be larger than the setting `checkpoint.max_file_size`, in GiB; tells so on rank 0."""
+    if num_bytes <= max_file_size * GIB:
+        return False
+    rank_zero_info(
+        f"Checkpoints become folders that every rank writes its part of, as one file would have about"
+        f" {size_text(num_bytes)} and checkpoint.max_file_size is {max_file_size:g} GiB. Set"
+        " save_distributed_checkpoint=False for files nevertheless."
+    )
+    return True

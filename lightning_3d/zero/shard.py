@@ -122,3 +122,8 @@ class RankShard:
 Shards = Mapping[nn.Parameter, RankShard]
 
 NO_SHARDS: Shards = MappingProxyType({})
+
+
+def shard_of(parameter: nn.Parameter, shards: Shards) -> RankShard:
+    """Its shard, which is all that this rank holds of it where there is none."""
+    return shards.get(parameter) or RankShard(parameter=parameter)
