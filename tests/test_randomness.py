@@ -12,7 +12,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d.distributed.rng import random_states_kept
-from tests.models import Block, TinyGPT
+from tests.models import TinyMLP, features
 from tests.parity import QUIET, Layout, fitted
 from tests.workers import WorkerError, WorkerPools
 
@@ -159,16 +158,22 @@ def _num_calls(layout: Layout) -> int:
     return NUM_BLOCKS * STEPS * num_microbatches * layout.dp
 
 
-@pytest.mark.parametrize("layout", [PP2_DP2], ids=str)
-def test_every_mask_differs_and_repeats_for_the_seed(workers: WorkerPools, layout: Layout) -> None:
-    first, second, other = (_run(workers, layout, seed=seed) for seed in (1, 1, 2))  # 1 and 2: neighbours must differ
+def test_every_mask_differs_and_repeats_for_the_seed(workers: WorkerPools) -> None:
+    first, second, other = (_run(workers, PP2_DP2, seed=seed) for seed in (1, 1, 2))  # neighbours must differ
     masks = [mask for seen in first for mask in _masks(seen)]
-    assert len(masks) == _num_calls(layout)
+    assert len(masks) == _num_calls(PP2_DP2)
     assert len(set(masks)) == len(masks), "stages, replicas, microbatches or steps share masks"
     assert masks == [mask for seen in second for mask in _masks(seen)]
     assert not set(masks) & {mask for seen in other for mask in _masks(seen)}
     for one, two in zip(first, second, strict=True):
         _assert_same_noise(one, two)
+    by_replica = first[::2], first[1::2]
+    for one, two in by_replica:
+        _assert_same_noise(one, two)
+    noise = [tuple(float(t.flatten()[0]) for t in drawn[:3]) for seen, _ in by_replica for drawn in seen.noise.values()]
+    assert len(noise) == STEPS * int(PP2_DP2.num_microbatches) * PP2_DP2.dp
+    for values in zip(*noise, strict=True):  # of torch, of NumPy, of Python
+        assert len(set(values)) == len(values), "replicas, microbatches or steps share noise"
 
 
 @pytest.mark.parametrize(("layout", "recompute"), [(PP2, "in blocks"), (DP2, "blocks")], ids=str)
@@ -177,21 +182,6 @@ def test_recomputation_sees_the_same_masks(workers: WorkerPools, layout: Layout,
     times = Counter(mask for seen in ranks for mask in _masks(seen))
     assert set(times.values()) == {2}  # once in the forward, once in the backward
     assert len(times) == _num_calls(layout)
-
-
-@pytest.mark.parametrize("layout", [PP2_DP2], ids=str)
-def test_glue_draws_the_same_on_all_stages_of_a_replica_only(workers: WorkerPools, layout: Layout) -> None:
-    ranks = _run(workers, layout)
-    by_replica = [[seen for rank, seen in enumerate(ranks) if rank % layout.dp == dp] for dp in range(layout.dp)]
-    for stages in by_replica:
-        for seen in stages[1:]:
-            _assert_same_noise(stages[0], seen)
-    noise = [
-        tuple(float(t.flatten()[0]) for t in drawn[:3]) for seen, *_ in by_replica for drawn in seen.noise.values()
-    ]
-    assert len(noise) == STEPS * int(layout.num_microbatches) * layout.dp
-    for values in zip(*noise, strict=True):  # of torch, of NumPy, of Python
-        assert len(set(values)) == len(values), "replicas, microbatches or steps share noise"
 
 
 def _assert_same_noise(one: Seen, other: Seen) -> None:
@@ -204,20 +194,15 @@ def _assert_same_noise(one: Seen, other: Seen) -> None:
 
 
 @pytest.mark.parametrize(("layout", "seeds_differ"), [(TP2, False), (PP2_TP2, True)], ids=str)
-def test_tensor_parallel_ranks_share_masks_of_replicated_regions(
+def test_ranks_of_a_replica_shuffle_and_those_that_share_tensors_drop_alike(
     workers: WorkerPools, layout: Layout, seeds_differ: bool
 ) -> None:
-    ranks = _run(workers, layout, seeds_differ=seeds_differ)
+    ranks = _run(workers, layout, shuffle=True, seeds_differ=seeds_differ)
     for first, second in zip(ranks[::2], ranks[1::2], strict=True):
         assert _masks(first)
         assert _masks(first) == _masks(second)
         _assert_same_noise(first, second)
     assert len(set(_masks(ranks[0]))) == len(_masks(ranks[0]))
-
-
-@pytest.mark.parametrize(("layout", "seeds_differ"), [(PP2, False), (PP2_TP2, True)], ids=str)
-def test_ranks_of_a_replica_shuffle_alike(workers: WorkerPools, layout: Layout, seeds_differ: bool) -> None:
-    ranks = _run(workers, layout, shuffle=True, seeds_differ=seeds_differ)
     assert len(ranks[0].order) == 2 * STEPS * BATCH
     assert ranks[0].order[: STEPS * BATCH] != ranks[0].order[STEPS * BATCH :]
     for seen in ranks[1:]:
@@ -235,34 +220,24 @@ def test_replicas_keep_their_own_random_states(workers: WorkerPools) -> None:
     assert not any(_equal(mine, theirs) for mine, theirs in zip(states[0], states[1], strict=True))
 
 
-class OwnGenerators(L.LightningModule):
+class OwnGenerators(TinyMLP):
     """Draws from generators of its own, before and after the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
         self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(3), random.Random(4)
         self.system = random.SystemRandom()  # which has no state
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        noise = torch.randn(batch[0].shape, generator=self.torch)
-        x = batch[0] + noise * self.python.random()
-        for block in self.blocks:
-            x = block(x)
-        return F.mse_loss(x, noise) * (
-            self.numpy.random() + torch.rand((), generator=self.torch) + self.python.random()
-        )
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.torch)
+        output: Tensor = super().forward(x + noise * self.python.random())
+        return output * (self.numpy.random() + torch.rand((), generator=self.torch) + self.python.random())
 
 
 def _own_numbers(layout: Layout) -> list[float]:
     """What a module's own generators draw after a run."""
-    module, strategy = OwnGenerators(), layout.strategy()
-    data = TensorDataset(torch.randn(2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(0)))
-    trainer = L.Trainer(devices=layout.pp, strategy=strategy, max_epochs=2, enable_checkpointing=False, **QUIET)
-    trainer.fit(module, DataLoader(data, batch_size=BATCH))
+    _, module = fitted(layout, OwnGenerators, data=features, epochs=1)
+    assert isinstance(module, OwnGenerators)
     return [float(torch.rand((), generator=module.torch)), module.numpy.random(), module.python.random()]
 
 
@@ -271,50 +246,6 @@ def test_own_generators_of_a_module_draw_as_in_one_process(workers: WorkerPools)
     assert workers(2).run(_own_numbers, Layout(pp=2)) == [expected, expected]
     with pytest.raises(WorkerError, match="Modules hold random generators of their own"):
         workers(2).run(_own_numbers, Layout(pp=2, mode="microbatched"))
-
-
-# ---- planning
-
-
-class _Drawing(Block):
-    """Draws from Python and NumPy, as layers that are left out at random do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if random.random() < 0.3 or np.random.rand() < 0.3:
-            return x
-        output: Tensor = super().forward(x)
-        return output
-
-
-class _Model(TinyGPT):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(_Drawing(32, 4) for _ in range(2))
-
-
-class _States(L.Callback):
-    """Python's and NumPy's next numbers before each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.seen.append((random.random(), float(np.random.rand())))
-
-
-def _numbers(layout: Layout) -> list[tuple[float, float]]:
-    states = _States()
-    random.seed(dist.get_rank())
-    np.random.seed(dist.get_rank())
-    fitted(layout, _Model, epochs=1, callbacks=[states])
-    return states.seen
-
-
-def test_ranks_draw_what_one_process_draws(workers: WorkerPools) -> None:
-    (alone,) = workers(1).run(_numbers, Layout())
-    assert len(set(alone)) == len(alone) > 1
-    layout = Layout(tp=2, activations={"recompute": "auto", "budget": 100.0})
-    assert workers(2).run(_numbers, layout) == [alone, alone]
 
 
 def test_random_states_are_kept_also_after_an_exception() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,12 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import ActivationsConfig
-from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.errors import ConfigError, PlanError, StepError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.precision.plugin import ThreeDPrecision
 from tests.models import Regression, TinyGPT, features
@@ -129,7 +131,7 @@ def _outcome(
     FORWARDS.clear(), HOOKED.clear()
     with _hooks_of_all_modules():
         made = partial(BusyNet, has_generators=layout.schedule != "zbv")
-        trainer, module = fitted(layout, made, data=features, plugins=[ThreeDPrecision(precision)])
+        trainer, module = fitted(layout, made, data=features, batches=2, plugins=[ThreeDPrecision(precision)])
     assert isinstance(module, BusyNet)
     assert HOOKED["BatchNorm1d 1"] == HOOKED["BatchNorm1d 2"] > 0
     here = [b for b in module.blocks if not next(b.parameters()).is_meta]
@@ -244,6 +246,43 @@ def test_what_can_not_be_put_back_is_refused(workers: WorkerPools, mode: str) ->
         run(partial(DecayingRegression, False), mode, blocks)
     with pytest.raises(WorkerError, match=r"buffer of shape \(2048, 16\), which its forward left alone, was changed"):
         run(SmoothingRegression, mode, blocks)
+
+
+class Functional(OneBlock):
+    """Calls all of it with other weights, which lead back to its own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        weights = {name: weight * 0.8 for name, weight in self.named_parameters()}
+        return F.mse_loss(functional_call(self, weights, (batch[0],)), batch[1])
+
+
+class Vectorized(OneBlock):
+    """Calls a block for one sample at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(torch.vmap(self.blocks[0])(self.stem(x)))  # type: ignore[arg-type]
+        return output
+
+
+def _refused(layout: Layout, model: type[Regression]) -> str:
+    with pytest.raises(StepError) as raised:
+        fitted(layout, model, data=features)
+    return str(raised.value)
+
+
+def test_calls_of_blocks_by_transforms_and_with_other_weights_are_refused(workers: WorkerPools) -> None:
+    (error,) = workers(1).run(_refused, Layout(activations={"recompute": "full"}), Vectorized)
+    assert error.startswith("blocks.0 is called inside of a transform of torch.func (vmap")
+    assert "Leave the block out of activations.blocks" in error
+    for error in workers(2).run(_refused, Layout(dp=2, zero=3), Functional):
+        assert re.match(r"\w+\S* is a Tensor in place of a parameter in a call of ", error), error
+        assert "zero.stage below 3" in error
 
 
 @pytest.mark.parametrize(

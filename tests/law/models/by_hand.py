@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from tests import architectures as a
 from tests.hugging_face import small_job
 from tests.law.models.row import IN_HALVES, NORMS, UNEVEN, Model
-from tests.models import TinyGPT, TinyMLP, features
+from tests.models import Block, TinyGPT, TinyMLP, features
 from tests.parity import Job
 
 
@@ -31,8 +33,20 @@ class Normed(a.Trained):
         return F.mse_loss(self.head(x), batch[1])
 
 
+class Drawing(Block):
+    """Draws by Python and NumPy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = random.random() + float(np.random.rand()) if self.training else 1.0
+        return x + factor * super().forward(x)
+
+
 class Dropping(TinyGPT):
-    """Drops what its blocks give."""
+    """Drops what its blocks give, which draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Drawing(32, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
