@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam, lr_scheduler
 
 from lightning_3d import CheckpointError
-from lightning_3d.checkpoint.classes import check_classes, class_names
+from lightning_3d.checkpoint.match import check_classes, class_names
 from tests.models import TinyMLP, features
 from tests.parity import Layout, fitted
 from tests.workers import WorkerPools

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import shutil
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from os import PathLike
@@ -12,11 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning_3d.checkpoint import safetensors
-from lightning_3d.checkpoint.atomic import completed, is_exported, is_own, local_path, replacing
+from lightning_3d.checkpoint.atomic import MANIFEST, META, completed, is_exported, is_own, local_path, replacing
+from lightning_3d.checkpoint.checksums import Checksum, manifest_of
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS
+from lightning_3d.checkpoint.folder import FSDP_MODEL
 from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.loading import checked, lazy_checkpoint
-from lightning_3d.checkpoint.renamed_folder import write_renamed
+from lightning_3d.checkpoint.reading import FolderReader
+from lightning_3d.checkpoint.share import TreePath
 from lightning_3d.checkpoint.writing import write_file
 from lightning_3d.errors import CheckpointError
 
@@ -85,7 +91,7 @@ def export_checkpoint(
             " and this one load it as it is"
         )
     else:
-        write = partial(write_renamed, there, for_fsdp=format == "fsdp")
+        write = partial(_write_renamed, there, for_fsdp=format == "fsdp")
     with replacing(path) as staged:
         write(staged)
 
@@ -148,3 +154,31 @@ def _num_bytes(size: int | str) -> int:
         raise CheckpointError(f"max_shard_size {size!r} is no number of bytes: write 5GB, 500MB, 2GiB or 1000000")
     unit: int = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
     return int(found[1]) * unit
+
+
+def _write_renamed(source: Path, folder: Path, *, for_fsdp: bool) -> None:
+    """Write a folder for FSDPStrategy or ModelParallelStrategy of Lightning, whose sections of a model differ in name.
+
+    The files of a folder's ranks go over as they are, and its index gets the other names.
+    """
+    index = FolderReader(source).read_metadata()
+    assert index.planner_data is not None
+    there, here = (MODEL, FSDP_MODEL) if for_fsdp else (FSDP_MODEL, MODEL)
+    sections = {path[0] for path in index.planner_data.values()}
+    if there in sections and here not in sections:
+        paths: dict[str, TreePath] = {
+            key: (here, *path[1:]) if path[0] == there else tuple(path) for key, path in index.planner_data.items()
+        }
+        keys = {key: ".".join(map(str, path)) for key, path in paths.items()}
+        index = replace(
+            index,
+            state_dict_metadata={keys[key]: stored for key, stored in index.state_dict_metadata.items()},
+            planner_data={keys[key]: path for key, path in paths.items()},
+            storage_data={replace(at, fqn=keys[at.fqn]): place for at, place in index.storage_data.items()},
+        )
+    folder.mkdir()
+    for name in sorted({stored.relative_path for stored in index.storage_data.values()} | {META}):
+        shutil.copyfile(source / name, folder / name)
+    with (folder / ".metadata").open("wb") as file:
+        pickle.dump(index, file)
+    (folder / MANIFEST).write_text(manifest_of({path.name: Checksum.of_file(path) for path in folder.iterdir()}))

@@ -11,11 +11,10 @@ Plain Trainers leave it alone and older checkpoints do not have it:
 
 from __future__ import annotations
 
-import io
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_3d.distributed.mesh import Mesh, MeshShape
@@ -31,11 +30,9 @@ def gather_ranks(own: Mapping[str, Any]) -> list[dict[str, Any]]:
         own: Its values; where ranks have the same, the list has one object.
     """
     everyone: list[dict[str, bytes]] | None = [{}] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object({name: _saved(value) for name, value in own.items()}, everyone, dst=0)
-    listed = everyone or []
-    distinct = {content for of_rank in listed for content in of_rank.values()}
-    values = {content: torch.load(io.BytesIO(content), weights_only=False) for content in distinct}
-    return [{name: values[content] for name, content in of_rank.items()} for of_rank in listed]
+    dist.gather_object({name: pickle.dumps(value) for name, value in own.items()}, everyone, dst=0)
+    values = {content: pickle.loads(content) for of_rank in everyone or () for content in of_rank.values()}
+    return [{name: values[content] for name, content in of_rank.items()} for of_rank in everyone or ()]
 
 
 def of_this_rank(run: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
@@ -50,9 +47,3 @@ def of_this_rank(run: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         rank = saved.replica_ranks(mesh.dp_rank if mesh.dp_rank < saved.dp else 0)[0]
     state: dict[str, Any] = run["ranks"][rank]
     return state
-
-
-def _saved(value: Any) -> bytes:
-    content = io.BytesIO()
-    torch.save(value, content)
-    return content.getvalue()

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.tuner import lr_finder
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -29,14 +30,13 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint.atomic import completed, local_path, remove
 from lightning_3d.checkpoint.box import is_part
-from lightning_3d.checkpoint.classes import check_classes, check_num_schedulers, class_names, is_of_lr_finder
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, content_of, joined
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import folder_content
 from lightning_3d.checkpoint.gathering import Gathering
 from lightning_3d.checkpoint.lazy import SavedState, made
 from lightning_3d.checkpoint.loading import read_checkpoint
-from lightning_3d.checkpoint.match import check_is_lightning
+from lightning_3d.checkpoint.match import check_classes, check_is_lightning, check_num_schedulers, class_names
 from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state, parameters_of, unwrapped
 from lightning_3d.checkpoint.own_state import like_state, load_model, shown_state, state_of, tied_fqns
 from lightning_3d.checkpoint.run_state import RUN
@@ -261,7 +261,7 @@ class ThreeDCheckpointIO(CheckpointIO):
     def _check_classes(self, checkpoint: Mapping[str, Any]) -> None:
         states, of_schedulers = checkpoint["optimizer_states"], checkpoint.get("lr_schedulers", [])
         schedulers = [config.scheduler for config in self._strategy.lr_scheduler_configs]
-        if any(map(is_of_lr_finder, schedulers)):  # whose run failed, and is undone
+        if any(type(scheduler).__module__ == lr_finder.__name__ for scheduler in schedulers):  # it failed: undone
             return
         if not lightning_helpers.averages_stochastically(self._module.trainer):  # which takes their place
             check_num_schedulers(len(of_schedulers), len(schedulers))

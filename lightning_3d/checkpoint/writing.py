@@ -58,14 +58,17 @@ def write_folder(path: Path, content: FolderContent, group: dist.ProcessGroup | 
         with failing_alike(action, group):
             if is_first:
                 make_room(path)
-        writer = FolderWriter(aside(path))
+        writer = _FolderWriter(aside(path))
         with failing_alike(action, group):
             save(state, storage_writer=writer, planner=_Planner(), process_group=group)
         with failing_alike(action, group):
             every: list[dict[str, Checksum]] | None = [{}] * dist.get_world_size() if is_first else None
             dist.gather_object(writer.checksums, every, group=group)
             if every is not None:
-                writer.finish_with(rest, every)
+                with writer.fs.create_stream(aside(path) / META, "wb") as file:
+                    file.write(rest)
+                files = {name: checksum for of_rank in (*every, writer.checksums) for name, checksum in of_rank.items()}
+                (aside(path) / MANIFEST).write_text(manifest_of(files))
                 publish(path)
     except CheckpointError:
         if is_first:
@@ -98,34 +101,16 @@ class _Planner(DefaultSavePlanner):
         return value.__get_tensor_shard__(index) if isinstance(value, Share) else value
 
 
-class FolderWriter(FileSystemWriter):
-    """Writes this rank's files to a folder.
-
-    Args:
-        path: The folder.
-    """
-
+class _FolderWriter(FileSystemWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._files = _ChecksummedFiles()
-        self.fs = self._files
-
-    def finish_with(self, rest: bytes, every: list[dict[str, Checksum]]) -> None:
-        """Write the rest, and the manifest of all files.
-
-        Args:
-            every: What each rank has written.
-        """
-        with self.fs.create_stream(Path(self.path) / META, "wb") as file:
-            cast(Any, file).write(rest)
-        files = {name: checksum for of_rank in (*every, self.checksums) for name, checksum in of_rank.items()}
-        (Path(self.path) / MANIFEST).write_text(manifest_of(files))
+        self.fs: Any = _ChecksummedFiles()
 
     @property
     def checksums(self) -> dict[str, Checksum]:
         """Checksums of the files that this rank has written, by name."""
         # torch writes the index to another name first
-        return {name.removesuffix(".tmp"): checksum for name, checksum in self._files.checksums.items()}
+        return {name.removesuffix(".tmp"): checksum for name, checksum in self.fs.checksums.items()}
 
     @override
     def write_data(self, *args: Any, **kwargs: Any) -> Any:

@@ -168,16 +168,7 @@ class ThreeDConfig:
         return self.pipeline.num_microbatches
 
 
-_SECTIONS = (
-    ZeroConfig,
-    PipelineConfig,
-    TensorConfig,
-    ActivationsConfig,
-    CompileConfig,
-    BatchConfig,
-    PrecisionConfig,
-    CheckpointConfig,
-)
+_SECTIONS: tuple[Any, ...] = tuple(kind for kind in get_type_hints(ThreeDConfig).values() if is_dataclass(kind))
 
 
 def _read_section(cls: Any, source: object) -> Any:
@@ -221,7 +212,7 @@ def unknown_keys_named(init: Callable[P, None], section: str = "") -> Callable[P
 
 
 for _config in (ThreeDConfig, *_SECTIONS):
-    _config.__init__ = unknown_keys_named(_config.__init__, _config.section)  # type: ignore[method-assign]
+    _config.__init__ = unknown_keys_named(_config.__init__, _config.section)
 
 
 def _unknown_key(prefix: str, key: str, names: Sequence[str]) -> ConfigError:
