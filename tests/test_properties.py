@@ -1,10 +1,10 @@
-"""Properties of what is pure: buckets of gradients, windows of parts, orders of schedules, configs, losses' weights."""
+"""Properties of what is pure: buckets, windows, orders of schedules, configs, weights of losses, cuts into stages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from itertools import chain
+from itertools import chain, combinations, pairwise
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -19,6 +19,7 @@ from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.values import accepts
 from lightning_3d.errors import ConfigError
 from lightning_3d.pipeline.loss_kind import LossKind, factor_of, kind_of
+from lightning_3d.planning.partition import StageLoad, additive, least_greatest_load, partition
 from lightning_3d.planning.schedule_order import Computation, schedule_order
 from lightning_3d.zero.buckets import make_buckets
 from lightning_3d.zero.offload.windows import Part, deal
@@ -263,3 +264,43 @@ def test_weights_of_losses_are_found_in_gradients(sizes: list[int], reduction: s
         assert factor_of([own, None], [part, None], 1e-3) == pytest.approx(weight)
     kind = kind_of(expected, [size / sum(sizes) for size in sizes], 1e-3)
     assert kind <= {"mean": LossKind.MEAN, "sum": LossKind.SUM, "valid": LossKind.WEIGHTED}[reduction]
+
+
+# ------------------------------------------------------------------------------------------------------------ stages
+
+
+def _all_cuts(num_calls: int, num_stages: int) -> Iterator[list[int]]:
+    for starts in combinations(range(1, num_calls), num_stages - 1):
+        yield [sum(start <= call for start in starts) for call in range(num_calls)]
+
+
+def _cost(stages: Sequence[int], load: StageLoad, boundary_bytes: Sequence[int]) -> tuple[int, int, int]:
+    """(greatest load, bytes over all boundaries, sum of squared loads)."""
+    bounds = [0, *(i for i in range(1, len(stages)) if stages[i] != stages[i - 1]), len(stages)]
+    loads = [load(stage, start, stop) for stage, (start, stop) in enumerate(pairwise(bounds))]
+    return max(loads), sum(boundary_bytes[i - 1] for i in bounds[1:-1]), sum(value * value for value in loads)
+
+
+@st.composite
+def _problems(draw: st.DrawFn) -> tuple[StageLoad, list[int], int]:
+    """A load that depends on the stage, as activations do, or not; bytes at each boundary; the number of stages."""
+    num_calls = draw(st.integers(1, 9))
+    num_stages = draw(st.integers(1, num_calls))
+    loads = st.lists(st.integers(0, draw(st.sampled_from([1, 3, 10**12]))), min_size=num_calls, max_size=num_calls)
+    boundary_bytes = draw(st.lists(st.integers(0, 5), min_size=num_calls - 1, max_size=num_calls - 1))
+    if draw(st.booleans()):
+        return additive(draw(loads)), boundary_bytes, num_stages
+    rows = [draw(loads) for _ in range(num_stages)]
+    return lambda stage, start, stop: sum(rows[stage][start:stop]), boundary_bytes, num_stages
+
+
+@given(_problems())
+def test_partition_equals_brute_force(problem: tuple[StageLoad, list[int], int]) -> None:
+    load, boundary_bytes, num_stages = problem
+    num_calls = len(boundary_bytes) + 1
+    stages = partition(load, boundary_bytes, num_stages)
+    assert stages == sorted(stages)
+    assert set(stages) == set(range(num_stages))
+    best = min(_cost(cut, load, boundary_bytes) for cut in _all_cuts(num_calls, num_stages))
+    assert _cost(stages, load, boundary_bytes) == best
+    assert least_greatest_load(load, num_calls, num_stages) == best[0]

@@ -106,12 +106,6 @@ ROWS = {
         },
         says_not={0: ["Traceback"]},
     ),
-    "killed inline": Row(
-        case=Case(layout="pp 2 inline", deed="is killed in a block", ranks=[1]),
-        statuses={0: 1, 1: -9},
-        says={0: [f"RankError: rank 0 .* it waited for rank 1 .*{ENDED}"]},
-        says_not={0: ["Traceback"]},
-    ),
     "killed inline, of two replicas": Row(
         case=Case(layout="pp 2 x dp 2 inline", deed="is killed in a block", ranks=[3]),
         statuses={0: 1, 1: 1, 2: 1, 3: -9},
