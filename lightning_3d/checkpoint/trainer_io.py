@@ -43,7 +43,7 @@ from lightning_3d.checkpoint.run_state import RUN
 from lightning_3d.checkpoint.saves import Saves
 from lightning_3d.checkpoint.writing import write_file, write_folder
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import CheckpointError, ConfigError
 from lightning_3d.memory.rank_memory import GIB, size_text
@@ -86,8 +86,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         """
         self._pp, self._zero = mesh.axis("pp"), zero
         if self._config.save_distributed_checkpoint == "auto" and not self._is_users:
-            device = self._strategy.root_device
-            num_bytes = on_rank_zero(lambda: _file_bytes(self._module, self._strategy.optimizers), device)
+            num_bytes = on_one_rank(lambda: _file_bytes(self._module, self._strategy.optimizers))
             self._writes_folders = is_too_large(num_bytes, self._config.checkpoint.max_file_size)
         for callback in lightning_helpers.callbacks_of(trainer) if self._writes_folders else ():
             if isinstance(callback, ModelCheckpoint) and callback.dirpath and local_path(callback.dirpath) is None:

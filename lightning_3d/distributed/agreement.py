@@ -24,21 +24,8 @@ class _Outcome:
     error: BaseException | None = None
 
 
-def on_rank_zero(decide: Callable[[], T], device: torch.device) -> T:
-    """Run ``decide`` on global rank 0 and give its result to every rank.
-
-    Every rank calls it. The result must be picklable.
-
-    Raises:
-        Exception: what ``decide`` raised, on every rank.
-    """
-    return on_one_rank(decide, device)
-
-
-def on_one_rank(
-    decide: Callable[[], T], device: torch.device, *, rank: int = 0, group: dist.ProcessGroup | None = None
-) -> T:
-    """Run ``decide`` on one rank of a group, by default the world, and give its result to every rank of it.
+def on_one_rank(decide: Callable[[], T], *, rank: int = 0, group: dist.ProcessGroup | None = None) -> T:
+    """Run ``decide`` on one rank of a group, by default rank 0 of the world, and give its result to every rank of it.
 
     Every rank of the group calls it. The result must be picklable.
 

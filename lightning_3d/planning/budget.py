@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_3d.activations.chosen_blocks import chosen_blocks
 from lightning_3d.config.activations import Mode
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.device_memory import available_memory, total_memory
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.errors import PlanError
@@ -93,7 +93,7 @@ class Budget:
         mine = (mesh.pp_rank, own, config.activations.budget_bytes(total_memory(device, num_ranks), available))
         dist.all_gather_object(everyone, mine)
         held, budgets = _by_stage(everyone, mesh.shape.pp)
-        return on_rank_zero(lambda: self._decide(plan, plan.blocks_in(module), config, held, budgets), device)
+        return on_one_rank(lambda: self._decide(plan, plan.blocks_in(module), config, held, budgets))
 
     def _decide(
         self,

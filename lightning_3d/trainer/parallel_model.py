@@ -27,7 +27,7 @@ from lightning_3d.activations.selective import is_costly
 from lightning_3d.activations.transfers import SideStreams
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.batches import BatchGuard
-from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
 from lightning_3d.model.block_runner import Dense, running
@@ -144,7 +144,7 @@ def make_parallel(
     tables = tables_in(module, making.blocks, planned.config)
     products = traced_products(tables, plan, planned.observed.trace)
     heads = fused_heads(plan, making.blocks, tables, products, planned.config, mesh)
-    seed = on_rank_zero(torch.initial_seed, device)
+    seed = on_one_rank(torch.initial_seed)
     randomness = StepRandomness(seed=seed, num_replicas=mesh.shape.dp, dp_rank=mesh.dp_rank, device=device)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
     return ParallelModel(

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.config.zero import ZeroConfig
-from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh, MeshShape
 from lightning_3d.errors import ConfigError, StepError
 from lightning_3d.model.block_runner import SUMMON, runner_of
@@ -193,9 +193,7 @@ def check_optimizers(
     cuts = (0, 1) if mesh.shape.tp > 1 else (0,)
     if config.optimizer_steps == "auto":
         on = device if config.offload_optimizer == "none" else torch.device("cpu")
-        found = on_rank_zero(
-            lambda: [optimizer_kind(optimizer, cuts=cuts, device=on) for optimizer in optimizers], device
-        )
+        found = on_one_rank(lambda: [optimizer_kind(optimizer, cuts=cuts, device=on) for optimizer in optimizers])
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.agreement import on_rank_zero
+from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import MeshShape
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import SplitError, TraceError
@@ -104,7 +104,7 @@ class StepPlanner:
     def _decided(self, config: ThreeDConfig, step: ExampleStep, observer: Observer, observed: Observation) -> Planned:
         preserved, dtype = Generators(self._device).preserved(), self._precision.dtype_of_steps()
         with self._wait("Planning"), preserved, dtype:  # on one rank alone
-            plan = on_rank_zero(lambda: decide(observed, config, self._shape, self._device, self._wait), self._device)
+            plan = on_one_rank(lambda: decide(observed, config, self._shape, self._device, self._wait))
         blocks = plan.blocks_in(self._module)
         if self._shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
             with Generators(self._device).preserved():

@@ -88,7 +88,7 @@ class Exchange:
         inputs = [*trained.values()] if torch.is_grad_enabled() else []
         if self.pp_rank == home:
             return self._at_home(fqn, home, call, leaves, with_leaves, inputs)
-        told: _Result = on_one_rank(_never, self._device, rank=home, group=self._group)
+        told: _Result = on_one_rank(_never, rank=home, group=self._group)
         return self._elsewhere(fqn, home, told, leaves, inputs)
 
     def read(self, tensor: Tensor, home: int) -> Tensor:
@@ -149,7 +149,7 @@ class Exchange:
                 drawn=None if self._generators.are_at(before) else self._generators.states(),
             )
 
-        on_one_rank(run, self._device, rank=home, group=self._group)
+        on_one_rank(run, rank=home, group=self._group)
         outputs, spec, passed, notes = found
         sent = [i for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor) and i not in passed]
         for i in sent:
