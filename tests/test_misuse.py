@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_3d import ConfigError, ThreeDPrecision, ThreeDStrategy
 from lightning_3d.errors import CheckpointError, ThreeDError
-from tests.models import TinyMLP, features, loader
-from tests.parity import QUIET
+from tests.models import Block, TinyGPT, TinyMLP, features, loader, tokens
+from tests.parity import QUIET, assert_same_state, whole_state
 from tests.scripts import start
 from tests.workers import WorkerError, WorkerPools
 
@@ -42,8 +43,8 @@ Batch = tuple[Tensor, Tensor]
 PROGRAM = """
 import lightning as L
 from lightning_3d import ThreeDStrategy
-from tests.models import TinyMLP, features, loader
-from tests.parity import QUIET
+from tests.models import Block, TinyGPT, TinyMLP, features, loader, tokens
+from tests.parity import QUIET, assert_same_state, whole_state
 
 class Misspelt(TinyMLP):
     def training_step(self, batch, batch_idx):
@@ -181,6 +182,41 @@ class AnotherPath(TinyMLP):
         return F.mse_loss(x, targets)
 
 
+class SecondOrderLoss(TinyGPT):
+    """A gradient of the gradient of the cross entropy."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.norm(self.tokens(batch[0])).detach().requires_grad_()
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+
+class HookedParameter(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+class SparseTable(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__(tied=False)
+        self.tokens.sparse = True
+
+
+class SettingWeights(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mlp[0].weight.data = self.mlp[0].weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+class SettingGPT(TinyGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SettingWeights(32, 4) for _ in range(2))
+
+
 class WithoutBlocks(L.LightningModule):
     """All its parameters are used by glue."""
 
@@ -200,9 +236,9 @@ class WithoutBlocks(L.LightningModule):
 # ----------------------------------------------------------------------------------------------------------------- data
 
 
-def _differs_by_rank() -> Any:
+def _differs_by_rank(shift: float = 1) -> Any:
     """As augmentation with a seed per rank makes it."""
-    x = torch.arange(8.0 * STEPS * BATCH_SIZE).view(-1, 8).cos() + dist.get_rank()
+    x = torch.arange(8.0 * STEPS * BATCH_SIZE).view(-1, 8).cos() + shift * dist.get_rank()
     return DataLoader(TensorDataset(x, x[:, :4]), batch_size=BATCH_SIZE)
 
 
@@ -217,6 +253,10 @@ def _empty() -> Any:
 
 def _regression() -> Any:
     return loader(features(STEPS * BATCH_SIZE), global_batch_size=BATCH_SIZE)
+
+
+def _text() -> Any:
+    return loader(tokens(STEPS * BATCH_SIZE), global_batch_size=BATCH_SIZE)
 
 
 # ------------------------------------------------------------------------------------------------------ the worker pool
@@ -328,11 +368,7 @@ MISUSES = {
     "no loss after a while": Misuse(
         model(training_step=nothing_later), "StepError", "A step can't be skipped by returning None", strategy=DP
     ),
-    "no loss after a while in a pipeline": Misuse(
-        model(training_step=nothing_later), "StepError", "A step can't be skipped by returning None", only_rank=1
-    ),
     "detached loss": Misuse(model(training_step=detached), "StepError", NO_GRAD),
-    "detached loss in data parallel": Misuse(model(training_step=detached), "StepError", NO_GRAD, strategy=DP),
     "all frozen": Misuse(model(lambda made: made.requires_grad_(False)), "StepError", NO_GRAD),
     "lazy layer": Misuse(
         model(lambda made: made.layers.insert(0, nn.LazyLinear(8))),
@@ -382,6 +418,24 @@ MISUSES = {
         strategy=MICROBATCHED,
         data=lambda: _batches((torch.ones(8, 8), torch.ones(7, 4))),
     ),
+    "second order": Misuse(
+        SecondOrderLoss,
+        "PlanError",
+        "gradients of gradients through a cross entropy on sharded logits are not built",
+        data=_text,
+        strategy=TP,
+    ),
+    "hooked parameter": Misuse(
+        HookedParameter,
+        "StepError",
+        "norm.weight has gradient hooks, which would be lost",
+        data=_text,
+        strategy=TP,
+    ),
+    "sparse table": Misuse(SparseTable, "StepError", r"tokens is an Embedding\(sparse=True\)", data=_text, strategy=TP),
+    "data of a shard": Misuse(
+        SettingGPT, "PlanError", r"parameter.data = ... inside of a block", data=_text, strategy=TP
+    ),
     "empty dataloader": Misuse(TinyMLP, "BatchError", "A dataloader is empty", data=_empty),
 }
 
@@ -422,6 +476,19 @@ def test_more_devices_than_processes_are_refused(workers: WorkerPools) -> None:
     with pytest.raises(WorkerError, match=r"does not match the world size \(2\)") as caught:
         workers(2).run(_fit_on_three, timeout=LIMIT)
     assert len(set(caught.value.failures.values())) == 1
+
+
+def _trained(axis: str, data: Callable[[], Any], broadcast: bool) -> dict[str, Tensor]:
+    L.seed_everything(0, verbose=False)
+    trainer = _trainer(ThreeDStrategy(**{axis: 2}, batch={"broadcast": broadcast}))  # type: ignore[arg-type]
+    trainer.fit(TinyMLP(), data())
+    return whole_state(trainer)
+
+
+@pytest.mark.parametrize("axis", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_broadcasting_repairs_batches_that_differ(workers: WorkerPools, axis: str) -> None:
+    alike = workers(2).run(_trained, axis, partial(_differs_by_rank, 0), False)
+    assert_same_state(workers(2).run(_trained, axis, _differs_by_rank, True), alike[0])
 
 
 def _fit_on_three() -> None:
