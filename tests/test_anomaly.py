@@ -168,11 +168,11 @@ CASES = {
         error=BACKWARD,
         where="pipeline stage 1 of 2, microbatch 0 of 1, rank 1",
     ),
-    "tensor parallel in a pipeline": Case(
-        layout=Layout(pp=2, tp=2, num_microbatches=2),
-        fault=Fault(call=1, rank=3),
+    "tensor parallel": Case(
+        layout=Layout(tp=2),
+        fault=Fault(rank=1),
         error=NAN,
-        where="pipeline stage 1 of 2, microbatch 1 of 2, rank 3",
+        where=f"{WHOLE}, rank 1",
     ),
 }
 

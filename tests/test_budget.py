@@ -54,8 +54,7 @@ def _memory(layout: Layout, settings: Mapping[str, Any]) -> tuple[RankMemory, ..
 PEAKS: dict[str, tuple[Layout, str, dict[str, Any]]] = {
     "pp2-zbv": (Layout(pp=2, num_microbatches=4, schedule="zbv"), "none", {}),
     "compiled": (Layout(compile_backend="aot_eager"), "selective", {}),
-    "zero3": (Layout(dp=2, zero=3), "full", {}),
-    "64-true": (Layout(), "none", {"precision": "64-true"}),
+    "zero3": (Layout(dp=2, zero=3), "full", {"precision": "64-true"}),
     "copies of weights by autocast": (
         Layout(pp=2, num_microbatches=8, schedule="gpipe"),
         "none",

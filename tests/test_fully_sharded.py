@@ -65,15 +65,8 @@ def _validated_between(layout: Layout | None) -> tuple[dict[str, Tensor], float,
     return whole_state(trainer), float(trainer.callback_metrics["val_loss"]), (looks.num_seen, looks.num_gathered)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": False, "prefetch": 2}),
-        Layout(pp=2, dp=2, zero=3, num_microbatches=2),
-    ],
-    ids=str,
-)
-def test_validation_between_steps(workers: WorkerPools, layout: Layout) -> None:
+def test_validation_between_steps(workers: WorkerPools) -> None:
+    layout = Layout(dp=2, zero=3, zero_settings={"reshard_after_forward": False, "prefetch": 2})
     weights, loss, _ = _validated_between(None)
     for trained, found, (num_seen, num_gathered) in workers(layout.world_size).run(_validated_between, layout):
         assert (num_seen > 6, num_gathered) == (True, 0)

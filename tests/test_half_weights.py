@@ -23,10 +23,11 @@ from tests.workers import WorkerPools
 
 DP = Layout(dp=2, zero=3)
 LAYOUTS: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "accumulated": (DP, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
-    "recomputed": (replace(DP, activations={"recompute": "full"}), {}),
+    "recomputed": (
+        replace(DP, activations={"recompute": "full"}),
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
     "fp16": (DP, {"precision": None, "plugins": [ThreeDPrecision("16-mixed")]}),
-    "pipeline": (Layout(pp=2, dp=2, zero=3, num_microbatches=2), {}),
 }
 """Layout, and settings of the Trainer."""
 
