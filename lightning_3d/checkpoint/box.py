@@ -18,10 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, product
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_3d.tensor.placement import Parts
@@ -90,14 +93,54 @@ def boxes(
     ]
 
 
-def boxes_of(tensor: Tensor, parts: Parts | None = None) -> list[Box]:
-    """The boxes of a tensor that this rank holds, as `boxes`; all of one that is no DTensor."""
-    if not isinstance(tensor, DTensor):
-        return boxes(tensor.shape, (), (), (), parts)
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:  # the mesh is of other ranks
-        return []
-    return boxes(tensor.shape, tensor.device_mesh.shape, coordinate, tensor.placements, parts)
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The part of a tensor that a rank holds, as torch.distributed.checkpoint (DCP) writes and reads it: box by box.
+
+    DCP asks any object for its boxes by the protocol that DTensor follows, too; but a DTensor knows of one box only,
+    and nothing of fused weights in grouped order.
+    """
+
+    tensor: Tensor
+    """Plain, or a DTensor."""
+    parts: Parts | None = None
+    """Its parts where it is in grouped order; files have the original one."""
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """The places of what it holds; all of a tensor that is no DTensor."""
+        if not isinstance(self.tensor, DTensor):
+            return boxes(self.tensor.shape, (), (), (), self.parts)
+        mesh, placements = self.tensor.device_mesh, self.tensor.placements
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:  # the mesh is of other ranks
+            return []
+        return boxes(self.tensor.shape, mesh.shape, coordinate, placements, self.parts)
+
+    def at(self, box: Box) -> Tensor:
+        """The values there; a view."""
+        return part_of(self.tensor.detach())[box.local]
+
+    def size(self) -> torch.Size:
+        """The shape of the full tensor."""
+        return self.tensor.shape
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(part_of(self.tensor.detach()))
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=box.offsets, sizes=box.sizes) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(self.at(box) for box in self.boxes if box.offsets == index.offset)
 
 
 def is_part(tensor: object) -> bool:
@@ -114,8 +157,24 @@ def fill(target: Tensor, full: Tensor, parts: Parts | None = None) -> None:
     Args:
         parts: The parts of a target in grouped order, where `full` is in its original one.
     """
-    for box in boxes_of(target, parts):
-        part_of(target)[box.local].copy_(full[box.full])
+    share = Share(target, parts)
+    for box in share.boxes:
+        share.at(box).copy_(full[box.full])
+
+
+def state_share(value: Tensor, parts: Parts | None) -> Share:
+    """The share of a state of an optimizer.
+
+    Args:
+        parts: The parts of its parameter, which the state has, too, if it is sharded and of the parameter's shape.
+    """
+    is_along = (
+        parts is not None
+        and isinstance(value, DTensor)
+        and value.dim() > parts.dim
+        and value.shape[parts.dim] == sum(parts.sizes)
+    )
+    return Share(value, parts if is_along else None)
 
 
 @torch.no_grad()

@@ -123,24 +123,21 @@ def _of_listed(listed: Mapping[str, Mapping[str, Any]]) -> str:
 # --------------------------------------------------------------------------------------------------------------- damage
 
 
-def check_files(path: Path) -> None:
-    """Check all files of a checkpoint, a folder or a `.ckpt` file, each by one of the ranks; a collective of all ranks.
+def check_files(path: Path, *, is_shared: bool = False) -> None:
+    """Check all files of a checkpoint, a folder or a `.ckpt` file.
+
+    Args:
+        is_shared: Whether each is read by one of the ranks, which all call it.
 
     Raises:
-        CheckpointError: Files are damaged; on all ranks, with their names.
+        CheckpointError: Files are damaged; with their names, of all ranks.
 
     """
-    problems: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(problems, damage(path, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
-    raise_of_damage(path, sorted({problem for of_rank in problems for problem in of_rank}))
-
-
-def raise_of_damage(path: Path, problems: list[str]) -> None:
-    """Raise if there are problems of a checkpoint, a line each.
-
-    Raises:
-        CheckpointError: There are.
-    """
+    problems = [] if is_shared else damage(path)
+    if is_shared:
+        everyone: list[list[str]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyone, damage(path, rank=dist.get_rank(), num_ranks=dist.get_world_size()))
+        problems = sorted({problem for of_rank in everyone for problem in of_rank})
     if problems:
         named = "; ".join(problems[:_NUM_NAMED])
         more = f"; and {len(problems) - _NUM_NAMED} more" if len(problems) > _NUM_NAMED else ""

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_3d.checkpoint.box import is_part
+from lightning_3d.checkpoint.box import Share, is_part, state_share
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.share import Share, TreePath, state_share
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts, order_of
+
+TreePath = tuple[str | int, ...]
+"""The way through the nested containers of a checkpoint to a value."""
 
 MODEL = "state_dict"
 """Key of the model's state."""

@@ -17,12 +17,11 @@ from typing import Any, Literal, get_args
 from lightning_3d.checkpoint import safetensors
 from lightning_3d.checkpoint.atomic import MANIFEST, META, completed, is_exported, is_own, local_path, replacing
 from lightning_3d.checkpoint.checksums import Checksum, manifest_of
-from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS
+from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, TreePath
 from lightning_3d.checkpoint.folder import FSDP_MODEL
 from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.loading import checked, lazy_checkpoint
 from lightning_3d.checkpoint.reading import FolderReader
-from lightning_3d.checkpoint.share import TreePath
 from lightning_3d.checkpoint.writing import write_file
 from lightning_3d.errors import CheckpointError
 

@@ -21,13 +21,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.checkpoint.atomic import MANIFEST, META
-from lightning_3d.checkpoint.box import TensorInfo
+from lightning_3d.checkpoint.box import Share, TensorInfo
 from lightning_3d.checkpoint.checksums import REPAIR
-from lightning_3d.checkpoint.content import MODEL, Content, changed
+from lightning_3d.checkpoint.content import MODEL, Content, TreePath, changed
 from lightning_3d.checkpoint.fail_alike import failing_alike
-from lightning_3d.checkpoint.lazy import StoredTensor
+from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader, unpickling
-from lightning_3d.checkpoint.share import Share, TreePath
 from lightning_3d.checkpoint.writing import HAS_MANIFEST, FolderContent
 from lightning_3d.errors import CheckpointError
 
@@ -116,7 +115,7 @@ class Folder:
         return len({path[0] for path in self.entries if path[1:2] == ("param_groups",) and is_of_optimizer(path)})
 
     def values(self, wanted: Callable[[TreePath], bool] = lambda path: True) -> dict[TreePath, Any]:
-        """The values in it, by paths as in `content`, with a `StoredTensor` for each tensor.
+        """The values in it, by paths as in `content`, with a `LazyTensor` for each tensor.
 
         Args:
             wanted: Chooses some by path; others are not unpickled.
@@ -128,7 +127,7 @@ class Folder:
             if isinstance(found, TensorStorageMetadata):
                 info = TensorInfo(shape=tuple(found.size), dtype=found.properties.dtype)
                 make, read = partial(self._full, key, info), partial(self._read, key)
-                stored[key] = StoredTensor(info=info, make=make, read=read)
+                stored[key] = LazyTensor(info=info, make=make, read=read)
         plain = dict.fromkeys(key for key in entries.values() if key not in stored)
         self._load(plain)
         units: dict[TreePath, list[tuple[TreePath, Any]]] = {}

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.box import Box, TensorInfo
+from lightning_3d.checkpoint.box import Box, Share, TensorInfo
+from lightning_3d.checkpoint.content import TreePath
 from lightning_3d.checkpoint.lazy import LazyTensor, of_its_own
-from lightning_3d.checkpoint.share import Share, TreePath
 from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.pytree import tree_map_only
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from typing_extensions import override
 
-from lightning_3d.checkpoint.box import TensorInfo, fill, is_part
-from lightning_3d.checkpoint.share import Share
+from lightning_3d.checkpoint.box import Share, TensorInfo, fill, is_part
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
@@ -32,6 +31,8 @@ class LazyTensor:
     info: TensorInfo
     make: Callable[[], Tensor]
     """Gives the full tensor, on the CPU."""
+    read: Callable[[Share], None] | None = None
+    """Fills a share of a tensor in a folder, and reads no more than that."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         return self
@@ -40,14 +41,6 @@ class LazyTensor:
     def num_bytes(self) -> int:
         """Its size."""
         return torch.Size(self.info.shape).numel() * self.info.dtype.itemsize
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StoredTensor(LazyTensor):
-    """A tensor in a checkpoint folder."""
-
-    read: Callable[[Share], None]
-    """Fills a share of it, and reads no more than that."""
 
 
 def made(tree: Any) -> Any:
@@ -107,7 +100,7 @@ def info_of(value: object) -> TensorInfo | None:
 
 def take(share: Share, value: Tensor | LazyTensor) -> None:
     """Fill a share from a full tensor, from the folder that has it, or from the same share of another tensor."""
-    if isinstance(value, StoredTensor):
+    if isinstance(value, LazyTensor) and value.read is not None:
         value.read(share)
     elif is_part(given := made(value)):
         part_of(share.tensor.detach()).copy_(part_of(given))

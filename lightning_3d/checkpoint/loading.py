@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.atomic import MANIFEST, META, completed
-from lightning_3d.checkpoint.checksums import check_files, damage, is_zip, raise_of_damage, read_manifest
-from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, in_place, joined, sections, states_of
+from lightning_3d.checkpoint.box import Share
+from lightning_3d.checkpoint.checksums import check_files, is_zip, read_manifest
+from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, TreePath, in_place, joined, sections, states_of
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
-from lightning_3d.checkpoint.lazy import LazyTensor, SavedState, StoredTensor, as_lazy, save_lazily
+from lightning_3d.checkpoint.lazy import LazyTensor, SavedState, as_lazy, save_lazily, take
 from lightning_3d.checkpoint.own_state import state_of
 from lightning_3d.checkpoint.reading import unpickling
-from lightning_3d.checkpoint.share import Share, TreePath
 from lightning_3d.errors import CheckpointError, CheckpointNotFoundError
 from lightning_3d.tensor.placement import Parts, marked
 
@@ -46,7 +46,7 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
         CheckpointError: It can't be read; on all ranks.
 
     """
-    check_files(path)
+    check_files(path, is_shared=True)
     checkpoint: dict[str, Any] = {}
     with failing_alike(f"read the checkpoint {path}"):
         if path.is_dir():
@@ -77,7 +77,7 @@ def _num_optimizers(folder: Folder, content: Content) -> int | None:
 
 
 def _own_part(path: TreePath, value: Any, model: Mapping[str, Any], parts: Mapping[str, Parts]) -> Any:
-    if not isinstance(value, StoredTensor):
+    if not isinstance(value, LazyTensor):
         return value
     steps = str(path[-1]).split(".")
     for fqn in (".".join(steps[start:]) for start in range(len(steps))):
@@ -86,7 +86,7 @@ def _own_part(path: TreePath, value: Any, model: Mapping[str, Any], parts: Mappi
             if like.is_meta:
                 return torch.empty(like.shape, dtype=value.info.dtype, device="meta")
             own = torch.empty_like(like, dtype=value.info.dtype, requires_grad=False)
-            value.read(Share(own, parts.get(fqn)))
+            take(Share(own, parts.get(fqn)), value)
             return own
     return value.make()
 
@@ -109,7 +109,7 @@ def checked(path: Path) -> Path:
         raise CheckpointError(f"{path} is no checkpoint: a folder of one has the file {META}")
     if path.is_file() and not is_zip(path):
         raise CheckpointError(f"{path} is no checkpoint: torch.save writes zip files, and it is none")
-    raise_of_damage(path, damage(path))
+    check_files(path)
     return path
 
 

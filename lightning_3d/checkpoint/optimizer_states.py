@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_3d.checkpoint.box import TensorInfo
+from lightning_3d.checkpoint.box import TensorInfo, state_share
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import LazyTensor, info_of, made, take, unread
 from lightning_3d.checkpoint.match import by_fqn, check_groups, check_num_optimizers
-from lightning_3d.checkpoint.share import state_share
 from lightning_3d.errors import CheckpointError
 from lightning_3d.tensor.placement import Parts, marked
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only

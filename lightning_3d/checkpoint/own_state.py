@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_3d.checkpoint.box import Share
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import info_of, made, take, unread
 from lightning_3d.checkpoint.match import check_model
-from lightning_3d.checkpoint.share import Share
 from lightning_3d.model.absent import stand_in
 from lightning_3d.tensor.placement import marked
 

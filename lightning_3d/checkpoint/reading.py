@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_3d.checkpoint.share import Share
+from lightning_3d.checkpoint.box import Share
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals import stored_index
 from lightning_3d.torch_internals.stored_file import file_part, read_header

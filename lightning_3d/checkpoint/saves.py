@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.checkpoint.share import Share
+from lightning_3d.checkpoint.box import Share
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.distributed.agreement import raise_alike
 from lightning_3d.torch_internals.dtensor import placed

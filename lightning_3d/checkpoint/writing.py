@@ -27,10 +27,10 @@ from lightning_3d.checkpoint.atomic import (
     publish,
     replacing,
 )
+from lightning_3d.checkpoint.box import Share
 from lightning_3d.checkpoint.checksums import Checksum, ChecksummedFile, manifest_of
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import save_lazily
-from lightning_3d.checkpoint.share import Share
 from lightning_3d.errors import CheckpointError
 
 HAS_MANIFEST = "lightning_3d_manifest"
