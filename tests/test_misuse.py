@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,6 +156,32 @@ def nothing_later(self: Any, batch: Batch, batch_idx: int) -> Tensor | None:
 
 def detached(self: Any, batch: Batch, batch_idx: int) -> Tensor:
     return plain(self, batch).detach()
+
+
+def waits(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    self.trainer.strategy.barrier()
+    return plain(self, batch)
+
+
+def logs_in_group(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    loss = plain(self, batch)
+    self.log("loss", loss, sync_dist=True, sync_dist_group=dist.new_group([0, 1]))
+    return loss
+
+
+def reduces(self: Any, batch: Batch, batch_idx: int) -> Tensor:
+    """By torch itself."""
+    loss = plain(self, batch)
+    dist.all_reduce(loss.detach().clone())
+    return loss
+
+
+def skips_errors(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+    """A ``backward`` that goes on where one fails."""
+    if self.global_step == 1:
+        self.layers[0].weight.register_hook(lambda gradient: 1 / 0)
+    with suppress(ZeroDivisionError):
+        L.LightningModule.backward(self, loss, *args, **kwargs)
 
 
 def _with_early_optimizer(made: Any) -> None:
@@ -361,6 +388,18 @@ MISUSES = {
         "PlanError",
         r"item needs the values of Linear.weight, .* while the model was built in configure_model",
         only_rank=1,
+    ),
+    "barrier in a step": Misuse(model(training_step=waits), "StepError", "strategy.barrier was called in a step"),
+    "logging in a group": Misuse(
+        model(training_step=logs_in_group), "StepError", r"self.log\('loss', sync_dist_group=...\)"
+    ),
+    "collective in a step": Misuse(
+        model(training_step=reduces),
+        "TraceError",
+        rf"torch.distributed.all_reduce over all ranks was called in a step \(at .*{HERE}",
+    ),
+    "gradients lost in a failed backward": Misuse(
+        model(backward=skips_errors), "StepError", "The last backward ended by an exception", strategy=DP
     ),
     "no loss": Misuse(
         model(training_step=nothing), "StepError", "training_step returned NoneType, not a loss. Return a 0-d tensor"

@@ -64,7 +64,6 @@ class Counting(RandomSampler):
 LOADERS: dict[str, Callable[[], Any]] = {
     "streams": lambda: DataLoader(Streams(), batch_size=8),
     "generator": lambda: (_batch(range(8 * i % 40, 8 * i % 40 + 8)) for i in range(10)),
-    "plain": lambda: DataLoader(DATA, batch_size=8),
     "shuffled": lambda: DataLoader(DATA, batch_size=8, shuffle=True),
     "sampler of the user": lambda: DataLoader(DATA, batch_size=8, sampler=WeightedRandomSampler([*range(40)], 40)),
     "sampler that counts": lambda: DataLoader(DATA, batch_size=8, sampler=Counting()),

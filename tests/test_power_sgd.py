@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -30,7 +29,7 @@ def _batches(dp_rank: int) -> DataLoader[tuple[Tensor, ...]]:
     return DataLoader(Subset(data, range(dp_rank, len(data), 2)), batch_size=4)  # type: ignore[arg-type]
 
 
-def _fit(layout: Layout, model: type[L.LightningModule] = TinyMLP, **settings: Any) -> State:
+def _fit(layout: Layout) -> State:
     """The weights after training."""
     L.seed_everything(1, verbose=False)
     trainer = L.Trainer(
@@ -40,9 +39,9 @@ def _fit(layout: Layout, model: type[L.LightningModule] = TinyMLP, **settings: A
         use_distributed_sampler=False,
         enable_checkpointing=False,
         limit_val_batches=0,
-        **{**QUIET, **settings},
+        **QUIET,
     )
-    module = model()
+    module = TinyMLP()
     trainer.fit(module, _batches(dist.get_rank() % layout.dp))  # the dp axis comes after the pp axis
     path = Path("final.ckpt")
     trainer.save_checkpoint(path)

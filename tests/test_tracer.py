@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.trace.ghost import Ghost
 from lightning_3d.trace.interception import Router, routed
 from lightning_3d.trace.trace import Trace
+from lightning_3d.trace.traced_numbers import Decisions
 from lightning_3d.trace.tracer import trace_step
 
 WIDTH = 4
@@ -226,6 +228,16 @@ def test_reading_data_between_blocks_names_call_and_place(name: str, use: Callab
     assert "another rank" in str(error.value)
 
 
+def test_shapes_that_changed_since_the_trace_are_refused() -> None:
+    def glue(module: Any, x: Tensor) -> Any:
+        return _chain(module, module.layers[0](x).repeat(1 if module.kept is None else module.kept, 1))
+
+    traced = Traced(Layers(glue), _input())
+    traced.module.kept = 2
+    with pytest.raises(TraceError, match=r"it took another path .*: repeat returned a tensor of shape \(6, 4\)"):
+        traced.run()
+
+
 def test_tensor_kept_from_an_earlier_step_is_refused() -> None:
     def glue(module: Any, x: Tensor) -> Any:
         return _chain(module, x if module.kept is None else x + module.kept)
@@ -236,3 +248,17 @@ def test_tensor_kept_from_an_earlier_step_is_refused() -> None:
         traced.run()
     with pytest.raises(TraceError, match=r"add \(called at .*which the block did not return in this step"):
         Traced(other, _input())
+
+
+def test_decisions_are_made_again() -> None:
+    decisions = Decisions()
+    with decisions.noted({"step": 7, "current_epoch": 1, "global_step": 7}) as numbers:
+        step = numbers["step"]
+        assert (step + 1) % 2 == 0
+        assert not 3 - step > 0
+        assert 2 * step * 0.5 == 7.0
+        assert -step < abs(-step)
+        assert [0, 1][bool(step // 100)] == 0
+        assert L.LightningModule().global_step == 7
+    assert decisions.outcomes({"step": 7, "global_step": 7}) == (True, False, True, False, True)
+    assert decisions.outcomes({"step": 108, "global_step": 0}) == (False, False, True, True, False)

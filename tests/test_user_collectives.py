@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics import SumMetric
 
-from lightning_3d import ThreeDError
 from tests.models import TinyMLP, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerPools
@@ -84,43 +81,3 @@ def test_all_gather_and_reduce_are_over_the_replicas(workers: WorkerPools) -> No
             assert_same_state([found], state)
             assert its_seen == pytest.approx(seen, rel=1e-4, abs=1e-4)
             assert its_metrics == pytest.approx(metrics, abs=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------------- what can't
-
-
-class Waits(TinyMLP):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.trainer.strategy.barrier()
-        return super().training_step(batch, batch_idx)
-
-
-class LogsInGroup(TinyMLP):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss, sync_dist=True, sync_dist_group=dist.new_group([0, 1]))
-        return loss
-
-
-class CallsTorch(TinyMLP):
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        shown = loss.detach().clone()
-        dist.all_reduce(shown)
-        return loss
-
-
-def refusals(models: list[Callable[[], L.LightningModule]]) -> list[str]:
-    messages = []
-    for model in models:
-        with pytest.raises(ThreeDError) as error:
-            fitted(Layout(pp=2), model, data=features)
-        messages.append(str(error.value))
-    return messages
-
-
-def test_what_would_hang_in_a_pipeline_is_refused(workers: WorkerPools) -> None:
-    for messages in workers(2).run(refusals, [Waits, LogsInGroup, CallsTorch]):
-        assert "strategy.barrier was called in a step" in messages[0]
-        assert "self.log('loss', sync_dist_group=...)" in messages[1]
-        assert "torch.distributed.all_reduce over all ranks was called in a step (at " in messages[2]
