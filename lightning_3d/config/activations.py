@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lightning_3d.config.checks import TYPE_PREFIX, Size, as_tuple, check_type_rule, check_values
+from lightning_3d.config.checks import TYPE_PREFIX, Size, check_type_rule, check_values
 from lightning_3d.errors import ConfigError
 
 Mode = Literal["none", "full", "selective"]
@@ -74,7 +74,6 @@ class ActivationsConfig:
         return int(float(self.budget) * 2**30)
 
     def __post_init__(self) -> None:
-        as_tuple(self, "blocks")
         check_values(self)
         _check_blocks(self.blocks)
         _check_budget(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
@@ -15,12 +16,6 @@ TYPE_PREFIX = "type:"
 """Begins a rule that names blocks by a regular expression for their classes."""
 
 
-def as_tuple(config: Any, name: str) -> None:
-    """Let a field of a frozen dataclass that was given as a list, from Python or YAML, be a tuple."""
-    if isinstance(given := getattr(config, name), list):
-        object.__setattr__(config, name, tuple(given))
-
-
 def check_type_rule(key: str, rule: str) -> None:
     """Refuse a rule with ``TYPE_PREFIX`` whose regular expression does not compile."""
     try:
@@ -30,11 +25,21 @@ def check_type_rule(key: str, rule: str) -> None:
 
 
 def check_values(config: Any) -> None:
-    """Check every field of a config dataclass against its annotation."""
+    """Check every field of a frozen dataclass against its annotation; lists become tuples, and paths strings."""
     prefix = f"{config.section}." if config.section else ""
     for name, annotation in get_type_hints(type(config), include_extras=True).items():
         if get_origin(annotation) is ClassVar:
             continue
         value = getattr(config, name)
-        if not accepts(annotation, value):
+        plain = _plain(value)
+        if not accepts(annotation, plain):
             raise ConfigError(f"{prefix}{name}={value!r} is not allowed: use {describe(annotation)}")
+        if plain is not value:
+            object.__setattr__(config, name, plain)
+
+
+def _plain(value: Any) -> Any:
+    """A value from Python or YAML as configs hold it."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from lightning_3d.config.checks import TYPE_PREFIX, Size, as_tuple, check_type_rule, check_values
+from lightning_3d.config.checks import TYPE_PREFIX, Size, check_type_rule, check_values
 from lightning_3d.errors import ConfigError
 
 PARTITION_METHODS = ("auto", "parameters", "uniform")
@@ -53,7 +53,6 @@ class PipelineConfig:
     each microbatch weighs, and how other values that a step gives are joined."""
 
     def __post_init__(self) -> None:
-        as_tuple(self, "partition")
         check_values(self)
         _check_partition(self.partition)
         if self.mode == "inline":

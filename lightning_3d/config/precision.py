@@ -40,9 +40,6 @@ class PrecisionConfig:
     """Steps without overflow after which the dynamic scale doubles, as in ``torch.amp.GradScaler``."""
 
     def __post_init__(self) -> None:
-        given: object = self.keep_fp32
-        if isinstance(given, list):  # from Python or YAML
-            object.__setattr__(self, "keep_fp32", tuple(given))
         check_values(self)
         if self.loss_scale != "dynamic":
             self._refuse(_DYNAMIC, f"precision.loss_scale={self.loss_scale} is fixed")

@@ -37,9 +37,6 @@ class TensorConfig:
     of the weights' machine epsilon (3e-4 in fp32). Reordered fp32 sums differ by about 1e-6, wrong plans by about 1."""
 
     def __post_init__(self) -> None:
-        given: object = self.plan
-        if isinstance(given, (list, tuple)):  # from Python or YAML
-            object.__setattr__(self, "plan", tuple(tuple(r) if isinstance(r, (list, tuple)) else r for r in given))
         check_values(self)
         _check_rules(self.plan)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,10 +81,6 @@ class ZeroConfig:
     more. ``"auto"`` is FSDP2's own: the next one, as soon as the host gets there."""
 
     def __post_init__(self) -> None:
-        for name in ("offload_optimizer", "offload_params"):
-            given: object = getattr(self, name)
-            if isinstance(given, os.PathLike):
-                object.__setattr__(self, name, os.fspath(given))
         check_values(self)
         _check_offload(self)
         _check_zero(self)

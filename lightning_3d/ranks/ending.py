@@ -54,7 +54,7 @@ def settle(
         return Ending(first=first, is_alike=is_alike)
     except dist.DistError:
         mine = None if is_lost_connection(error) else post.failed(error_text(error))
-        return Ending(first=watchdog.failure or mine or post.board_lost(), is_alike=False)
+        return Ending(first=watchdog.failure or mine or post.board_failed(), is_alike=False)
 
 
 def _first(post: Post, watchdog: Watchdog, error: BaseException, explained: Callable[[], Failure | None]) -> Failure:

@@ -59,15 +59,9 @@ class Post:
         beat = self.board.get(f"beat/{rank}") or ""
         return Failure(rank=rank, place=f"{self.names[rank]}, last seen in {beat.partition(' ')[2]}", error=error)
 
-    def board_silent(self, seconds: float) -> Failure:
-        """The failure of the process that keeps the board, where it is stopped."""
-        error = f"its process, or that of the launcher, has given no sign of life for {seconds:g} s"
-        return Failure(rank=0, place=self.names[0], error=error)
-
-    def board_lost(self) -> Failure:
+    def board_failed(self, how: str = ENDED_SILENTLY) -> Failure:
         """The failure of the process that keeps the board."""
-        error = f"its process, or that of the launcher, {ENDED_SILENTLY}"
-        return Failure(rank=0, place=self.names[0], error=error)
+        return Failure(rank=0, place=self.names[0], error=f"its process, or that of the launcher, {how}")
 
     def beats_of(self, ranks: Sequence[int]) -> dict[int, str]:
         """The last beat of each rank that has not left."""
@@ -121,7 +115,7 @@ class Watchdog:
                 self._looked_at = self._age
         except dist.DistError:
             if not self._has_left(0):
-                self.failure = self.failure or self._post.board_lost()
+                self.failure = self.failure or self._post.board_failed()
         self._looked_at = None
 
     def _run_clock(self) -> None:
@@ -131,7 +125,7 @@ class Watchdog:
             now = time.monotonic()
             self._age, last = self._age + min(now - last, 2 * PERIOD), now
             if self._looked_at is not None and self._age > self._looked_at + self._timeout:
-                self.failure = self._post.board_silent(self._timeout)
+                self.failure = self._post.board_failed(f"has given no sign of life for {self._timeout:g} s")
                 self._end()
             if self.failure is not None and not self.is_ending:
                 self._failed_at = self._failed_at or self._age
