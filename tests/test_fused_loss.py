@@ -256,6 +256,24 @@ def test_half_precision() -> None:
     Compared(64, dtype=torch.bfloat16).check(lambda x: F.cross_entropy(x, target), rtol=0.03, atol=2e-3)
 
 
+def test_losses_in_regions_of_autocast_round_no_gradients_of_heads_outside() -> None:
+    def use(logits: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(logits, FLAT)
+
+    Compared(8).check(use)
+
+
+@pytest.mark.parametrize("leaf", [0, 1])
+def test_what_changes_before_the_loss_is_refused(leaf: int) -> None:
+    compared = Compared(8)
+    logits = compared.lazy()
+    with torch.no_grad():
+        compared.leaves[1][leaf].mul_(2)
+    with pytest.raises(StepError, match="changed in place after the head was called"):
+        F.cross_entropy(logits, FLAT)
+
+
 def test_target_beyond_the_vocabulary_is_refused() -> None:
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         F.cross_entropy(Compared(2).lazy(), torch.tensor([0, CLASSES]))
@@ -358,6 +376,7 @@ def test_logits_that_the_step_reads_are_those_of_the_head(workers: WorkerPools, 
 ELSEWHERE = (
     "its pipeline stage fuses it with its cross entropy, unless the step reads logits or waits for their gradient"
 )
+TABLE = "code outside of blocks makes logits with it; an nn.Linear, tied to it if wanted, runs with its loss"
 LINES: list[tuple[Any, Layout, str]] = [
     (TinyGPT, Layout(tp=2), FUSED_LINE),
     (Shifted, Layout(pp=2), f"head: {ELSEWHERE}"),
@@ -366,7 +385,7 @@ LINES: list[tuple[Any, Layout, str]] = [
         Layout(pp=2, activations={"recompute": "full", "blocks": ["head"]}),
         "head: makes logits, as its backward computes it again (activations.recompute)",
     ),
-    (partial(ByTable, "operator"), GATHERED, FUSED_LINE.replace("head:", "tokens.weight:")),
+    (ByTable, Layout(pp=2), f"tokens.weight: {TABLE}"),
 ]
 
 

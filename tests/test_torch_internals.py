@@ -212,22 +212,6 @@ def test_tensors_inside_of_transforms() -> None:
     assert tensors.untransformed(plain) is plain
 
 
-class _Seeing(Tensor):
-    seen: typing.ClassVar[list[bool]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.seen += [tensors.makes_a_parameter()] * (func is Tensor.detach)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@canary(tensors, "makes_a_parameter")
-def test_parameters_made_of_a_subclass() -> None:
-    tensor = torch.ones(2).as_subclass(_Seeing)
-    nn.Parameter(tensor), tensor.detach()
-    assert _Seeing.seen == [True, False]
-
-
 @canary(tensors, "has_gradient_hooks", "set_gradient_hooks")
 def test_gradient_hooks() -> None:
     leaf, seen = torch.ones(3, requires_grad=True), list[Tensor]()

@@ -4,7 +4,7 @@ microbatch keeps, and the largest call on top.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +73,6 @@ class StepMemory:
         device: Where it would run.
         accumulates: Whether gradients wait for further steps.
         fuses_loss: Whether heads may run with their losses, in chunks of rows.
-        products: Positions of calls of glue that make logits as heads do.
         is_unsplit: Whether the backward of all stages stays in one piece.
         cuts_inputs: Whether tensor-parallel ranks keep slices of the inputs of recomputed blocks.
         num_sharing: Ranks that share the training state of a replica's weights.
@@ -88,7 +87,6 @@ class StepMemory:
         *,
         accumulates: bool,
         fuses_loss: bool,
-        products: Sequence[int] | frozenset[int],
         is_unsplit: bool,
         cuts_inputs: bool,
         num_sharing: int,
@@ -102,7 +100,7 @@ class StepMemory:
         """Block FQN -> what a call takes."""
         self._gradients: dict[str, int] = {}  # block FQN -> bytes of its weights' gradients on a rank
         # Position of the call of a head that may run with its loss -> its number of classes on a rank.
-        self._heads = {i: trace.tensors[trace.calls[i].outputs[0]].shape[-1] for i in products}
+        self._heads: dict[int, int] = {}
         self._stages: dict[object, StageMemory] = {}
         for position, call in enumerate(trace.calls):
             if not call.is_block:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 
 IS_PARAMETER = "_is_param"
 """The attribute by which ``isinstance(tensor, nn.Parameter)`` knows tensors of other classes."""
@@ -88,11 +87,6 @@ def untransformed(tensor: Tensor) -> Tensor:
 
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether code runs inside of a transform of ``torch.func``, where a plain autograd function can't be applied."""
-
-
-def makes_a_parameter() -> bool:
-    """Whether ``nn.Parameter(tensor)`` called the function that asks, as it detaches tensors of subclasses."""
-    return sys._getframe(2).f_code is nn.Parameter.__new__.__code__
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:

@@ -114,21 +114,13 @@ def _logits(block: TracedCall, later: tuple[TracedCall, ...], trace: Trace) -> S
 _PRODUCTS = frozenset({"linear", "matmul", "__matmul__", "mm"})
 
 
-def find_products(trace: Trace, tables: Mapping[str, int]) -> Mapping[int, str]:
-    """Find the calls outside of blocks that multiply with tables as heads do.
-
-    Args:
-        tables: FQN -> number of classes.
-
-    Returns:
-        Position of the call -> FQN of its table.
-    """
-    found = {}
+def tables_as_heads(trace: Trace) -> tuple[str, ...]:
+    """FQNs of parameters with which code outside of blocks makes logits for a loss alone."""
+    found = dict[str, None]()
     for position, call in enumerate(trace.calls):
-        used = [fqn for fqn in call.parameters if fqn in tables]
-        if call.is_block or call.name not in _PRODUCTS or not used:
+        if call.is_block or call.name not in _PRODUCTS or not call.parameters or not call.inputs:
             continue
-        shapes = [trace.tensors[i].shape for i in call.outputs]
-        if any(shape and shape[-1] == tables[used[0]] for shape in shapes):
-            found[position] = used[0]
-    return found
+        logits, width = _logits(call, trace.calls[position + 1 :], trace), trace.tensors[call.inputs[0]].shape[-1]
+        if logits is not None and not logits.is_read and logits.num_classes > width:
+            found[call.parameters[0]] = None
+    return tuple(found)

@@ -54,11 +54,11 @@ from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
-from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
+from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.tensor.vocabulary.whole_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
-from lightning_3d.trainer.heads import TracedProducts, fused_heads, tables_in, traced_products
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
 from lightning_3d.trainer.stage_calls import StageCalls
@@ -100,7 +100,8 @@ class ParallelModel:
     def present_plan(self) -> Plan:
         """The plan, with what the steps so far have shown of heads, losses and gathered weights."""
         losses = () if self.runner.engine is None else self.runner.engine.losses()
-        return replace(self.plan, heads=self.heads.texts, losses=losses, gathers=self.zero.gathers)
+        heads = (*self.heads.texts, *self.plan.heads)
+        return replace(self.plan, heads=heads, losses=losses, gathers=self.zero.gathers)
 
 
 def make_parallel(
@@ -141,9 +142,7 @@ def make_parallel(
     keep_little = partial(_keep_little, own, planned.config, mesh, device, offload, unsplit)
     keep_little(plan)
     _let_meet(own.values(), mesh, rendezvous)
-    tables = tables_in(module, making.blocks, planned.config)
-    products = traced_products(tables, plan, planned.observed.trace)
-    heads = fused_heads(plan, making.blocks, tables, products, planned.config, mesh)
+    heads = making.heads(plan)
     seed = on_one_rank(torch.initial_seed)
     randomness = StepRandomness(seed=seed, num_replicas=mesh.shape.dp, dp_rank=mesh.dp_rank, device=device)
     gradients = Gradients(module, zero, plan.state_ranks, mesh, device)
@@ -159,7 +158,7 @@ def make_parallel(
         heads=heads,
         compiling=making.compiling,
         keep_little=keep_little,
-        budget=making.budget(plan, zero, products),
+        budget=making.budget(plan, zero),
         layout=making.lay_out(plan, zero),
     )
 
@@ -243,6 +242,17 @@ class _Making:
         zero.parameter_store = offload_parameters(config.offload_params, zero.root)
         return zero
 
+    def heads(self, plan: Plan) -> FusedHeads:
+        """The heads that may run with their losses."""
+        planned = {
+            block.fqn: (
+                self.blocks[block.fqn],
+                HeadPlan(tensor=block.tensor, is_recomputed=block.is_recomputed, is_offloaded=block.is_offloaded),
+            )
+            for block in (plan.blocks if self._config.activations.fused_loss == "auto" else ())
+        }
+        return FusedHeads(planned, MeshAxis(self._mesh.axis("tp")) if self._mesh.shape.tp > 1 else None)
+
     def runner(
         self,
         plan: Plan,
@@ -305,7 +315,7 @@ class _Making:
         shared = ("pp", "dp_shard", "tp") if isinstance(zero, FullySharded) else ("pp", "tp")
         return sorted(self._mesh.sliced(*shared).mesh.flatten().tolist())
 
-    def budget(self, plan: Plan, zero: Zero, products: TracedProducts) -> Budget | None:
+    def budget(self, plan: Plan, zero: Zero) -> Budget | None:
         """The memory that the traced step takes, where it is to be planned."""
         config, trace, step = self._config, self._planned.observed.trace, self._planned.step
         if trace is None or trace.storages is None:
@@ -318,7 +328,6 @@ class _Making:
                 self._device,
                 accumulates=accumulates(self._trainer),
                 fuses_loss=config.activations.fused_loss == "auto",
-                products=frozenset(products.tables),
                 is_unsplit=config.compile.enabled,
                 cuts_inputs=config.activations.partition,
                 num_sharing=zero.num_sharing,

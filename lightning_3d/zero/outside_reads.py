@@ -11,7 +11,7 @@ meet shards. So each sharded parameter is marked: what a step computes with it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -73,17 +73,6 @@ def _whole_of(parameter: DTensor) -> Whole:
     return whole
 
 
-@contextmanager
-def gathered_as(parameter: DTensor, gathered: Callable[[Tensor], object]) -> Iterator[None]:
-    """Have ``gathered`` called inside with the full value of a parameter, before anything computes with it."""
-    reads = _whole_of(parameter).reads
-    reads.seen_by[parameter] = gathered
-    try:
-        yield
-    finally:
-        del reads.seen_by[parameter]
-
-
 class OutsideReads:
     """Gathers parameters where they are read, and reduces their gradients.
 
@@ -100,8 +89,6 @@ class OutsideReads:
         """Whether to gather once for several runs, until `forget`."""
         self.gathered = nn.Module()
         """Its parameters are those gathered now: schedules that split the backward look for weights in modules."""
-        self.seen_by: dict[DTensor, Callable[[Tensor], object]] = {}
-        """Called with full values."""
         self._read: dict[DTensor, None] = {}  # whose gradients are expected, alike on all replicas
         self._gradients: dict[DTensor, Tensor] = {}
 
@@ -146,11 +133,9 @@ class OutsideReads:
         if is_trained and parameter in self._cached:
             return self._cached[parameter]
         full = self.value(parameter)
-        leaf = nn.Parameter(full) if is_trained else full
-        if (gathered := self.seen_by.get(parameter)) is not None:
-            gathered(leaf)
-        if not isinstance(leaf, nn.Parameter):
-            return leaf
+        if not is_trained:
+            return full
+        leaf = nn.Parameter(full)
         leaf.register_post_accumulate_grad_hook(partial(self._accumulated, parameter))
         self._read[parameter] = None
         if self._num_steps:

@@ -170,7 +170,7 @@ PINNED = (
     Case("habits", "tp2", "compiled"),
     Case("habits", "tp2", "selective"),
     Case("odd-matrices", "tp2", "selective"),  # what is read before and after its sum over ranks
-    Case("table", "dp2-zero3"),  # a table that is gathered and fused
+    Case("table", "dp2-zero3"),  # a table that is gathered outside of its block
     Case("shifted-loss", "dp2-zero3"),
     *(Case("paths", f"dp2-zero{stage}") for stage in range(3)),  # gradients that come late, or of one replica alone
     Case("mlp", "dp2-zero1", "plain", "reads-late"),  # of parameters that are on their way

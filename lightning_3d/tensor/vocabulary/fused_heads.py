@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from lightning_3d.tensor.vocabulary.head_call import Compute, Through
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord, obstacle_of
 from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
-from lightning_3d.tensor.vocabulary.table_heads import TableHead
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import has_backward_hooks
@@ -197,37 +196,29 @@ class FusedHeads:
 
     Args:
         blocks: FQN -> block, and what is planned of it.
-        tables: Weights that glue may multiply with as a head does.
         tp: The tp axis; None if it has one rank.
     """
 
-    def __init__(
-        self,
-        blocks: Mapping[str, tuple[nn.Module, HeadPlan]],
-        tables: Sequence[TableHead],
-        tp: MeshAxis | None,
-    ) -> None:
+    def __init__(self, blocks: Mapping[str, tuple[nn.Module, HeadPlan]], tp: MeshAxis | None) -> None:
         self._heads = [FusedHead(fqn, block, plan, tp) for fqn, (block, plan) in blocks.items() if is_head(block)]
-        self._all: list[FusedHead | TableHead] = [*self._heads, *tables]
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Make logits lazily inside, where a step runs; what is still referred to at the end has its values."""
         with ExitStack() as off:
-            for head in self._all:
+            for head in self._heads:
                 off.enter_context(head.on())
             if any(head.is_deferred for head in self._heads):
                 off.enter_context(custom_functions_seen(_on_plain_logits))
             with _hint_for_compiled_code():
                 yield
-            for head in self._all:
+            for head in self._heads:
                 head.record.end_step()
 
     @property
     def texts(self) -> tuple[str, ...]:
         """A line for each, for people."""
-        texts = (head.text for head in self._all)
-        return tuple(text for text in texts if text is not None)
+        return tuple(head.text for head in self._heads)
 
 
 @contextmanager

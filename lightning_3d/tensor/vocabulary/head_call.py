@@ -46,8 +46,7 @@ class HeadCall:
         on_read: Called when they are made.
         classes: All classes, where a rank has a part of them.
         num_classes: The number over all ranks, if it is not that of ``weight``.
-        aliases: Tensors of the weights' memory that have versions of their own, as those of which they are parts have;
-            there may be more later.
+        aliases: Tensors of the weights' memory that have versions of their own, as those of which they are parts have.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class HeadCall:
         self.made: Tensor | None = None
         self.is_fused = False
         """Whether a loss was computed without the logits."""
-        self.at_end: list[OnRead] = []
+        self.at_end: list[Callable[[], object]] = []
         """Make the lazy tensors that come of it, if somebody still refers to them."""
 
     @property
@@ -113,10 +112,10 @@ class HeadCall:
             changes = sum(version_of(alias) for alias in self._aliases)  # of new ones it is 0
         return changes, [None if tensor is None else _state(tensor) for tensor in (self.rows, self.weight, self.bias)]
 
-    def end(self, reader: str = AT_END) -> None:
+    def end(self) -> None:
         """Make those that somebody still refers to, before the weights change, unless the step has changed them."""
         for make in self.at_end if self._is_unchanged else ():
-            make(reader)
+            make()
 
     def logits(self, reader: str) -> Tensor:
         """The logits as the head makes them, on shards if the classes are sharded."""

@@ -68,12 +68,6 @@ class HeadRecord:
     def _note(self, has_grad: bool, reader: str) -> None:
         self.refuse(f"the step reads logits: {reader} at {user_frame()}", has_grad=has_grad)
 
-    def make_before(self, name: str) -> None:
-        """Make logits that somebody refers to, before the function of that name changes the weight."""
-        for _, reference in self._calls:
-            if (call := reference()) is not None:
-                call.end(name)
-
     def end_step(self) -> None:
         """Count what the step's calls became."""
         for outcome, reference in self._calls:

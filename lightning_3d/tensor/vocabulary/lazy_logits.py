@@ -130,7 +130,7 @@ def _lazily(view: View) -> LazyLogits:
     with DisableTorchFunctionSubclass():
         logits._node = logits.grad_fn
     reference = weakref.ref(logits)
-    view.call.at_end.append(lambda reader: made(reference(), reader))
+    view.call.at_end.append(lambda: made(reference()))
     return logits
 
 

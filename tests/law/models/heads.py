@@ -1,4 +1,4 @@
-"""Heads, their losses, and tables that serve as heads: what a loss without logits has to see through."""
+"""Heads and their losses: what a loss without logits has to see through, and tables that serve as heads."""
 
 from __future__ import annotations
 
@@ -113,57 +113,30 @@ class Masking(TinyGPT):
         return loss
 
 
-class HeadInGlue(TinyGPT):
-    """Uses the table outside of its block."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x, self.tokens.weight)
-
-
 class ByTable(TinyGPT):
-    """Multiplies with its table of tokens."""
+    """Multiplies with its table of tokens, outside of blocks."""
 
-    def __init__(self, way: str = "linear", **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__(tied=True, **options)
         del self.head
-        self.way = way
-        if way == "own":
-            width, vocabulary = self.tokens.weight.shape[1], self.tokens.weight.shape[0]
-            self.out = nn.Parameter(0.1 * torch.randn(width, vocabulary))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        return self.logits(self.norm(x))
-
-    def logits(self, x: Tensor) -> Tensor:
-        table = self.tokens.weight
-        if self.way == "own":
-            return x @ self.out
-        if self.way == "operator":
-            return x @ table.T
-        return torch.matmul(x, table[:48].t()) if self.way == "part" else F.linear(x, table)
+        return F.linear(self.norm(x), self.tokens.weight)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, targets = batch
-        logits = self(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten() % logits.shape[-1])
-        if self.way == "twice":
-            again = F.linear(self.tokens(inputs).tanh(), self.tokens.weight)
-            loss = loss + 0.1 * F.cross_entropy(again.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
-        if self.way == "read":
-            loss = loss + 0.01 * logits.logsumexp(-1).square().mean()
+        loss = F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
+        again = self.tokens(inputs).tanh() @ self.tokens.weight.T
+        loss = loss + 0.1 * F.cross_entropy(again.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         logits = self(batch[0]).flatten(0, 1)
-        targets = batch[1].flatten() % logits.shape[-1]
-        self.log("val_loss", F.cross_entropy(logits, targets), sync_dist=True)
+        self.log("val_loss", F.cross_entropy(logits, batch[1].flatten()), sync_dist=True)
         self.log("val_read", logits.softmax(-1).square().mean(), sync_dist=True)
 
 
@@ -178,9 +151,5 @@ MODELS = {
     "loss-by-row": _row(partial(ByRow, tied=False)),
     "log-softmax": _row(partial(Logs, tied=False)),
     "masked-logits": _row(Masking, families=frozenset({"tp"})),
-    "head-in-glue": _row(partial(HeadInGlue, tied=False), families=frozenset({"tp"})),
-    "table": _row(partial(ByTable, "twice")),
-    "table-part": _row(partial(ByTable, "part"), alike="table"),
-    "table-of-columns": _row(partial(ByTable, "own"), alike="table"),
-    "table-read": _row(partial(ByTable, "read"), alike="table"),
+    "table": _row(ByTable),
 }
