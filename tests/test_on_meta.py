@@ -65,12 +65,7 @@ def _resumed(layout: Layout) -> tuple[dict[str, Tensor], float, float]:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(pp=2, save_distributed_checkpoint=True),
-        Layout(pp=2),
-        Layout(tp=2, save_distributed_checkpoint=True),
-        Layout(dp=2, zero=3),
-    ],
+    [Layout(pp=2), Layout(tp=2, save_distributed_checkpoint=True), Layout(dp=2, zero=3)],
     ids=str,
 )
 def test_they_go_on_as_one_process(workers: WorkerPools, layout: Layout) -> None:
