@@ -51,7 +51,7 @@ MOVES = {
 }
 """Operators that CPUs have, too, where other code calls them."""
 
-UNSHARDED = {"gru", "lora", "lstm", "mamba", "unet"}
+UNSHARDED = {"lstm", "mamba"}
 """Architectures of whose blocks tensor parallel shards none."""
 
 Runs = dict[tuple[str, str], Seen]
@@ -67,7 +67,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Runs]:
     run = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-3000:]
     found: dict[str, Runs] = pickle.loads(result.read_bytes())
-    assert len(found) == len(JOBS) >= 20
+    assert len(found) == len(JOBS)
     return found
 
 

@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "examples"
 LIMIT = 240.0
 """Seconds that one example may take, on a machine that does much else."""
 
-SHORT = ["trainer.max_steps=3", "trainer.log_every_n_steps=1"]
+SHORT = ["trainer.max_steps=2", "trainer.log_every_n_steps=1"]
 
 SRUN = """#!/usr/bin/env bash
 # As srun on one node: SLURM_NTASKS tasks, each with its number; fails where one of them does.
@@ -79,18 +79,17 @@ def _one_process(batch_size: int, num_steps: int, clip: float | None = None) -> 
 
 
 def test_gpt_trains_as_in_one_process(tmp_path: Path) -> None:
-    output = _run(tmp_path, str(EXAMPLES / "gpt.py"), "--devices=4", "--max_steps=10", "--batch_size=4")
+    output = _run(tmp_path, str(EXAMPLES / "gpt.py"), "--devices=4", "--max_steps=4", "--batch_size=4")
     assert "pipeline 2 x data 1 x tensor 2, ZeRO 1" in output
     assert "def " in output.split("A sample from")[1]
     (losses,) = _losses(tmp_path)
-    assert losses[-1] < losses[0] - 0.5
-    assert losses == pytest.approx(_one_process(4, 10, clip=1.0), abs=1e-4)
+    assert losses == pytest.approx(_one_process(4, 4, clip=1.0), abs=1e-4)
 
 
 @pytest.fixture(scope="module")
 def pipelined() -> list[float]:
     """What the first steps of config.yaml and hydra's pp2 lose in one process."""
-    return _one_process(32, 3)
+    return _one_process(32, 2)
 
 
 def test_hydra(tmp_path: Path, pipelined: list[float]) -> None:
@@ -98,7 +97,8 @@ def test_hydra(tmp_path: Path, pipelined: list[float]) -> None:
     assert _losses(tmp_path) == [pytest.approx(pipelined, abs=1e-5)]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("slurm", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_launched_command_line(launcher: str, tmp_path: Path, pipelined: list[float]) -> None:
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)

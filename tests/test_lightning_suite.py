@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.matrix  # of a tool that people run by hand
+
 ROOT = Path(__file__).parents[1]
 
 ALIKE = """
@@ -77,7 +79,6 @@ def test_differences_are_told(tmp_path: Path) -> None:
     assert "3d: 2 failed, 2 passed" in done.stdout
 
 
-@pytest.mark.matrix
 def test_ranks_run_the_same_tests(tmp_path: Path) -> None:
     (tmp_path / "test_on_two_ranks.py").write_text(ON_TWO_RANKS)
     done = _run(tmp_path, "test_on_two_ranks.py", "--devices", "2")

@@ -37,10 +37,7 @@ from tests.hugging_face import small_job
 from tests.law.models import MODELS
 from tests.parity import Job
 
-NAMES = (
-    *("bert", "electra", "clip", "vit", "wav2vec2", "segformer", "swin", "resnet", "convnext", "mamba"),
-    *("unet", "lstm", "gru", "residual-vit", "lora"),
-)
+NAMES = ("bert", "clip", "wav2vec2", "segformer", "swin", "resnet", "convnext", "mamba", "lstm")
 JOBS: dict[str, Job] = {name: MODELS[name].job for name in NAMES}
 JOBS |= {
     "decoder": small_job(partial(Blocks, Decoder), a.sequences),
@@ -49,7 +46,6 @@ JOBS |= {
     "experts": small_job(partial(Blocks, Experts), a.sequences),
     "flex": small_job(partial(Blocks, Flex), a.sequences),
 }
-"""20 architectures."""
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
