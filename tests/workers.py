@@ -52,7 +52,7 @@ DEFAULT_TIMEOUT = 120.0
 """Seconds that one run may take."""
 
 GRACE = 3.0
-"""Seconds that the other ranks get to report after the first one failed."""
+"""Seconds that the other ranks get to report after the first one failed, and a process to end."""
 
 DUMP_TIMEOUT = 10.0
 """Seconds that a busy machine may take until the stacks of unfinished ranks are written."""
@@ -243,7 +243,7 @@ class _Crew:
     def log(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.log"
 
-    def call(self, request: bytes, timeout: float) -> dict[int, _Success | _Failure]:
+    def call(self, request: bytes, timeout: float, grace: float) -> dict[int, _Success | _Failure]:
         """Send the request to all ranks; returns the answers by rank, without the ranks that gave none in time."""
         self.num_runs += 1
         answers: dict[int, _Success | _Failure] = {}
@@ -255,7 +255,7 @@ class _Crew:
         deadline = time.monotonic() + timeout
         while len(answers) < len(self._connections):
             if any(isinstance(answer, _Failure) for answer in answers.values()):
-                deadline = min(deadline, time.monotonic() + GRACE)
+                deadline = min(deadline, time.monotonic() + grace)
             waiting = {self._connections[rank]: rank for rank in range(len(self._connections)) if rank not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -321,13 +321,16 @@ class WorkerPool:
         self.size = size
         self._crew: _Crew | None = None
 
-    def run(self, function: Callable[..., Result], *args: object, timeout: float = DEFAULT_TIMEOUT) -> list[Result]:
+    def run(
+        self, function: Callable[..., Result], *args: object, timeout: float = DEFAULT_TIMEOUT, grace: float = GRACE
+    ) -> list[Result]:
         """Call `function(*args)` on every rank.
 
         Args:
             function: A module-level function (pickled by reference).
             *args: Pickled to every rank.
             timeout: Seconds after which the run counts as hanging.
+            grace: Seconds that the other ranks get to report after the first one failed.
 
         Returns:
             The results by rank, with all tensors on the CPU. The working directory of the run is the same for all
@@ -342,7 +345,7 @@ class WorkerPool:
         finished = False
         with tempfile.TemporaryDirectory(prefix="run-", dir=crew.directory, ignore_cleanup_errors=True) as workspace:
             try:
-                answers = crew.call(pickle.dumps((workspace, function, args)), timeout)
+                answers = crew.call(pickle.dumps((workspace, function, args)), timeout, grace)
                 finished = sum(isinstance(answer, _Success) for answer in answers.values()) == self.size
                 if not finished:
                     raise _error(crew, answers, self.size, _name_of(function), timeout)
@@ -385,7 +388,7 @@ def _error(crew: _Crew, answers: dict[int, _Success | _Failure], size: int, what
     failures = {rank: answer.report for rank, answer in answers.items() if isinstance(answer, _Failure)}
     unfinished = [rank for rank in range(size) if rank not in answers]
     crew.dump_stacks(unfinished)
-    limit = f"{GRACE:g} s after the first failure" if failures else f"after {timeout:g} s"
+    limit = "soon after the first failure" if failures else f"after {timeout:g} s"
     ranks_of: dict[str, list[int]] = {}
     for rank, report in sorted(failures.items()):
         ranks_of.setdefault(report, []).append(rank)
