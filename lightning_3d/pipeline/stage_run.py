@@ -20,8 +20,7 @@ from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import SUMMON, BlockRunner, Call
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.tensor.vocabulary.lazy_logits import made
-from lightning_3d.tensor.vocabulary.whole_logits import whole
+from lightning_3d.tensor.vocabulary.lazy_logits import made, whole
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id
 from lightning_3d.trace.ghost import Ghost

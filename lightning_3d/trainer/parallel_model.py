@@ -56,7 +56,7 @@ from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor import BlockCompiler
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
-from lightning_3d.tensor.vocabulary.whole_logits import whole
+from lightning_3d.tensor.vocabulary.lazy_logits import whole
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.offload import offload_parameters, offload_policy

@@ -19,7 +19,7 @@ from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
-from lightning_3d.tensor.vocabulary.whole_logits import whole
+from lightning_3d.tensor.vocabulary.lazy_logits import whole
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen

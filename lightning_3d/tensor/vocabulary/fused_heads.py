@@ -18,13 +18,14 @@ from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.head_call import Compute, Through
-from lightning_3d.tensor.vocabulary.head_record import HeadRecord, obstacle_of
+from lightning_3d.tensor.vocabulary.head_record import HeadRecord
 from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import has_backward_hooks
 from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.torch_internals.tensors import are_transforms_active
 from lightning_3d.trace.side_outputs import has_user_hooks, hooks_noted
 from lightning_3d.zero.gathering import wait_for
 
@@ -174,7 +175,12 @@ class FusedHead:
             return "it has hooks, and its weight is gathered only while it runs (zero.stage=3)"
         if has_saved_tensor_hooks():
             return "it runs inside of a checkpoint or other hooks on saved tensors"
-        return obstacle_of(rows, head.weight)
+        if are_transforms_active():
+            return "it runs inside of a transform of torch.func"
+        is_cast = torch.is_autocast_enabled(rows.device.type) and rows.dtype != torch.float64
+        if not rows.is_floating_point() or (rows.dtype != head.weight.dtype and not is_cast):
+            return f"its input is {rows.dtype}, its weight {head.weight.dtype}"
+        return None
 
     @property
     def text(self) -> str:

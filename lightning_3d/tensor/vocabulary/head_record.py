@@ -12,7 +12,6 @@ from torch import Tensor
 from lightning_3d.tensor.vocabulary.head_call import HeadCall, Outcome, Through
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
-from lightning_3d.torch_internals.tensors import are_transforms_active
 from lightning_3d.trace.refusals import user_frame
 
 PATIENCE = 2
@@ -91,13 +90,3 @@ class HeadRecord:
         if is_absent:
             return ELSEWHERE
         return FUSED if self.is_known else "the first training step shows whether it is fused with its loss"
-
-
-def obstacle_of(rows: Tensor, weight: Tensor) -> str | None:
-    """Why the product of these can't be lazy, whatever comes of it."""
-    if are_transforms_active():
-        return "it runs inside of a transform of torch.func"
-    is_cast = torch.is_autocast_enabled(rows.device.type) and rows.dtype != torch.float64
-    if not rows.is_floating_point() or (rows.dtype != weight.dtype and not is_cast):
-        return f"its input is {rows.dtype}, its weight {weight.dtype}"
-    return None

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 
@@ -33,7 +34,7 @@ from lightning_3d.tensor.rules.function import Function
 from lightning_3d.tensor.vocabulary.carried import CARRIED, Cast, View
 from lightning_3d.tensor.vocabulary.chunked_loss import Head, cross_entropy_of
 from lightning_3d.tensor.vocabulary.head_call import AT_END, HeadCall
-from lightning_3d.tensor.vocabulary.loss import CrossEntropy, as_cross_entropy, as_nll_loss, log_sums
+from lightning_3d.tensor.vocabulary.loss import CrossEntropy, as_cross_entropy, log_sums
 from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass, OpOverload, autograd_recording
@@ -125,6 +126,11 @@ def made(leaf: Any, reader: str = AT_END) -> Any:
     return leaf.plain(reader) if isinstance(leaf, LazyLogits) else leaf
 
 
+def whole(leaf: Any) -> Any:
+    """The values of logits that are not there yet, or sharded over the vocabulary; anything else as it is."""
+    return plain(made(leaf))
+
+
 def _lazily(view: View) -> LazyLogits:
     logits = cast(LazyLogits, _Enter.apply(view.rows, view.call.weight, view.call.bias, view))  # type: ignore[no-untyped-call]
     with DisableTorchFunctionSubclass():
@@ -193,11 +199,11 @@ def _leaf(tensor: Any) -> Any:
 
 def _as_loss(func: Function, args: Any, kwargs: Any) -> CrossEntropy | None:
     """Read a call as the cross entropy of lazy logits."""
-    if (call := as_cross_entropy(func, args, kwargs)) is not None:  # of logarithms of probabilities it is the same
-        return call if isinstance(call.input, LazyLogits) else None
-    call = as_nll_loss(func, args, kwargs)
-    is_ours = call is not None and isinstance(call.input, LazyLogits) and call.input.view_of_head.is_log
-    return call if is_ours else None
+    call = as_cross_entropy(func, args, kwargs)  # of logarithms of probabilities it is the same
+    call = as_cross_entropy(func, args, kwargs, of=F.nll_loss) if call is None else call
+    if call is None or not isinstance(call.input, LazyLogits):
+        return None
+    return call if func is F.cross_entropy or call.input.view_of_head.is_log else None
 
 
 def _can_fuse(call: CrossEntropy) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -87,17 +88,13 @@ class CrossEntropy:
         )
 
 
-def as_cross_entropy(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CrossEntropy | None:
-    """Read a call as a cross entropy that can run on shards, or None."""
-    if function is not torch.nn.functional.cross_entropy:
-        return None
-    call = CrossEntropy(*args, **kwargs)
-    return call if call.has_sharded_form else None
-
-
-def as_nll_loss(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CrossEntropy | None:
-    """Read a call as the cross entropy of what its logarithms of probabilities were made of, or None."""
-    if function is not torch.nn.functional.nll_loss:
+def as_cross_entropy(
+    function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], *, of: Function = F.cross_entropy
+) -> CrossEntropy | None:
+    """Read a call as a cross entropy that can run on shards, or None; ``F.nll_loss`` as that of what its logarithms of
+    probabilities were made of.
+    """
+    if function is not of:
         return None
     call = CrossEntropy(*args, **kwargs)  # has the arguments of ``F.nll_loss``, and one more
     return call if call.has_sharded_form else None
