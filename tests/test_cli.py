@@ -87,8 +87,11 @@ def _run_cli(text: str, *arguments: str) -> tuple[ThreeDConfig, tuple[int, int],
 
 
 def test_cli_fits_from_a_file_and_the_command_line(workers: WorkerPools) -> None:
-    ranks = workers(2).run(_run_cli, FILE, "--trainer.strategy.zero.stage=3", "--trainer.max_steps=1")
-    assert [config for config, _, _ in ranks] == [replace(CONFIGURED, zero=ZeroConfig(stage=3))] * 2
+    given = ("zero.stage=3", "pipeline.partition=[layers.3]", "pipeline.num_microbatches=auto")
+    arguments = [f"--trainer.strategy.{setting}" for setting in given]
+    ranks = workers(2).run(_run_cli, FILE, *arguments, "--trainer.max_steps=1")
+    pipeline = PipelineConfig(partition=("layers.3",), schedule="gpipe")
+    assert [config for config, _, _ in ranks] == [replace(CONFIGURED, zero=ZeroConfig(stage=3), pipeline=pipeline)] * 2
     assert [done for _, done, _ in ranks] == [(1, 16)] * 2
     assert ranks[0][2] == ranks[1][2]
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonargparse import ArgumentParser
 from omegaconf import OmegaConf
 
 from lightning_3d import ThreeDStrategy
@@ -67,38 +66,6 @@ def test_interpolations_floats_and_lists_of_a_file(tmp_path: Path) -> None:
     config = ThreeDConfig.from_file(file)
     assert config.pipeline == PipelineConfig(num_microbatches=2, partition=("layers.4",))
     assert config.tensor == TensorConfig(verify_tolerance=1e-5)
-
-
-class _Sections:
-    """A constructor with the signature types of the strategy."""
-
-    def __init__(
-        self,
-        zero: ZeroConfig | dict[str, Any] | None = None,
-        pipeline: PipelineConfig | dict[str, Any] | None = None,
-    ) -> None:
-        self.config = ThreeDConfig.from_mapping({"pipeline_parallel_size": 2, "zero": zero, "pipeline": pipeline})
-
-
-def _from_command_line(arguments: list[str]) -> ThreeDConfig:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(_Sections, "strategy")
-    strategy: _Sections = parser.instantiate(parser.parse_args(arguments)).strategy
-    return strategy.config
-
-
-def test_jsonargparse_reads_file_and_command_line(tmp_path: Path) -> None:
-    file = tmp_path / "cli.yaml"
-    file.write_text("strategy:\n  zero: {stage: 2}\n  pipeline: {num_microbatches: auto, schedule: gpipe}\n")
-    overrides = ["--strategy.pipeline.num_microbatches=8", "--strategy.pipeline.partition=[layers.4]"]
-    config = _from_command_line([f"--config={file}", *overrides])
-    assert config.zero == ZeroConfig(stage=2)
-    assert config.pipeline == PipelineConfig(num_microbatches=8, schedule="gpipe", partition=("layers.4",))
-    with pytest.raises(ConfigError, match=re.escape("'zero.stge': the nearest valid key is 'zero.stage'")):
-        _from_command_line([f"--config={file}", "--strategy.zero.stge=3"])
-    with pytest.raises(ConfigError, match=re.escape("zero.stage=7 is not allowed: use 0, 1, 2 or 3")):
-        _from_command_line([f"--config={file}", "--strategy.zero.stage=7"])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from lightning_3d import PlanError, ThreeDStrategy
 from lightning_3d.model.initial_weights import check_same_model, place_buffers, place_weights
 from lightning_3d.model.unbuilt import UnbuiltTensor, building
-from tests.hugging_face import CLM, IMAGES, S2S, hugging_face
 from tests.models import TinyGPT, tokens
 from tests.parity import QUIET
 from tests.workers import WorkerPools
@@ -165,19 +164,6 @@ BUILDS: dict[str, Build] = {
     "power iteration": power_iteration,
     "drawn": drawn,
     "buffers": Buffers,
-    "gpt2": partial(hugging_face, "GPT2Config", CLM, vocab_size=300, n_positions=64, n_embd=64, n_layer=2, n_head=2),
-    "t5": partial(hugging_face, "T5Config", S2S, vocab_size=300, d_model=64, d_kv=32, d_ff=128, num_layers=2),
-    "vit": partial(
-        hugging_face,
-        "ViTConfig",
-        IMAGES,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=128,
-        image_size=64,
-        patch_size=8,
-    ),
 }
 
 

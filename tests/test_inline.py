@@ -117,9 +117,18 @@ class Again(Penalised):
         return y
 
 
+class Fetching(TinyMLP):
+    """A step that fetches its batches."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, *_ = next(dataloader_iter)
+        return super().training_step(batch, 0)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (Fetching, r".*Let it take the batch: def training_step\(self, batch, batch_idx"),
         (ChangesInputs, "layers.5 changed in place an argument that requires gradients"),
         (Again, "was taken with create_graph=True, but with a pipeline ranks keep the graphs of gradients no further"),
     ],
