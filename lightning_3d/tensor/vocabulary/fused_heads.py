@@ -17,7 +17,7 @@ from lightning_3d.model.block_runner import BlockRunner, Call, runner_of
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
-from lightning_3d.tensor.vocabulary.head_call import Compute, Through
+from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Through
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord
 from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
@@ -149,7 +149,9 @@ class FusedHead:
         num_classes = self._head.weight.shape[0]
         classes = None if self._tp is None else ShardedClasses(num_classes, self._tp.mesh)
         parts = [tensor for tensor in (self._head.weight, self._head.bias) if isinstance(tensor, DTensor)]
-        return self.record.lazily(rows, weight, bias, classes, num_classes=num_classes, through=through, aliases=parts)
+        on_read = partial(self.record.note_read, torch.is_grad_enabled())
+        call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through, aliases=parts)
+        return self.record.lazily(call)
 
     def _never(self, runner: BlockRunner) -> str | None:
         """Why none of its calls can be answered."""

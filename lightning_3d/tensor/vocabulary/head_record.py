@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from lightning_3d.tensor.vocabulary.head_call import HeadCall, Outcome, Through
+from lightning_3d.tensor.vocabulary.head_call import HeadCall, Outcome
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits
-from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.trace.refusals import user_frame
 
 PATIENCE = 2
@@ -47,24 +44,13 @@ class HeadRecord:
         """Note why calls make logits."""
         self._reasons[has_grad] = reason
 
-    def lazily(
-        self,
-        rows: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        classes: ShardedClasses | None = None,
-        *,
-        num_classes: int,
-        through: Through | None = None,
-        aliases: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """The output of a call; arguments as for `HeadCall`."""
-        on_read = partial(self._note, torch.is_grad_enabled())
-        call = HeadCall(rows, weight, bias, on_read, classes, num_classes=num_classes, through=through, aliases=aliases)
+    def lazily(self, call: HeadCall) -> Tensor:
+        """The output of a call."""
         self._calls.append((call.outcome, weakref.ref(call)))
         return lazy_logits(call)
 
-    def _note(self, has_grad: bool, reader: str) -> None:
+    def note_read(self, has_grad: bool, reader: str) -> None:
+        """Note that the step reads logits, by the function of that name."""
         self.refuse(f"the step reads logits: {reader} at {user_frame()}", has_grad=has_grad)
 
     def end_step(self) -> None:
