@@ -132,10 +132,10 @@ WHOLE = "pipeline stage 0 of 1, microbatch 0 of 1"
 
 CASES = {
     "zbv": Case(
-        layout=Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2),
-        fault=Fault(how="backward", call=3),
+        layout=Layout(pp=2, num_microbatches=2, schedule="zbv", stages_per_rank=2),
+        fault=Fault(how="backward", call=1),
         error=BACKWARD,
-        where="pipeline stage 2 of 4, microbatch 3 of 4, rank 1",
+        where="pipeline stage 2 of 4, microbatch 1 of 2, rank 1",
     ),
     "one replica": Case(
         layout=Layout(dp=2, zero=1),

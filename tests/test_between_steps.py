@@ -203,7 +203,7 @@ def _alone(layout: Layout | None, does: str = "samples") -> Seen:
 )
 def test_a_rank_that_goes_alone_raises(workers: WorkerPools, layout: Layout, does: str, message: str) -> None:
     with pytest.raises(WorkerError) as raised:
-        workers(2).run(_alone, layout, does, timeout=60)
+        workers(2).run(_alone, layout, does, timeout=60, grace=1.0)  # the other one waits
     assert re.search(message, raised.value.failures[0])
 
 

@@ -35,7 +35,7 @@ def _validates_otherwise() -> None:
 def test_validation_that_reads_a_block_of_another_stage_is_refused(workers: WorkerPools) -> None:
     message = r"Pipeline stage 1: linear .* reads blocks.0.mlp.0.weight, of a block on another"
     with pytest.raises(WorkerError, match=message):
-        workers(2).run(_validates_otherwise)
+        workers(2).run(_validates_otherwise, grace=0.2)  # the other stage waits
 
 
 class _Looks(L.Callback):

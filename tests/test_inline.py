@@ -15,7 +15,7 @@ from lightning_3d import ConfigError, ThreeDStrategy
 from tests.law.models.inline import Carrying, Penalised, Reading
 from tests.models import TinyMLP, features
 from tests.parity import Layout, fitted
-from tests.workers import WorkerError, WorkerPools
+from tests.workers import GRACE, WorkerError, WorkerPools
 
 
 def _reason(model: Callable[[], L.LightningModule], mode: Any = "auto") -> str | None:
@@ -87,7 +87,7 @@ class Failing(TinyMLP):
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_block_that_fails_ends_all_ranks(workers: WorkerPools, in_backward: bool) -> None:
     with pytest.raises(WorkerError, match="ArithmeticError: no more") as failed:
-        workers(2).run(_reason, partial(Failing, in_backward), "inline", timeout=60)
+        workers(2).run(_reason, partial(Failing, in_backward), "inline", grace=0.5 if in_backward else GRACE)
     assert failed.value.failures.keys() == {0, 1}
     assert in_backward or all("no more" in text for text in failed.value.failures.values())
 
