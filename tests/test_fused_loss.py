@@ -58,7 +58,8 @@ class Compared:
 
     def lazy(self) -> Tensor:
         leaves = self.leaves[1]
-        self.call = HeadCall(leaves[0], leaves[1], leaves[2] if leaves[2:] else None, self.reads.append)
+        bias = leaves[2] if leaves[2:] else None
+        self.call = HeadCall(leaves[0], leaves[1], bias, self.reads.append, num_classes=CLASSES)
         return lazy_logits(self.call)
 
     def check(self, use: Use, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:

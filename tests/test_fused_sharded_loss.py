@@ -50,7 +50,9 @@ class Sharded(Compared):
     def lazy(self) -> Tensor:
         rows, weight, *bias = self.leaves[1]
         entered = enter(rows, self.axis)
-        self.call = HeadCall(entered, weight, bias[0] if bias else None, self.reads.append, self.classes)
+        self.call = HeadCall(
+            entered, weight, bias[0] if bias else None, self.reads.append, self.classes, num_classes=CLASSES
+        )
         return lazy_logits(self.call)
 
     def check(self, use: Use, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:

@@ -121,10 +121,10 @@ def _flatten(logits: Logits, func: Function, args: Sequence[Any], kwargs: Mappin
     view = logits.view_of_head
     bounds = dict(zip(("start_dim", "end_dim"), args, strict=False)) | dict(kwargs)
     start, end = (bounds.pop(name, default) % view.rows.dim() for name, default in (("start_dim", 0), ("end_dim", -1)))
-    if bounds or view.class_dim != view.rows.dim() - 1 or end >= view.class_dim:
+    if bounds or view.class_dim != view.rows.dim() - 1 or not start <= end < view.class_dim:
         return None
-    rows = view.rows.flatten(start, end)
-    return _derived(logits, func, args, kwargs, rows=rows, class_dim=rows.dim() - 1)
+    shape = (*view.shape[:start], math.prod(view.shape[start : end + 1]), *view.shape[end + 1 :])
+    return _reshape(logits, Tensor.reshape, shape, {})
 
 
 def _transpose(logits: Logits, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> View | None:

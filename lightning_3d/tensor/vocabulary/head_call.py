@@ -45,7 +45,7 @@ class HeadCall:
         weight: ``[classes, width]``, of this rank's classes; None if it is whole in ``through`` alone.
         on_read: Called when they are made.
         classes: All classes, where a rank has a part of them.
-        num_classes: The number over all ranks, if it is not that of ``weight``.
+        num_classes: The number over all ranks.
         aliases: Tensors of the weights' memory that have versions of their own, as those of which they are parts have.
     """
 
@@ -57,13 +57,13 @@ class HeadCall:
         on_read: OnRead,
         classes: ShardedClasses | None = None,
         *,
-        num_classes: int | None = None,
+        num_classes: int,
         through: Through | None = None,
         aliases: Sequence[Tensor] = (),
     ) -> None:
         self.rows, self.weight, self.bias = (_as_trained_now(tensor) for tensor in (rows, weight, bias))
         self.classes, self._on_read, self._aliases = classes, on_read, aliases
-        self._num_classes, self._through = num_classes, through
+        self.num_classes, self._through = num_classes, through
         self._state = self._present_state()
         device = rows.device.type
         self._autocast = torch.is_autocast_enabled(device)
@@ -80,14 +80,6 @@ class HeadCall:
         """The dtype of the logits."""
         is_cast = self._autocast and self.rows.dtype in (torch.float32, torch.float16, torch.bfloat16)
         return self._autocast_dtype if is_cast else self.rows.dtype
-
-    @property
-    def num_classes(self) -> int:
-        """The number over all ranks."""
-        if self._num_classes is not None:
-            return self._num_classes
-        assert self.weight is not None
-        return len(self.weight) if self.classes is None else self.classes.num
 
     def run(self, rows: Tensor, compute: Compute) -> Tensor:
         """Compute something of rows with the weights."""
