@@ -28,10 +28,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.models import random_tokens
 from benchmarks.turns import ratio_quartiles, take_turns
 from examples.gpt import GPT
-from lightning_3d.activations.selective import is_costly
+from lightning_3d.compile.blocks import BlockCompiler
 from lightning_3d.config.compile import CompileConfig
 from lightning_3d.model.block_runner import running
-from lightning_3d.model.dense_compiler import DenseCompiler
 from lightning_3d.waits import CountedWait, not_told
 
 BATCH, LENGTH, VOCABULARY, DROPOUT, WARM_UP, TURNS = 32, 64, 256, 0.1, 3, 40
@@ -47,12 +46,12 @@ class _Training:
         torch.manual_seed(0)
         model = GPT(VOCABULARY, LENGTH)
         self.compiling = CountedWait(not_told)
-        compiler = DenseCompiler(CompileConfig(enabled=True), is_costly, self.compiling)
+        compiler = BlockCompiler(CompileConfig(enabled=True), wait=self.compiling)
         for block in model.blocks:
             if dropout:
                 block.attention = nn.Sequential(block.attention, nn.Dropout(dropout))
                 block.mlp = nn.Sequential(block.mlp, nn.Dropout(dropout))
-            running(block).dense = compiler.of(block) if is_compiled else None
+            running(block).compiled = compiler.of(block) if is_compiled else None
             if by_hand:
                 block.compile(fullgraph=True)
         self._model = model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_3d.activations.selective import is_costly
+from lightning_3d.compile.blocks import BlockCompiler
 from lightning_3d.config.compile import CompileConfig
-from lightning_3d.model.dense_compiler import DenseCompiler
+from lightning_3d.torch_internals.backends import compile_graph
+from lightning_3d.torch_internals.dispatch import IsKept
 from lightning_3d.torch_internals.dynamo import compiled, modules_watched
 from lightning_3d.trace.interception import Router
 from lightning_3d.waits import CountedWait, not_told
@@ -95,7 +96,7 @@ def _shapes() -> tuple[list[Any], list[str], int]:
     """Differences from eager calls over many lengths; warnings; forms compiled."""
     torch.manual_seed(0)
     block, waits = Dropping(), CountedWait(not_told)
-    compiler = DenseCompiler(CompileConfig(enabled=True, backend="aot_eager"), is_costly, waits)
+    compiler = BlockCompiler(CompileConfig(enabled=True, backend="aot_eager"), wait=waits)
     differences = []
     with (
         Router({"block": block}, compiled=compiler.of).installed(),
@@ -142,9 +143,13 @@ def test_compiled_code_keeps_what_selective_recomputation_does() -> None:
     """The input; queries, keys, values; attention, its logsumexp, its projection; the first result of the MLP."""
     torch.manual_seed(0)
     block, x = Block(32, 4), torch.randn(2, 16, 32, requires_grad=True)
-    compile_it = partial(compiled, block.forward, backend="aot_eager", mode="default", compiling=nullcontext)
+
+    def compile_it(is_kept: IsKept | None = None) -> Callable[[Tensor], Tensor]:
+        backend = partial(compile_graph, backend="aot_eager", mode="default", is_kept=is_kept)
+        return compiled(block.forward, backend)
+
     _, gradient = _kept(block, list(block.parameters()), x)
-    kept, found = _kept(compile_it(is_kept=is_costly), list(block.parameters()), x)
+    kept, found = _kept(compile_it(is_costly), list(block.parameters()), x)
     torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-5)
     assert x.nbytes < kept <= x.nbytes * (1 + 3 + 1 + 1 / 8 + 1 + 4)  # a logsumexp per head of 8 channels
     assert _kept(compile_it(), list(block.parameters()), x)[0] > 1.2 * kept

@@ -26,6 +26,7 @@ ROOMS = (
     "activations",
     "trace",
     "tensor",
+    "compile",
     "memory",
     "planning",
     "pipeline",

@@ -247,24 +247,23 @@ def test_gradients_that_two_nodes_get() -> None:
     assert _Passed.referred == [True, True]
 
 
-@canary(modules, "forward_hooks", "forward_hooks_with_kwargs", "forward_hook_registries", "has_hooks")
+@canary(modules, "forward_hooks", "forward_hooks_with_kwargs", "forward_hook_registries", "has_backward_hooks")
 @canary(modules, "forward_hooks_copied", "attributes_replaced")
 def test_hooks_of_modules() -> None:
     module = nn.Linear(1, 1)
     with modules.forward_hooks_copied(module):
         handle = module.register_forward_hook(lambda *args, **kwargs: None, with_kwargs=True)
         assert list(modules.forward_hooks(module)) == [handle.id] == list(modules.forward_hooks_with_kwargs(module))
-        assert modules.has_hooks(module)
         assert sum(handle.id in registry for registry in modules.forward_hook_registries(module)) == 2
         modules.forward_hooks(module).pop(handle.id)
         module(torch.zeros(1))
     with modules.attributes_replaced(module, {"forward": len, "training": False}):
         assert (module.forward, module.training) == (len, False)
     assert ("forward" in vars(module), module.training) == (False, True)
-    for kind in ("forward_pre", "full_backward", "full_backward_pre"):
-        assert not modules.has_hooks(module)
+    for kind in ("full_backward", "full_backward_pre"):
+        assert not modules.has_backward_hooks(module)
         handle = getattr(module, f"register_{kind}_hook")(lambda *args: None)
-        assert modules.has_hooks(module)
+        assert modules.has_backward_hooks(module)
         handle.remove()
     kinds = [f"_forward{pre}_hooks{kind}" for pre in ("", "_pre") for kind in ("", "_with_kwargs")]
     present = {name for name in vars(module) if name.startswith("_forward")}

@@ -22,12 +22,9 @@ class CompileConfig:
     that looks into its data) runs eagerly, with a warning that names the class and the reason. With schedules that
     split the backward, it stays in one piece, as that of compiled code is one.
 
-    A block on tensor-parallel shards is compiled with its collectives, once for each kind of call: shapes, values of
-    its attributes and of arguments other than tensors, training or evaluation; unless it sets attributes, is sharded
-    over the vocabulary, or draws random numbers in another way than dropout and noise do: depending on values of
-    tensors, inside of the attention of a GPU, from generators of its own, Python's or NumPy's. It must not read
-    anything else that changes; and what activation checkpointing inside of it would recompute is for the compiler to
-    decide."""
+    A block on tensor-parallel shards is compiled with its collectives, as ``torch.compile`` follows it dense; by all
+    ranks or by none. It runs eagerly where it draws random numbers, as dropout does in training, checkpoints parts of
+    itself, applies autograd functions of its own, changes its weights, or is sharded over the vocabulary."""
 
     backend: Literal["inductor", "aot_eager"] = "inductor"
     """As for ``torch.compile``. ``"inductor"`` needs a C++ compiler on CPUs, Triton on GPUs; ``"aot_eager"`` fuses

@@ -8,14 +8,13 @@
     block.forward(...)   route      as above, as glue may call it directly
                          offload    what the backward needs of what is below lies on the host meanwhile
                          recompute  what is below is computed again in the backward
-                         compile    code on shards, compiled for calls of this kind
                          shard      the author's forward on shards
                          pack       the step collects all that the call gives, inside of the hooks
-                         compile    the code of a block that is here in full
+                         compile    code that was compiled for calls of this kind
                          forward    the author's own
 
 Where the compiler chooses what its code keeps, as selective recomputation asks for, recomputation is for the calls that
-are not compiled, below the compilers.
+are not compiled.
 
 The patch is two attributes of the instance, so the class stays the author's, FSDP2 may swap it before or after, and
 taking the patch off leaves nothing behind. A block of a model that is here in full loses it with its route. Where
@@ -37,6 +36,7 @@ from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import Container, argument_containers, changed_containers
 from lightning_3d.model.snapshot import refill
+from lightning_3d.torch_internals.capture import NotCompilable
 from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler, parameters_of
 
 _FORWARD = "forward"
@@ -47,11 +47,9 @@ SUMMON = "inside of `with trainer.strategy.summon_full_params(module):`"
 Call = Callable[..., Any]
 Around = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """Runs the author's forward with its arguments."""
-Dense = Callable[[Call, Call, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs the first callable, the author's forward, compiled, or the second where that can't be."""
-Compiled = Callable[[tuple[Any, ...], dict[str, Any]], Call | None]
-"""Arguments of a call -> what computes it, called without arguments; None if the block has to run eagerly."""
-
+Compiled = Callable[[Call, Around | None, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs the author's forward compiled, through what the present call wants around it; raises `NotCompilable` before any
+of its code has run where it has to run eagerly."""
 
 Deferred = Callable[[Call, tuple[Any, ...], dict[str, Any]], Call | None]
 """A call of a block with its hooks, and its arguments -> what answers it now; None if it has to be made."""
@@ -100,14 +98,13 @@ class BlockRunner:
         self.sharded: Call | None = None
         """Its forward on shards, which ends in ``innermost``."""
         self.compiled: Compiled | None = None
+        """Runs its forward compiled, on shards if it is on shards."""
         self.recomputed: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Makes calls of it so that the backward computes again what they computed."""
         self.recomputed_eagerly: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """The same for calls that are not compiled; those that are keep no more than these by themselves."""
         self.offloaded: Callable[[], AbstractContextManager[None]] | None = None
         """Makes the context of a call that moves what its backward needs to the host."""
-        self.dense: Dense | None = None
-        """Runs the author's forward compiled."""
         self.joined: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
         self.meet: Callable[[str], None] | None = None
@@ -306,29 +303,29 @@ class BlockRunner:
         return lambda *args, **kwargs: recomputed(call, args, kwargs)
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        around = self._take_around()
+        if self.compiled is not None:
+            try:
+                return self._returned(self.compiled(self._own, around, args, kwargs))
+            except NotCompilable:
+                pass  # out of this context, which an error would tell of
+        self._around = around
         if self.sharded is None:
             return self.innermost(*args, **kwargs)
-        around = self._take_around()
-        compute = self.compiled(args, kwargs) if self.compiled is not None else None
-        if compute is None:
-            self._around = around
-            output = self._eagerly(self.sharded)(*args, **kwargs)
-        elif around is None:
-            output = compute()
-        else:
-            output = around(lambda *args, **kwargs: compute(), args, kwargs)
+        return self._returned(self._eagerly(self.sharded)(*args, **kwargs))
+
+    def _returned(self, output: Any) -> Any:
         return output if self.returned is None else self.returned(output)
 
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
         """The author's forward, through what the present call wants around it."""
         around = self._take_around()
-        return self._run_own(*args, **kwargs) if around is None else around(self._run_own, args, kwargs)
+        run = self._own if self.sharded is not None else self._eagerly(self._own)
+        return run(*args, **kwargs) if around is None else around(run, args, kwargs)
 
-    def _run_own(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.own_forward if self.lazy is None else self.lazy
-        if self.dense is None:
-            return forward(*args, **kwargs) if self.sharded is not None else self._eagerly(forward)(*args, **kwargs)
-        return self.dense(forward, self._eagerly(forward), args, kwargs)
+    @property
+    def _own(self) -> Call:
+        return self.own_forward if self.lazy is None else self.lazy
 
     def _take_around(self) -> Around | None:
         around, self._around = self._around, None
@@ -338,7 +335,7 @@ class BlockRunner:
         """A copy of the block runs its layers, but belongs to no step, and what was compiled is the block's own."""
         hidden = {name: value for name, value in self._hidden.items() if name != CALL}  # as a module does
         steps = ("route", "recomputed", "recomputed_eagerly", "offloaded", "lazy", "deferred", "_around")
-        own = dict.fromkeys((*steps, "compiled", "dense"))
+        own = dict.fromkeys((*steps, "compiled"))
         return {**vars(self), **own, "_hidden": hidden}
 
 

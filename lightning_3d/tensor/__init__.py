@@ -5,14 +5,12 @@
 """
 
 from lightning_3d.tensor.apply import apply_block
-from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan, replicated_plan
 from lightning_3d.tensor.plan.by_hand import check_roles, roles_by_hand
 from lightning_3d.tensor.plan.search import plan_block
 from lightning_3d.tensor.verify import Verification, block_signature, verify_block
 
 __all__ = [
-    "BlockCompiler",
     "BlockTensorPlan",
     "Verification",
     "WeightPlan",

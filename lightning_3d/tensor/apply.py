@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.errors import PlanError
 from lightning_3d.model.block_runner import running
 from lightning_3d.tensor.axis import MeshAxis
-from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.placement import mark
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan, WeightPlan
 from lightning_3d.tensor.sharded_forward import ShardedForward, Slot, without_shards
@@ -30,7 +29,6 @@ def apply_block(
     *,
     excluded: Collection[nn.Parameter] = frozenset(),
     made: dict[nn.Parameter, nn.Parameter] | None = None,
-    compiler: BlockCompiler | None = None,
 ) -> None:
     """Shard or replicate every parameter of a block as planned and make its forward run on them.
 
@@ -43,7 +41,6 @@ def apply_block(
         mesh: The one-dimensional tp axis.
         excluded: Parameters that are left as they are, as others use them, too.
         made: Parameter -> the new one in its place; this block takes what is there and adds its own.
-        compiler: Compiles the forward, unless weights are sharded over the vocabulary; None runs it eagerly.
 
     Raises:
         PlanError: the plan is for another size or another block, or shards an excluded parameter.
@@ -69,8 +66,6 @@ def apply_block(
             slots[id(owner), name] = (owner, name, weight.sharding)
     runner = running(block)
     runner.sharded = ShardedForward(block, plan, MeshAxis(mesh), list(slots.values()), vocabulary)
-    if compiler is not None and not vocabulary:
-        runner.compiled = compiler.compiled(block, plan, runner.sharded)
     if plan.unread:
         runner.returned = without_shards
 

@@ -72,7 +72,7 @@ class Interpreter(TorchFunctionMode):
         self, axis: Axis, sequence: torch.Size | None = None, *, defers_sums: bool = False, routes: bool = False
     ) -> None:
         super().__init__()
-        self.axis, self._sequence, self._defers_sums, self._routes = axis, sequence, defers_sums, routes
+        self.axis, self.sequence, self._defers_sums, self._routes = axis, sequence, defers_sums, routes
         self.statistics = RunningStatistics(axis)
         """To be entered with this mode."""
         self._entered: _ByTensor[Tensor] = _ByTensor()
@@ -202,7 +202,7 @@ class Interpreter(TorchFunctionMode):
         return self._entered.get(whole, lambda: collectives.enter(whole, self.axis))
 
     def _is_slice_of_sequence(self, tensor: ShardedTensor) -> bool:
-        return tensor.placement == Shard(SEQUENCE_DIM) and is_along(tensor, self._sequence)
+        return tensor.placement == Shard(SEQUENCE_DIM) and is_along(tensor, self.sequence)
 
     def _sequence_of(self, tensor: ShardedTensor) -> GatheredSequence:
         kind = tensor.device.type
@@ -253,7 +253,7 @@ class Interpreter(TorchFunctionMode):
             sharded = ShardedTensor(partial, self.axis, Partial())
             sharded.is_fresh = is_deferred
             return sharded
-        if local.weight is not None and is_along(partial, self._sequence):
+        if local.weight is not None and is_along(partial, self.sequence):
             own = collectives.scatter(partial, self.axis, SEQUENCE_DIM)
             return ShardedTensor(own, self.axis, Shard(SEQUENCE_DIM))
         return collectives.reduce(partial, self.axis)

@@ -34,6 +34,9 @@ from lightning_3d.torch_internals.tensors import count_as_parameter
 Slot = tuple[nn.Module, str, Sharded | None]
 """Where a parameter hangs: the module that owns it, its name there, and how it is sharded; None: replicated."""
 
+Run = Callable[[Interpreter, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a forward on sharded tensors: the interpreter of this call, and its arguments."""
+
 
 class ShardedForward:
     """Runs a block's own forward on shards.
@@ -54,63 +57,95 @@ class ShardedForward:
         slots: Sequence[Slot],
         vocabulary: Sequence[tuple[nn.Module, str]],
     ) -> None:
-        self._forward, self._plan, self._axis = running(block).innermost, plan, axis
+        self._forward, self.plan, self._axis = running(block).innermost, plan, axis
         self._slots, self._vocabulary = slots, vocabulary
         self._modules = list(block.modules())
         self._is_running = False
 
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether weights are sharded over the vocabulary."""
+        return bool(self._vocabulary)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output: plain tensors, and sharded ones where nothing reads them."""
-        args, sequence = cut_sequence(args, self._axis) if self._plan.is_sequence_parallel else (args, None)
-        with self._modes(sequence) as interpreter:
-            output = self._forward(*args, **kwargs)
+        return self.on_shards(self._run, args, kwargs)
+
+    def on_shards(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same, by what takes and gives sharded tensors."""
+        args, sequence = cut_sequence(args, self._axis) if self.plan.is_sequence_parallel else (args, None)
+        interpreter = self.interpreter(sequence)
+        output = run(interpreter, args, kwargs)
         interpreter.make_buffers_whole(self._modules)
         for module in self._modules:
             _show_retained(vars(module), interpreter.whole)
-        return interpreter.gathered(output, self._plan.unread)
+        return interpreter.gathered(output, self.plan.unread)
+
+    def _run(self, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.parameters(), self.modes(interpreter):
+            return self._forward(*args, **kwargs)
+
+    def interpreter(self, sequence: torch.Size | None) -> Interpreter:
+        """A new one, for one forward.
+
+        Args:
+            sequence: As for `Interpreter`.
+        """
+        return Interpreter(self._axis, sequence, defers_sums=self.plan.defers_sums, routes=self.plan.routes)
 
     @contextmanager
-    def _modes(self, sequence: torch.Size | None) -> Iterator[Interpreter]:
-        plan = self._plan
-        interpreter = Interpreter(self._axis, sequence, defers_sums=plan.defers_sums, routes=plan.routes)
+    def modes(self, interpreter: Interpreter) -> Iterator[None]:
+        """Let calls on sharded tensors inside be answered."""
         vocabulary = (
-            VocabularyCalls(interpreter, self._vocabulary, gathers_logits=self._plan.gathers_logits)
+            VocabularyCalls(interpreter, self._vocabulary, gathers_logits=self.plan.gathers_logits)
             if self._vocabulary
             else nullcontext()
         )
 
         def again(function: Callable[..., Any]) -> Callable[..., Any]:
-            return functools.partial(self._recompute, sequence, function)
+            return functools.partial(self._recompute, interpreter.sequence, function)
 
         def on_custom_function(cls: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
             if is_reentrant(cls):
                 args = (again(args[0]), *args[1:])
             return interpreter.on_custom_function(cls, function, args, kwargs)
 
-        # It is running already where its forward takes gradients, which compute it again.
         with (
             interpreter.statistics,
-            nullcontext() if self._is_running else _own_parameters(self._slots, self._axis),
             interpreter,
             vocabulary,
             custom_functions_seen(on_custom_function),
             recomputed_by(again),
         ):
-            is_inside, self._is_running = self._is_running, True
-            try:
-                yield interpreter
-            finally:
-                self._is_running = is_inside
+            yield
+
+    @contextmanager
+    def parameters(self, form: Callable[[Tensor], Tensor] = lambda own: own) -> Iterator[None]:
+        """Let the block's code find this rank's parts: plain tensors of what is replicated, else sharded tensors.
+
+        Args:
+            form: Applied to each of them.
+        """
+        if self._is_running:  # its forward takes gradients, which compute it again
+            yield
+            return
+        self._is_running = True
+        try:
+            with _own_parameters(self._slots, self._axis, form):
+                yield
+        finally:
+            self._is_running = False
 
     def _recompute(self, sequence: torch.Size | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the function of a checkpoint inside of the block: in the forward, if reentrant, and in the backward."""
-        with nullcontext() if self._is_running else self._modes(sequence):
+        if self._is_running:
+            return function(*args, **kwargs)
+        with self.parameters(), self.modes(self.interpreter(sequence)):
             return function(*args, **kwargs)
 
 
 @contextmanager
-def _own_parameters(slots: Sequence[Slot], axis: MeshAxis) -> Iterator[None]:
-    """Let the block's code find this rank's parts: plain tensors of what is replicated, else sharded tensors."""
+def _own_parameters(slots: Sequence[Slot], axis: MeshAxis, form: Callable[[Tensor], Tensor]) -> Iterator[None]:
     found: list[tuple[dict[str, Any], str, DTensor]] = []
     own: dict[int, Tensor] = {}
     try:
@@ -124,7 +159,7 @@ def _own_parameters(slots: Sequence[Slot], axis: MeshAxis) -> Iterator[None]:
                 )
             parameter = parameters[name]
             if id(parameter) not in own:
-                own[id(parameter)] = _own_parameter(parameter, axis, placement)
+                own[id(parameter)] = form(_own_parameter(parameter, axis, placement))
             found.append((parameters, name, parameter))
             parameters[name] = own[id(parameter)]
         yield

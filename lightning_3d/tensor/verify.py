@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_3d.model.block_runner import own_forward
+from lightning_3d.model.block_runner import Compiled, own_forward, running
 from lightning_3d.model.pytrees import as_called
 from lightning_3d.model.reals import as_reals
 from lightning_3d.model.snapshot import preserved
 from lightning_3d.tensor.apply import apply_block
-from lightning_3d.tensor.compiled.compiler import BlockCompiler
 from lightning_3d.tensor.placement import marked
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map, tree_map_only
@@ -77,7 +76,7 @@ def verify_block(
     *,
     tolerance: float | None = None,
     excluded: Collection[nn.Parameter] = frozenset(),
-    compiler: BlockCompiler | None = None,
+    compiled: Callable[[nn.Module], Compiled | None] = lambda block: None,
 ) -> Verification:
     """Compare a copy of the block, sharded as planned, with the dense block: outputs and all gradients.
 
@@ -95,7 +94,7 @@ def verify_block(
         tolerance: Greatest relative difference; None means the square root of the parameters' machine epsilon
             (3e-4 in fp32, 9e-2 in bf16).
         excluded: As for `apply_block`.
-        compiler: As for `apply_block`.
+        compiled: Gives what runs the forward of a sharded block compiled, if there is such a thing.
     """
     epsilons = [torch.finfo(p.dtype).eps for p in block.parameters() if p.is_floating_point()]
     limit = max(epsilons, default=torch.finfo(torch.float32).eps) ** 0.5 if tolerance is None else tolerance
@@ -110,7 +109,8 @@ def verify_block(
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), preserved(block):
         block.eval()
         try:
-            sharded_block = _sharded_copy(block, plan, mesh, excluded, compiler)
+            sharded_block = _sharded_copy(block, plan, mesh, excluded)
+            running(sharded_block).compiled = compiled(sharded_block)
             pairs = zip(_run(block, inputs), _run(sharded_block, inputs), strict=True)
             differences = [_difference(dense, sharded, limit) for dense, sharded in pairs]
         except Exception as failure:  # whatever goes wrong, also in the dense block, the answer is "not proved"
@@ -192,13 +192,12 @@ def _sharded_copy(
     plan: BlockTensorPlan,
     mesh: DeviceMesh,
     excluded: Collection[nn.Parameter],
-    compiler: BlockCompiler | None,
 ) -> nn.Module:
     shared = {id(parameter): parameter for parameter in excluded}  # the copy shares what is excluded
     left = [tensor for module in block.modules() for tensor in _tensors(vars(module)) if tensor.grad_fn is not None]
     results = {id(tensor): tensor.detach().clone() for tensor in left}  # earlier forwards left them in attributes
     duplicate = copy.deepcopy(block, memo=shared | results)
-    apply_block(duplicate, plan, mesh, excluded=excluded, compiler=compiler)
+    apply_block(duplicate, plan, mesh, excluded=excluded)
     return duplicate
 
 

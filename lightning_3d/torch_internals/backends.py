@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from lightning_3d.torch_internals.dispatch import OpOverload
+from lightning_3d.torch_internals.dispatch import IsKept
 from lightning_3d.torch_internals.modules import attributes_replaced
 
 
 def compile_graph(
-    graph: nn.Module,
-    inputs: list[Any],
-    backend: str,
-    mode: str,
-    is_kept: Callable[[OpOverload], bool] | None = None,
+    graph: nn.Module, inputs: Sequence[Any], backend: str, mode: str, is_kept: IsKept | None = None
 ) -> Callable[..., Any]:
     """Compile a graph whose random numbers stay those of eager code, and whose backward may run several times.
+
+    The backward is compiled with the forward, so that it fails here.
 
     Args:
         graph: Any module that takes and returns tensors, though they declare a GraphModule.
@@ -34,12 +33,13 @@ def compile_graph(
 
     # Else a backward writes into what it got from its forward, and refuses to run twice.
     nothing_donated: dict[str, Any] = {"collect_bw_donated_buffer_idxs": lambda *args: []}
-    with attributes_replaced(graph_compile, nothing_donated):
-        compiled: Callable[..., Any] = _backend(backend, mode, is_kept)(graph, inputs)
+    settings = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
+    with attributes_replaced(graph_compile, nothing_donated), settings:
+        compiled: Callable[..., Any] = _backend(backend, mode, is_kept)(graph, list(inputs))
     return compiled
 
 
-def _backend(backend: str, mode: str, is_kept: Callable[[OpOverload], bool] | None) -> Callable[..., Any]:
+def _backend(backend: str, mode: str, is_kept: IsKept | None) -> Callable[..., Any]:
     # These take a second, which runs without compilation need not wait for.
     from torch._dynamo import lookup_backend
     from torch._dynamo.backends.common import aot_autograd

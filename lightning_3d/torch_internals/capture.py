@@ -1,8 +1,8 @@
 """Compiling a function of tensors by one of torch's backends: the one file that calls them without Dynamo.
 
-Dynamo reads bytecode and does not follow the modes that run a block on shards. The backends behind it take any function
-that AOTAutograd can trace: it runs on stand-ins, modes included, and what is left is a graph of plain tensor operations
-and collectives, forward and backward. torch 2.13.
+Dynamo does not follow the modes that run a block on shards. The backends behind it take any function that AOTAutograd
+can trace: it runs on fake tensors, modes included, and what is left is a graph of plain tensor operations and
+collectives, forward and backward. torch 2.13.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_3d.torch_internals.autocast import autocast_cache
 from lightning_3d.torch_internals.backends import compile_graph
-from lightning_3d.torch_internals.dispatch import OpOverload, TorchDispatchMode
+from lightning_3d.torch_internals.dispatch import IsKept, OperatorMode, OpOverload, draws_random_numbers
 from lightning_3d.torch_internals.fake_tensors import DataDependentOutputException, FakeTensorMode, FunctionalTensor
 
 Computation = Callable[..., Sequence[Tensor]]
@@ -35,7 +35,7 @@ def capture(
     tensors: Sequence[Tensor],
     backend: str,
     mode: str = "default",
-    is_kept: Callable[[OpOverload], bool] | None = None,
+    is_kept: IsKept | None = None,
 ) -> Computation:
     """Trace a function and compile its forward and backward, without running it.
 
@@ -48,19 +48,17 @@ def capture(
         is_kept: As for `compile_graph`.
 
     Raises:
-        NotCompilable: the function reads values or other tensors, or communicates in place.
+        NotCompilable: the function reads values or other tensors, communicates in place,
+            changes parameters, or draws random numbers.
         Exception: whatever else it raises on tensors without values, or the compiler.
     """
-    module = _AsModule(computation)
-    settings = torch._functorch.config.patch(
-        enable_autograd_cache=False,  # its key is of a graph of Dynamo's
-        force_non_lazy_backward_lowering=True,  # so that it fails here, not in a backward
-    )
+    module = _AsModule(computation, [isinstance(tensor, nn.Parameter) for tensor in tensors])
+    settings = torch._functorch.config.patch(enable_autograd_cache=False)  # its key is of a graph of Dynamo's
     # A mode that refuses tensors which are no arguments: they would become constants, and get no gradients.
     stand_ins = TracingContext(FakeTensorMode())
     # Casts of stand-ins must not be handed to later calls.
     with autocast_cache(enabled=False), settings, tracing(stand_ins), _known_failures():
-        compiled: Computation = compile_graph(module, list(tensors), backend, mode, is_kept)
+        compiled: Computation = compile_graph(module, tensors, backend, mode, is_kept)
     del module.computation  # what is compiled refers to the module
     return compiled
 
@@ -78,32 +76,38 @@ def recomputed_when_compiled() -> Iterator[None]:
         yield
 
 
-def recompile_limit() -> int:
-    """How many compiled forms torch keeps of one function."""
-    return torch._dynamo.config.recompile_limit
-
-
 class _AsModule(nn.Module):
     """AOTAutograd takes modules."""
 
-    def __init__(self, computation: Computation) -> None:
+    def __init__(self, computation: Computation, are_parameters: Sequence[bool]) -> None:
         super().__init__()
-        self.computation = computation
+        self.computation, self._are_parameters = computation, are_parameters
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with _NoCollectivesInPlace():  # type: ignore[no-untyped-call]
-            return tuple(self.computation(*tensors))
+        from torch._functorch._aot_autograd.functional_utils import has_data_mutation  # takes long
+
+        with _Refusing():
+            results = tuple(self.computation(*tensors))
+        for tensor, is_parameter in zip(tensors, self._are_parameters, strict=True):
+            if is_parameter and is_captured(tensor) and has_data_mutation(tensor):
+                raise NotCompilable("its forward changes its parameters")
+        return results
 
 
-class _NoCollectivesInPlace(TorchDispatchMode):
-    """Refuses what tracing would lose: the operators behind ``torch.distributed.all_reduce`` and the like."""
+class _Refusing(OperatorMode):
+    """Refuses what tracing would lose, the operators behind ``torch.distributed.all_reduce`` and the like; and random
+    numbers, of which eager code on shards draws those of one process.
+    """
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func.namespace == "c10d":
             raise NotCompilable(f"it communicates in place, by {func}")
-        return func(*args, **(kwargs or {}))
+        if draws_random_numbers(func, args, kwargs):
+            raise NotCompilable(f"it draws random numbers on shards, by {func}")
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -57,6 +57,10 @@ dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mo
 Operator = OpOverload | HigherOrderOperator
 
 
+IsKept = Callable[[OpOverload], bool]
+"""Whether the results of an operator are kept for the backward."""
+
+
 class OperatorMode(TorchDispatchMode):
     """A dispatch mode that sees higher-order operators, too; FlexAttention's is one, and no ``OpOverload``."""
 

@@ -10,60 +10,68 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch.fx import GraphModule
 
-from lightning_3d.torch_internals.backends import compile_graph
-from lightning_3d.torch_internals.dispatch import OpOverload
+from lightning_3d.torch_internals.capture import NotCompilable
 
 Function = Callable[..., Any]
 
-_Stage = Callable[[], AbstractContextManager[None]]
+Backend = Callable[[GraphModule, list[Any]], Function]
+"""A graph and examples of its inputs -> what runs in its place."""
 
 
-def compiled(
-    function: Function,
-    *,
-    backend: str,
-    mode: str,
-    compiling: _Stage,
-    is_kept: Callable[[OpOverload], bool] | None = None,
-) -> Function:
-    """Compile a function as one piece when calls of a new kind come; what it raises then is a `compiler_errors`.
+class NotFollowed(Exception):
+    """A call that Dynamo leaves alone: it may compile no more forms, it is disabled, or a dispatch mode is active."""
 
-    Random numbers of what is compiled are those of eager code. The backward is compiled with the forward, so that it
-    fails there; it may run several times. Other compiled forms of the same code do not count for ``recompile_limit``.
+
+def compiled(function: Function, backend: Backend, *, dynamic: bool | None = None) -> Function:
+    """Compile a function as one piece when calls of a new kind come.
+
+    Where that fails it raises one of `compiler_errors`, before any of the function's code has run. Other compiled forms
+    of the same code do not count for `recompile_limit`.
 
     Args:
         function: A module may be among its arguments.
-        backend: "inductor" or another for which a mode is not set.
-        mode: One of inductor's.
-        compiling: Entered while the backend compiles.
-        is_kept: As for `compile_graph`.
+        backend: Compiles graphs.
+        dynamic: As for ``torch.compile``.
+
+    Raises:
+        NotFollowed: by what it returns, in place of running the function eagerly.
     """
 
-    def compiler(graph: nn.Module, inputs: list[Any]) -> Function:
-        settings = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
-        with compiling(), settings:
-            made: Function = compile_graph(graph, inputs, backend, mode, is_kept)
-        return made
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise NotFollowed
+        return function(*args, **kwargs)
 
+    # Which shapes of a function change is known by its name.
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    followed.__code__ = followed.__code__.replace(co_name=name)
     # Their overloads do not tell of ``isolate_recompiles``, though the function takes it.
-    made: Function = torch.compile(function, fullgraph=True, backend=compiler, isolate_recompiles=True)  # type: ignore[call-overload]
+    made: Function = torch.compile(  # type: ignore[call-overload]
+        followed, fullgraph=True, dynamic=dynamic, backend=backend, isolate_recompiles=True
+    )
     return made
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
     """Raised before any of a function's code has run, so that it can run eagerly."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    return TorchDynamoException, FailOnRecompileLimitHit
+    return NotCompilable, TorchDynamoException, FailOnRecompileLimitHit, GuardOnDataDependentSymNode
 
 
 def is_limit(error: Exception) -> bool:
-    """Whether a function was compiled ``torch._dynamo.config.recompile_limit`` times, and needs one form more."""
+    """Whether a function was compiled `recompile_limit` times, and needs one form more."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return isinstance(error, FailOnRecompileLimitHit)
+
+
+def recompile_limit() -> int:
+    """How many compiled forms torch keeps of one function."""
+    return torch._dynamo.config.recompile_limit
 
 
 def modules_watched() -> AbstractContextManager[None]:

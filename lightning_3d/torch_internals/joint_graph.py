@@ -6,7 +6,7 @@ keeps for the backward by what memory and time that takes, unless nodes are mark
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,10 +19,7 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_3d.torch_internals.dispatch import OpOverload, schema_of
-
-IsKept = Callable[[OpOverload], bool]
-"""Whether the results of an operator are kept."""
+from lightning_3d.torch_internals.dispatch import IsKept, OpOverload, schema_of
 
 _MARK = "recompute"
 _AUTHORS_CHECKPOINT = "ac_graph_id"

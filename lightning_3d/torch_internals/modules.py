@@ -98,11 +98,6 @@ def forward_hook_registries(module: nn.Module) -> list[dict[int, Any]]:
     ]
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of the module, or its backward, calls a hook on it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or has_backward_hooks(module)
-
-
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether hooks of a module wait for the gradient of its output."""
     return bool(module._backward_hooks or module._backward_pre_hooks)

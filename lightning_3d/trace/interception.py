@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.model.block_runner import BlockRunner, Call, Dense, Step, Watch, running
+from lightning_3d.model.block_runner import BlockRunner, Call, Compiled, Step, Watch, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, is_reentrant
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import function_modes, pop_function_mode, push_function_mode
@@ -227,14 +227,14 @@ class Router:
     Args:
         blocks: FQN -> block.
         absent: FQNs of the blocks of other stages.
-        compiled: Gives what runs the forward of a block that is here in full compiled, if there is such a thing.
+        compiled: Gives what runs the forward of a block that is here compiled, if there is such a thing.
     """
 
     def __init__(
         self,
         blocks: Mapping[str, nn.Module],
         absent: AbstractSet[str] = frozenset(),
-        compiled: Callable[[nn.Module], Dense | None] = lambda block: None,
+        compiled: Callable[[nn.Module], Compiled | None] = lambda block: None,
     ) -> None:
         self.step: Step | None = None
         self.watch: Watch | None = None
@@ -251,13 +251,12 @@ class Router:
                 assert runner.route is None, f"{fqn} is routed already"
                 runners.append(runner)
                 runner.fqn, runner.route, runner.is_absent = fqn, self, fqn in self.absent
-                if not runner.is_absent and runner.sharded is None:
-                    runner.dense = self._compiled(block)
+                runner.compiled = None if runner.is_absent else self._compiled(block)
             yield
         finally:
             self._guards.remove()
             for runner in runners:
-                runner.route = runner.dense = None
+                runner.route = runner.compiled = None
                 runner.release()
 
     def guard(self, attributes: Mapping[str, frozenset[str]]) -> None:

@@ -23,15 +23,14 @@ from lightning_3d.activations.kept_tensor import KeptTensor
 from lightning_3d.activations.offload import Offload
 from lightning_3d.activations.partitioned_inputs import PartitionedInputs
 from lightning_3d.activations.recomputation import Recomputation
-from lightning_3d.activations.selective import is_costly
 from lightning_3d.activations.transfers import SideStreams
+from lightning_3d.compile.blocks import BlockCompiler
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.data.batches import BatchGuard
 from lightning_3d.distributed.agreement import on_one_rank
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.rng import Generators, StepRandomness, join_replica
-from lightning_3d.model.block_runner import Dense, running
-from lightning_3d.model.dense_compiler import DenseCompiler
+from lightning_3d.model.block_runner import Compiled, running
 from lightning_3d.model.initial_weights import (
     check_same_model,
     is_on_meta,
@@ -53,7 +52,6 @@ from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.step_memory import StepMemory
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
-from lightning_3d.tensor import BlockCompiler
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
 from lightning_3d.tensor.vocabulary.lazy_logits import whole
@@ -181,6 +179,11 @@ class _Making:
         self._mesh, self._precision, self._device = mesh, precision, device
         self._wait, self._rendezvous, self.compiling = wait, rendezvous, CountedWait(wait)
         self.blocks = planned.plan.blocks_in(module)
+        self.compiled: Callable[[nn.Module], Compiled | None] = lambda block: None
+        if self._config.compile.enabled:
+            is_telling = mesh.dp_rank == 0 and mesh.coordinate.tp == 0
+            compiling, tp = self.compiling, mesh.axis("tp")
+            self.compiled = BlockCompiler(self._config.compile, tp, compiling, whole, is_telling=is_telling).of
         self._is_microbatched = mesh.shape.pp > 1 and planned.plan.inline is None
         self._is_fully_sharded = planned.config.zero.is_fully_sharded(mesh.shape.dp)
 
@@ -198,15 +201,14 @@ class _Making:
         """
         module, mesh, device, config, plan = self._module, self._mesh, self._device, self._config, self._planned.plan
         if mesh.shape.tp > 1:
-            compiler = None
-            if config.compile.enabled:
-                compiler = BlockCompiler(mesh.axis("tp"), config.compile, self.compiling)
             # The user's code that runs before training draws no numbers of it.
             with Generators(device).preserved(), self._precision.dtype_of_steps():
                 if config.tensor.verify:
                     observed = self._planned.observed
-                    plan = prove_blocks(plan, observed, mesh, config.tensor, device, compiler, self._wait, is_empty)
-            apply_blocks(plan, module, self.blocks, mesh, device, compiler)
+                    plan = prove_blocks(
+                        plan, observed, mesh, config.tensor, device, self.compiled, self._wait, is_empty
+                    )
+            apply_blocks(plan, module, self.blocks, mesh, device)
         # FSDP2 takes those that it shards unit by unit.
         moved = {p for p in module.parameters() if not (self._is_fully_sharded and is_shardable(p))}
         move_parameters(module, moved, device)
@@ -214,12 +216,7 @@ class _Making:
 
     def router(self, own: Mapping[str, nn.Module]) -> Router:
         """Routes calls of blocks to this rank's own, compiled if that is wanted."""
-        config, mesh = self._config.compile, self._mesh
-        compiled: Callable[[nn.Module], Dense | None] = lambda block: None  # noqa: E731
-        if config.enabled:
-            is_telling = mesh.dp_rank == 0 and mesh.coordinate.tp == 0
-            compiled = DenseCompiler(config, is_costly, self.compiling, whole, is_telling=is_telling).of
-        return Router(self.blocks, absent=self.blocks.keys() - own.keys(), compiled=compiled)
+        return Router(self.blocks, absent=self.blocks.keys() - own.keys(), compiled=self.compiled)
 
     def share_state(self, plan: Plan) -> Zero:
         """ZeRO: share the training state between the replicas."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,12 +12,12 @@ from torch import nn
 
 from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.distributed.mesh import Mesh
+from lightning_3d.model.block_runner import Compiled
 from lightning_3d.model.initial_weights import move_parameters, put_back
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.planner import Observation
 from lightning_3d.planning.tensor_blocks import example_inputs, excluded_parameters, over_vocabulary, parameters_of
 from lightning_3d.tensor import (
-    BlockCompiler,
     Verification,
     apply_block,
     block_signature,
@@ -35,17 +35,16 @@ def prove_blocks(
     mesh: Mesh,
     config: TensorConfig,
     device: torch.device,
-    compiler: BlockCompiler | None,
+    compiled: Callable[[nn.Module], Compiled | None],
     wait: Wait = not_told,
     is_empty: bool = False,
 ) -> Plan:
     """Compare every distinct sharded block with its dense self, each rank those of its stage; every rank calls it.
 
-    A compiler compiles what is compared as it will what runs.
-
     Args:
         observed: The plan's blocks, traced.
         device: Where a block's weights are moved to for its proof.
+        compiled: As for `verify_block`, as what runs will be compiled.
         is_empty: Whether there are none yet, so that random ones take their place for that.
 
     Returns:
@@ -56,12 +55,12 @@ def prove_blocks(
     if left := {fqn: tensor for fqn, tensor in tensors.items() if tensor.not_sequence_parallel is not None}:
         reasons = {fqn: f"{tensor.not_sequence_parallel} ({tensor.summary})" for fqn, tensor in left.items()}
         _warn("Sequence parallelism", reasons)
-    failed = _failures(plan, observed, mesh, config, device, compiler, wait, is_empty)
+    failed = _failures(plan, observed, mesh, config, device, compiled, wait, is_empty)
     safer = {block.fqn: block.safer for block in plan.blocks if block.fqn in failed and block.safer is not None}
     if safer:
         _warn("Sequence parallelism", {fqn: failed.pop(fqn) for fqn in sorted(safer)})
         plan = plan.with_tensor(safer)
-        failed |= _failures(plan, observed, mesh, config, device, compiler, wait, is_empty, only=safer.keys())
+        failed |= _failures(plan, observed, mesh, config, device, compiled, wait, is_empty, only=safer.keys())
     if failed:
         failed = _with_partners(failed, plan)
         _warn("Tensor parallel", failed)
@@ -76,7 +75,7 @@ def _failures(
     mesh: Mesh,
     config: TensorConfig,
     device: torch.device,
-    compiler: BlockCompiler | None,
+    compiled: Callable[[nn.Module], Compiled | None],
     wait: Wait,
     is_empty: bool,
     *,
@@ -112,7 +111,7 @@ def _failures(
                     mesh.axis("tp"),
                     tolerance=None if config.verify_tolerance == "auto" else config.verify_tolerance,
                     excluded=excluded_parameters(plan, observed.module),
-                    compiler=compiler,
+                    compiled=compiled,
                 )
         if not proofs[key].passed:
             failed[fqn] = f"{proofs[key]} ({tensor.summary})"
@@ -151,9 +150,8 @@ def apply_blocks(
     blocks: Mapping[str, nn.Module],
     mesh: Mesh,
     device: torch.device,
-    compiler: BlockCompiler | None,
 ) -> None:
-    """Shard the blocks of this rank's stage, and compile them if there is a compiler.
+    """Shard the blocks of this rank's stage.
 
     Args:
         device: Where a block's weights are moved to, before this rank takes its shards.
@@ -166,7 +164,7 @@ def apply_blocks(
             if move_parameters(module, set(block.parameters()) - made.keys(), device):
                 excluded, tied = excluded_parameters(plan, module), set(parameters_of(module, plan.ties))
             tp = mesh.axis("tp")
-            apply_block(block, block_plan.tensor, tp, excluded=excluded, made=made, compiler=compiler)
+            apply_block(block, block_plan.tensor, tp, excluded=excluded, made=made)
             made = {parameter: new for parameter, new in made.items() if parameter in tied}
     for fqn, tensor, owner in list(named_state(module)):  # also where blocks of other stages share it
         if isinstance(tensor, nn.Parameter) and tensor in made:

@@ -11,10 +11,8 @@ What can't be drawn ahead, as dropout inside of a fused kernel of attention, dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -89,49 +87,16 @@ def _is_fused(tensor: Tensor, inplace: bool) -> bool:
 # ------------------------------------------------------------------------------------------------------ own numbers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnDrops:
-    """This rank's part of what dropout draws for a whole tensor: its elements' factors, or which of them are kept."""
-
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
-
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    p: float
-    is_fused: bool
-    """Whether torch's kernel that draws while it computes gives the numbers."""
-
-    placement: Sharded
-    size: int
-    rank: int
-
-    def __call__(self) -> Tensor:
-        """Draw, as one process does."""
-        blank = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        if self.is_fused:
-            drawn = torch.native_dropout(blank, self.p, True)[1]
-        else:
-            drawn = blank.bernoulli_(1.0 - self.p).div_(1.0 - self.p)
-        return self.placement.own(drawn, self.size, self.rank).clone()  # so that the whole is freed
-
-
 def own_drops(local: Tensor, placement: Sharded, axis: Axis, p: float, *, is_fused: bool) -> Tensor:
-    """This rank's part of what dropout of a whole tensor draws."""
+    """This rank's part of what dropout draws for a whole tensor: factors of its elements, or which of them are kept.
+
+    Args:
+        is_fused: Whether torch's kernel that draws while it computes gives the numbers.
+    """
     shape, stride = _whole_layout(local, placement.dim, axis.size)
-    drops = OwnDrops(
-        shape=shape,
-        stride=stride,
-        dtype=local.dtype,
-        device=local.device,
-        p=p,
-        is_fused=is_fused,
-        placement=placement,
-        size=axis.size,
-        rank=axis.rank,
-    )
-    return _DRAWN.get()(drops)
+    blank = torch.empty_strided(shape, stride, dtype=local.dtype, device=local.device)
+    drawn = torch.native_dropout(blank, p, True)[1] if is_fused else blank.bernoulli_(1.0 - p).div_(1.0 - p)
+    return placement.own(drawn, axis.size, axis.rank).clone()  # so that the whole is freed
 
 
 def apply_drops(input: Tensor, drops: Tensor, p: float, inplace: bool = False) -> Tensor:
@@ -155,21 +120,6 @@ def _whole_layout(local: Tensor, dim: int, size: int) -> tuple[tuple[int, ...], 
         stride[i] = num_inner
         num_inner *= shape[i]
     return tuple(shape), tuple(stride)
-
-
-_Drawn = Callable[[OwnDrops], Tensor]
-
-_DRAWN: ContextVar[_Drawn] = ContextVar("drawn", default=OwnDrops.__call__)
-
-
-@contextmanager
-def drawn_by(drawn: _Drawn) -> Iterator[None]:
-    """Let `drawn` answer inside where numbers are drawn for this rank's part of a tensor."""
-    token = _DRAWN.set(drawn)
-    try:
-        yield
-    finally:
-        _DRAWN.reset(token)
 
 
 # ---------------------------------------------------------------------------------------------------- other numbers

@@ -1,0 +1,1 @@
+"""Blocks compiled one by one, in full or on tensor-parallel shards."""

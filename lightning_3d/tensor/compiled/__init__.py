@@ -1,1 +1,0 @@
-"""Blocks compiled one by one."""
