@@ -219,6 +219,11 @@ def _proofs(is_sequence_parallel: bool) -> None:
     assert compiling.num == 1
     assert forward.sent == planned(plan, is_backward=False)
     assert backward.sent == planned(plan, is_backward=True)
+    keeping = type("Keeping", (Block,), {"forward": lambda self, x: Block.forward(self, setattr(self, "last", x) or x)})
+    kept: Any = compiling.block(keeping(32, 4), plan)
+    kept(inputs)
+    assert compiling.num == 2
+    torch.testing.assert_close(kept.last * 1.0, inputs)
     right = blocks.capture
     with mock.patch.object(blocks, "capture", _wrong):
         blocks.capture.right = right  # type: ignore[attr-defined]

@@ -31,7 +31,8 @@ from lightning_3d.tensor.sharded_tensor import ShardedTensor
 from lightning_3d.torch_internals.capture import Computation, NotCompilable
 from lightning_3d.torch_internals.dispatch import HigherOrderOperator
 from lightning_3d.torch_internals.dynamo import compiler_errors, is_limit
-from lightning_3d.torch_internals.pytree import tree_map
+from lightning_3d.torch_internals.modules import TORCH_ATTRIBUTES
+from lightning_3d.torch_internals.pytree import tree_leaves, tree_map
 
 Capture = Callable[[Computation, Sequence[Tensor]], Computation]
 """Compiles a function of tensors; takes examples of these."""
@@ -66,13 +67,24 @@ class Shards:
     def _on_stand_ins(self, call: Call, interpreter: Interpreter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         present = _Present(self, interpreter)
         with self.forward.parameters(present.stand_in), present.set():
+            stand_ins = [present.stand_in(arg) for arg in args]
             try:
-                output = call(*[present.stand_in(arg) for arg in args], **kwargs)
+                output = call(*stand_ins, **kwargs)
             except compiler_errors() as error:
                 if not (present.reached_graph or is_limit(error)):
                     self.vote(False)
                 raise
+        if any(stand_in is not arg for stand_in, arg in zip(stand_ins, args, strict=True)):
+            self._show_retained(present)
         return tree_map(present.sharded, output)
+
+    def _show_retained(self, present: _Present) -> None:
+        """Replace stand-ins that the block has left in attributes."""
+        for module in self.forward.modules:
+            for name, value in vars(module).items():
+                is_holder = name not in TORCH_ATTRIBUTES and isinstance(value, Tensor | list | tuple | dict)
+                if is_holder and any(present.sharded(leaf) is not leaf for leaf in tree_leaves(value)):
+                    vars(module)[name] = tree_map(present.sharded, value)
 
     def stand_in(self, tensor: ShardedTensor, at: int) -> Tensor:
         """A tensor of the full shape without memory, the same in every call."""

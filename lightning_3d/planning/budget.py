@@ -105,7 +105,7 @@ class Budget:
     ) -> Plan:
         modes = {block.fqn: block.recompute for block in plan.blocks}
         if config.activations.recompute == "auto":
-            # Compiled blocks on shards keep the random numbers that they are given, too, and inputs in full.
+            # Compiled blocks on shards keep inputs in full, too.
             is_counted = not config.compile.enabled or config.tensor_parallel_size == 1
             ways: tuple[Mode, ...] = ("selective", "full") if is_counted else ("full",)
             modes = choose_recomputation(self.step, chosen_blocks(blocks, config.activations), ways, held, budgets)

@@ -59,7 +59,7 @@ class ShardedForward:
     ) -> None:
         self._forward, self.plan, self._axis = running(block).innermost, plan, axis
         self._slots, self._vocabulary = slots, vocabulary
-        self._modules = list(block.modules())
+        self.modules = list(block.modules())
         self._is_running = False
 
     @property
@@ -76,8 +76,8 @@ class ShardedForward:
         args, sequence = cut_sequence(args, self._axis) if self.plan.is_sequence_parallel else (args, None)
         interpreter = self.interpreter(sequence)
         output = run(interpreter, args, kwargs)
-        interpreter.make_buffers_whole(self._modules)
-        for module in self._modules:
+        interpreter.make_buffers_whole(self.modules)
+        for module in self.modules:
             _show_retained(vars(module), interpreter.whole)
         return interpreter.gathered(output, self.plan.unread)
 
