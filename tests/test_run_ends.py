@@ -106,6 +106,19 @@ ROWS = {
         },
         says_not={0: ["Traceback"]},
     ),
+    "makes NaN with detect_anomaly": Row(
+        case=Case(layout="pp 2", deed="makes NaN", ranks=[1]),
+        statuses={0: 1, 1: 1},
+        says={
+            0: ["RankError: rank 0 .* it waited for rank 1 .*Function 'MulBackward0' returned nan"],
+            1: [
+                r"\n  File .*ends.py\", line \d+, in forward\n    return y \+ \(0 \* y\).sqrt\(\)",
+                "RuntimeError: Function 'MulBackward0' returned nan[^\n]*"
+                "\nIn the backward of microbatch 0 on pipeline stage 1",
+            ],
+        },
+        says_not={0: ["Traceback"]},
+    ),
     "killed inline, of two replicas": Row(
         case=Case(layout="pp 2 x dp 2 inline", deed="is killed in a block", ranks=[3]),
         statuses={0: 1, 1: 1, 2: 1, 3: -9},

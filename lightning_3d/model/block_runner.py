@@ -1,7 +1,6 @@
 """The one owner of a block's calls: a patch of the block, and the layers around its author's forward in fixed order.
 
     block(...)           route      a running step answers; a block of another stage refuses to run outside of one
-                         watch      whoever watches the step sees what goes in and comes out
                          defer      an answer without the block's weights, which has the rest run later
                          checkpoint the step runs what is below under a checkpoint, if glue called one
                          hooks      the user's, and those with which FSDP2 gathers parameters
@@ -62,23 +61,12 @@ class Step(Protocol):
         """Answer a call of a block that glue made; ``call`` runs the block itself."""
 
 
-class Watch(Protocol):
-    """Sees what blocks take and give."""
-
-    def run(self, fqn: str, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Run the call of a block."""
-
-
 class Route(Protocol):
     """Where the calls of blocks go."""
 
     @property
     def step(self) -> Step | None:
         """The step whose glue is running."""
-
-    @property
-    def watch(self) -> Watch | None:
-        """Sees the calls that are answered here."""
 
 
 class BlockRunner:
@@ -222,7 +210,7 @@ class BlockRunner:
         call = call_of(self.block)
         if CALL in self._hidden:
             call = self._recomputing(self._hidden[CALL])
-        return self.watched(call if self.deferred is None else self._deferring(call, self.deferred))(*args, **kwargs)
+        return (call if self.deferred is None else self._deferring(call, self.deferred))(*args, **kwargs)
 
     def _check_own_weights(self) -> None:
         """Refuse tensors in place of parameters: hooks put gathered parameters there before the forward."""
@@ -270,18 +258,13 @@ class BlockRunner:
         finally:
             self._is_late = False
 
-    def watched(self, call: Call) -> Call:
-        """A call that whoever watches the step sees, too."""
-        watch = None if self.route is None else self.route.watch
-        return call if watch is None else functools.partial(watch.run, self.fqn, call)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """In place of ``block.forward(...)``."""
         if self._is_late:
             return self._forward(*args, **kwargs)
         if self.route is not None and (step := self.route.step) is not None:
-            return step.on_block(self, self.watched(self._forward), args, kwargs)
-        return self._joined(self.watched(self._forward), args, kwargs)
+            return step.on_block(self, self._forward, args, kwargs)
+        return self._joined(self._forward, args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_present()

@@ -20,7 +20,6 @@ from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import BatchError, StepError, ThreeDError, TraceError
-from lightning_3d.pipeline.anomaly import AnomalyDetection
 from lightning_3d.pipeline.batch_loss import BatchLoss
 from lightning_3d.pipeline.effects.join import Joiner
 from lightning_3d.pipeline.effects.norms import Norms
@@ -108,7 +107,6 @@ class PipelineEngine:
         device: torch.device,
         around_backward: AroundBackward,
         wait: Wait,
-        anomalies: AnomalyDetection,
         unsplit: Collection[int] = (),
         before_forward: Callable[[int], None] = lambda stage: None,
         has_budget: bool = False,
@@ -148,7 +146,6 @@ class PipelineEngine:
             effects=self._effects,
             joiner=self._joiner,
             randomness=randomness,
-            anomalies=anomalies,
             before_forward=before_forward,
         )
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
@@ -163,7 +160,6 @@ class PipelineEngine:
         number: int,
         backward: bool,
         loss_scale: float = 1.0,
-        computed: Callable[[], None] = lambda: None,
     ) -> Any:
         """Run ``module.<name>(batch, *rest)`` in microbatches on all stages.
 
@@ -172,7 +168,6 @@ class PipelineEngine:
             number: Counts the steps, for their random numbers.
             backward: Whether to run the backward too; gradients are left in the parameters, not reduced.
             loss_scale: The factor of losses in the backward, and so of gradients.
-            computed: Called when all microbatches are computed on this rank; if it raises, it has to do so on all.
 
         Returns:
             What the step returns for the whole batch, the same on every stage; tensors are detached.
@@ -190,7 +185,6 @@ class PipelineEngine:
             with autocast_cache(enabled=backward):  # all microbatches read the same copies of weights
                 schedule.run(step.forward, self._around_backward, self._recorder)
             step.finish()
-        computed()
         reports = share(
             step.reports,
             self._group,

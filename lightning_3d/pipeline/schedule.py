@@ -201,7 +201,12 @@ class _Stage(ShapedStage):
         around = self.around_backward(self.stage_index, is_last=last_backward) if computes else nullcontext()
         backward = self._backward() if self.has_backward else nullcontext()
         with self._measured("backward" if full_backward else "input", bwd_chunk_id), backward, around:
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            try:
+                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            except Exception as error:
+                cause = error.__cause__ or error  # see `Schedule.run`
+                cause.add_note(f"In the backward of microbatch {bwd_chunk_id} on pipeline stage {self.stage_index}.")
+                raise
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._measured("weight", bwd_chunk_id), self._backward():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import TraceError
-from lightning_3d.pipeline.anomaly import AnomalyDetection, MicrobatchWatch
 from lightning_3d.pipeline.batch_loss import Decision
 from lightning_3d.pipeline.effects.effect import Place
 from lightning_3d.pipeline.effects.join import Joiner
@@ -56,7 +54,6 @@ class Stages:
     effects: StepEffects
     joiner: Joiner
     randomness: StepRandomness
-    anomalies: AnomalyDetection
     before_forward: Callable[[int], None]
     """Told which stage runs a microbatch now."""
 
@@ -116,10 +113,7 @@ class PipelineStep:
         self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         """Run a stage that sends tensors on."""
-        with self._watched(stage, index) as watch:
-            sent: tuple[Tensor, ...] = self._run(stage, index, part, flow, received)
-        if watch is not None:
-            watch.see_backward(sent)
+        sent: tuple[Tensor, ...] = self._run(stage, index, part, flow, received)
         return sent
 
     def _loss(
@@ -129,8 +123,7 @@ class PipelineStep:
         if self.unfollowed:
             return ()
         try:
-            with self._watched(stage, index) as watch:
-                output = self._run(stage, index, part, flow, received)
+            output = self._run(stage, index, part, flow, received)
         except TraceError as error:
             if self.backward or not error.lacks_data:
                 raise
@@ -139,13 +132,7 @@ class PipelineStep:
         if not (self.backward and torch.is_grad_enabled()):
             return ()
         loss = _weighted(check_loss(output).reshape(()), weight)
-        if watch is not None:
-            watch.see_loss(loss)
-            watch.see_backward([loss])
         return loss if self.loss_scale == 1.0 else loss.float() * self.loss_scale
-
-    def _watched(self, stage: int, index: int) -> AbstractContextManager[MicrobatchWatch | None]:
-        return self.stages.anomalies.microbatch(min(stage, self.stages.last), index, len(self.parts))
 
     def _run(self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor]) -> Any:
         views = [tensor.view_as(tensor) for tensor in received]  # of leaves autocast would keep copies, as of weights

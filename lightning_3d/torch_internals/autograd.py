@@ -104,13 +104,6 @@ def number_of_node(node: Node) -> int:
     return node._sequence_nr()
 
 
-def frames_of_forward(node: Node) -> list[str]:
-    """The stack, outermost first, as ``traceback`` formats it, of the call that made a node in torch's anomaly mode."""
-    metadata: Any = node.metadata  # a property, which torch 2.13 declares as a method
-    frames: list[str] = metadata.get("traceback_", [])
-    return frames
-
-
 def has_reentrant_checkpoints(outputs: Iterable[Tensor | GradientEdge | None], since: int = 0) -> bool:
     """Whether the backward of these outputs runs other backwards inside, of reentrant checkpoints.
 

@@ -18,19 +18,23 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single, all_reduce, reduce_scatter_single
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_3d.torch_internals.dispatch import OpOverload
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_leaves, tree_map_only
 
 __all__ = ["all_gather_single", "all_reduce", "reduce_scatter_single"]
+
+# torch 2.13 has no rule for what its anomaly mode looks for NaN with.
+register_sharding(torch.ops.aten._is_any_true.default)(lambda values: [([Replicate()], [Replicate()])])
 
 StridedShard = _StridedShard
 """A dim that an inner axis of the mesh shards first, or that is sharded piece by piece."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_3d.model.block_runner import BlockRunner, Call, Compiled, Step, Watch, running
+from lightning_3d.model.block_runner import BlockRunner, Call, Compiled, Step, running
 from lightning_3d.torch_internals.autograd import checkpoints_replaced, is_reentrant
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.dispatch import function_modes, pop_function_mode, push_function_mode
@@ -237,7 +237,6 @@ class Router:
         compiled: Callable[[nn.Module], Compiled | None] = lambda block: None,
     ) -> None:
         self.step: Step | None = None
-        self.watch: Watch | None = None
         self.blocks, self.absent, self._compiled = blocks, absent, compiled
         self._guards = AttributeGuards(lambda: self.step is not None)
 

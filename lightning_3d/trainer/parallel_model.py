@@ -43,7 +43,6 @@ from lightning_3d.parts.full_params import full_params
 from lightning_3d.parts.layout import Layout, lay_out
 from lightning_3d.parts.module import answer_for_parts, holds_parts
 from lightning_3d.parts.stages import PipelineStages
-from lightning_3d.pipeline.anomaly import AnomalyDetection
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
@@ -263,13 +262,10 @@ class _Making:
     ) -> StepRunner:
         """Pipeline: runs steps in microbatches, or inline, or at once."""
         module, mesh, precision, device = self._module, self._mesh, self._precision, self._device
-        homes = {block.fqn: block.stages[0] for block in plan.blocks}
-        sees_backward = not precision.scales_losses
-        anomalies = AnomalyDetection(router, mesh, homes, plan.num_stages, sees_backward=sees_backward)
         precision.attach(norm=gradients.norm, zero=zero, scales_itself=not self._is_microbatched)
         inline = self._inline(plan, router, zero) if mesh.shape.pp > 1 else None
         if not self._is_microbatched:
-            return WholeModelRunner(module, zero, randomness, anomalies, heads, inline)
+            return WholeModelRunner(module, zero, randomness, heads, inline)
         engine = PipelineEngine(
             module=module,
             rank_module=zero.root,
@@ -280,7 +276,6 @@ class _Making:
             device=device,
             around_backward=zero.stage_backward,
             wait=self._wait,
-            anomalies=anomalies,
             unsplit=unsplit,
             before_forward=(lambda stage: None) if offload is None else offload.begin_forward,
             has_budget=self._config.activations.plans_memory,
@@ -294,7 +289,6 @@ class _Making:
             whole=partial(full_params, module, module, mesh, device, writeback=True),
             splits_backward=self._config.pipeline.splits_backward,
             loss_scale=lambda: precision.loss_scale,
-            anomalies=anomalies,
             heads=heads,
         )
 

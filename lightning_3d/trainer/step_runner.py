@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_3d.distributed.rng import StepRandomness
 from lightning_3d.errors import PlanError, SplitError, TraceError
-from lightning_3d.pipeline.anomaly import AnomalyDetection, MicrobatchWatch
 from lightning_3d.pipeline.engine import PipelineEngine
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
@@ -70,20 +69,17 @@ class WholeModelRunner(StepRunner):
         module: LightningModule,
         zero: Zero,
         randomness: StepRandomness,
-        anomalies: AnomalyDetection,
         heads: FusedHeads,
         inline: InlineStep | None = None,
     ) -> None:
         self._heads, self._inline = heads, inline
-        self._module, self._zero, self._randomness, self._anomalies = module, zero, randomness, anomalies
-        self._watch: MicrobatchWatch | None = None  # of the last training step
+        self._module, self._zero, self._randomness = module, zero, randomness
         self._steps_by_hand = False  # inside of a training step with manual optimization
 
     def train(self, batch: Any, rest: Sequence[Any], *, number: int, accumulating: bool) -> Any:
         self._zero.set_accumulating(accumulating)
         self._steps_by_hand = not self._module.automatic_optimization
-        with self._anomalies.step(), self._anomalies.microbatch(None, 0, 1) as self._watch:
-            output = self._run("training_step", batch, rest, number=number)
+        output = self._run("training_step", batch, rest, number=number)
         if not self._module.automatic_optimization:
             self._steps_by_hand = False
             self._zero.leave_step()
@@ -109,16 +105,10 @@ class WholeModelRunner(StepRunner):
     def around_backward(self, loss: Tensor, *, accumulating: bool) -> Iterator[None]:
         self._zero.set_accumulating(accumulating)
         self._zero.before_backward(loss)
-        if self._watch is not None:
-            self._watch.see_loss(loss)
-            self._watch.see_backward([loss])
-        with self._anomalies.step():
-            yield
-            self._zero.after_backward()
-            if not self._steps_by_hand:
-                self._zero.leave_step()
-            if (error := self._anomalies.error()) is not None:
-                raise error
+        yield
+        self._zero.after_backward()
+        if not self._steps_by_hand:
+            self._zero.leave_step()
 
     def after_optimizer_step(self) -> None:
         if self._inline is not None:
@@ -145,7 +135,6 @@ class PipelineRunner(StepRunner):
         randomness: StepRandomness,
         whole: Callable[[], AbstractContextManager[None]],
         splits_backward: bool,
-        anomalies: AnomalyDetection,
         loss_scale: Callable[[], float],
         heads: FusedHeads,
     ) -> None:
@@ -153,7 +142,7 @@ class PipelineRunner(StepRunner):
         self._loss_scale = loss_scale
         self._module, self._zero, self._gradients = module, zero, gradients
         self.engine = self._engine = engine
-        self._anomalies, self._splits_backward = anomalies, splits_backward
+        self._splits_backward = splits_backward
         self._pending = PendingGradients(zero)
         self._randomness, self._whole = randomness, whole
         self._unfollowed: set[str] = set()  # evaluations that stages can't run
@@ -164,7 +153,9 @@ class PipelineRunner(StepRunner):
         self._zero.begin_step(splits_backward=self._splits_backward)
         try:
             with self._heads.on():
-                output = self._run(batch, rest, number, loss_scale)
+                output = self._engine.run(
+                    "training_step", batch, rest, number=number, backward=True, loss_scale=loss_scale
+                )
         except (PlanError, SplitError, TraceError) as error:
             naming_inline(error)
             raise
@@ -172,16 +163,6 @@ class PipelineRunner(StepRunner):
         self._gradients.sum_shared()
         loss = self._pending.hold(loss_of(output))
         return {**output, "loss": loss} if isinstance(output, Mapping) else loss
-
-    def _run(self, batch: Any, rest: Sequence[Any], number: int, loss_scale: float) -> Any:
-        settings: dict[str, Any] = {"number": number, "backward": True, "loss_scale": loss_scale}
-        with self._anomalies.step():
-            return self._engine.run("training_step", batch, rest, computed=self._raise_if_found, **settings)
-
-    def _raise_if_found(self) -> None:
-        if (error := self._anomalies.error()) is not None:
-            self._zero.end_step()
-            raise error
 
     def evaluate(self, name: str, batch: Any, rest: Sequence[Any], *, number: int) -> Any:
         """In stages; where these can't follow the step, on every rank with the whole model."""

@@ -62,10 +62,6 @@ REFUSALS: dict[str, str] = {
         "The test's optimizer notes its steps. This strategy has copies of an optimizer that it does not know step"
         " small tensors before training, to find out whether parts of parameters can be stepped apart."
     ),
-    "tests_pytorch/trainer/test_trainer.py::test_detect_anomaly_nan": (
-        "The test expects torch's warning with the place of the forward call. This strategy raises one error on all"
-        " ranks, which names the place in the model."
-    ),
 }
 """Test id, with or without its parameters -> reason."""
 

@@ -44,6 +44,7 @@ DEEDS: Mapping[str, Callable[[], object]] = {
     "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is killed in a block": lambda: _block_deeds.append("is killed"),
     "takes another path": lambda: _block_deeds.append("turns"),
+    "makes NaN": lambda: _block_deeds.append("spoils"),  # of what the other ranks get in its backward
     "is stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "has fewer batches": lambda: None,  # all the time
     "gets SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -97,7 +98,8 @@ class Acting(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if "is killed" in _block_deeds:
             DEEDS["is killed"]()
-        return super().forward(x)
+        y = super().forward(x)
+        return y + (0 * y).sqrt() if "spoils" in _block_deeds else y
 
 
 class Model(TinyMLP):
@@ -160,6 +162,7 @@ def _fit(case: Case, directory: Path) -> None:
         enable_model_summary=False,
         callbacks=[Acts(case, directory), *([saving[case.callback]] if case.callback else [])],
         plugins=[SLURMEnvironment(auto_requeue=True)] if case.deed == "gets SIGUSR1" else None,
+        detect_anomaly=case.deed == "makes NaN",
     )
     has_fewer = case.deed == "has fewer batches"
     data = DataLoader(Uneven(case), batch_size=8) if has_fewer else loader(features(64), global_batch_size=8)
