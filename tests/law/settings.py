@@ -237,7 +237,9 @@ SETTINGS = {
     "recomputed": Setting(layout={"activations": {"recompute": "full"}}),
     "selective": Setting(layout={"activations": {"recompute": "selective"}}),
     "unfused": Setting(layout={"activations": {"fused_loss": "never"}}),
-    "compiled": Setting(layout={"compile_backend": "aot_eager"}, warns=("compile.enabled: ",)),
+    "compiled": Setting(
+        layout={"compile_backend": "aot_eager"}, warns=("compile.enabled: ", "Dynamo does not know how to trace")
+    ),
     "offloaded": Setting(layout={"zero_settings": _OFFLOADED}),
     "sequence": Setting(layout={"sequence_parallel": True}, fits=_on_shards),
     "sequence-recomputed": Setting(
