@@ -97,6 +97,7 @@ class Saves:
 
         Raises:
             CheckpointError: It could not be written; on all ranks.
+            OSError: It is written, but an older one could not be removed; on all ranks.
         """
         if self._thread is not None:
             raise_alike(self._ended())
