@@ -128,7 +128,7 @@ def _growth(where: Where, zero: int, pp: int, checkpoint: Path | None = None) ->
     peak = _Peak()
     pipeline = {"partition": "uniform"}
     trainer = _trainer(ThreeDStrategy(pipeline_parallel_size=pp, zero={"stage": zero}, pipeline=pipeline), peak)
-    loader = DataLoader(TensorDataset(torch.randn(8, WIDTH)), batch_size=4)
+    loader = DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=4)
     torch.manual_seed(0)
     ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: what was freed goes back to the system
     gc.collect()
@@ -164,7 +164,7 @@ def test_peak_is_the_stage_and_one_block(fresh_workers: WorkerPools, where: Wher
 def _saved(path: Path) -> None:
     strategy = ThreeDStrategy(pipeline_parallel_size=4, save_distributed_checkpoint=True)
     trainer = L.Trainer(strategy=strategy, devices=4, max_steps=1, enable_checkpointing=False, **QUIET)
-    trainer.fit(Wide("before"), DataLoader(TensorDataset(torch.randn(8, WIDTH)), batch_size=4))
+    trainer.fit(Wide("before"), DataLoader(TensorDataset(torch.ones(8, WIDTH)), batch_size=4))
     trainer.save_checkpoint(path)
 
 

@@ -238,8 +238,10 @@ class LocalSteps:
         if widens and self._masters is not None and self._is_widened(parameter):
             self._lent.setdefault(optimizer, []).append(parameter)
             return self._masters.lend(optimizer, parameter, own, follows=self._offload is None)
-        if before is None or before.data_ptr() != own.data_ptr() or before.shape != own.shape:
+        if before is None or before.shape != own.shape or before.dtype != own.dtype or before.device != own.device:
             before = self._parts[parameter] = shard.to_step()
+        elif before is not parameter and before.data_ptr() != own.data_ptr():
+            before.data = own  # the same object: an optimizer may keep what it knows of a parameter by the parameter
         return before
 
     def end_failed(self) -> None:
