@@ -131,7 +131,6 @@ def check_files(path: Path, *, is_shared: bool = False) -> None:
 
     Raises:
         CheckpointError: Files are damaged; with their names, of all ranks.
-
     """
     problems = [] if is_shared else damage(path)
     if is_shared:

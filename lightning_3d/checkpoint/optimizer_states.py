@@ -47,7 +47,6 @@ def load_optimizers(
 
     Raises:
         CheckpointError: They do not fit, or can't be read; on all ranks, before any optimizer is changed.
-
     """
     loaded: list[tuple[Optimizer, dict[str, Any]]] = []
     all_parts = marked(module)
@@ -89,7 +88,6 @@ def _empty_state(parameter: nn.Parameter, info: TensorInfo, shard: RankShard) ->
 
     Raises:
         CheckpointError: The parameter is sharded and the shape of the state is neither its own nor a scalar's.
-
     """
     if info.shape == tuple(parameter.shape):
         return shard.like_parameter(shard.empty_state(info.dtype))
@@ -127,7 +125,6 @@ def optimizer_state(
 
     Raises:
         CheckpointError: A parameter of the optimizer is not in `module`, or a state can't be saved.
-
     """
     optimizer = unwrapped(optimizer)
     if has_no_parameters(optimizer):
@@ -144,9 +141,8 @@ def optimizer_state(
         for number, (fqn, parameter) in enumerate(named)
         if packed["state"].get(number) and not parameter.is_meta
     ]
-    apart = set[
-        str
-    ]()  # names of states that are no rows of their parameters, though some may have their shape by chance
+    # Names of states that are no rows of their parameters, though some may have their shape by chance.
+    apart = set[str]()
     for fqn, parameter, values in held:
         shard = shard_of(parameter, shards)
         for name, value in values.items():
@@ -186,7 +182,6 @@ def named_parameters(module: nn.Module, optimizer: Optimizer) -> list[tuple[str,
 
     Raises:
         CheckpointError: A parameter is not in `module`.
-
     """
     reshard_units(module)
     fqn_of = {parameter: fqn for fqn, parameter in module.named_parameters()}

@@ -6,8 +6,8 @@ and the shapes that cross are static, since the trace knows them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -186,9 +186,16 @@ class _Stage(ShapedStage):
             return nullcontext()
         return self.recorder.measure(kind, self.stage_index, microbatch)
 
-    def _backward(self) -> AbstractContextManager[None]:
-        """The context of a backward, which is outside of the step's autocast as one that comes after the step is."""
-        return torch.autocast(self.device.type, enabled=False)
+    @contextmanager
+    def _backward(self, microbatch: int) -> Iterator[None]:
+        """Run a backward outside of the step's autocast, as one that comes after the step is; errors say where."""
+        try:
+            with torch.autocast(self.device.type, enabled=False):
+                yield
+        except Exception as error:
+            cause = error.__cause__ or error  # see `Schedule.run`
+            cause.add_note(f"In the backward of microbatch {microbatch} on pipeline stage {self.stage_index}.")
+            raise
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self._measured("forward", fwd_chunk_id):
@@ -199,15 +206,10 @@ class _Stage(ShapedStage):
     ) -> None:
         computes = self.has_backward and full_backward  # torch calls it in evaluations, too
         around = self.around_backward(self.stage_index, is_last=last_backward) if computes else nullcontext()
-        backward = self._backward() if self.has_backward else nullcontext()
+        backward = self._backward(bwd_chunk_id) if self.has_backward else nullcontext()
         with self._measured("backward" if full_backward else "input", bwd_chunk_id), backward, around:
-            try:
-                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            except Exception as error:
-                cause = error.__cause__ or error  # see `Schedule.run`
-                cause.add_note(f"In the backward of microbatch {bwd_chunk_id} on pipeline stage {self.stage_index}.")
-                raise
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._measured("weight", bwd_chunk_id), self._backward():
+        with self._measured("weight", bwd_chunk_id), self._backward(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)

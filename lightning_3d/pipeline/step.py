@@ -83,10 +83,10 @@ class PipelineStep:
         """Run a microbatch on a stage; returns the tensors to send, or the weighted loss on the last stage."""
         part, flow, tail, weight = self.parts[index], self.flows[index], self.tail, self.decision.weights[index]
         if stage < self.stages.last:
-            return self._sent(stage, index, part, flow, received)
+            return self._run(stage, index, part, flow, received)
         if tail is None:
             return self._loss(stage, index, part, flow, received, weight)
-        sent = self._sent(stage, index, part, flow, received)
+        sent = self._run(stage, index, part, flow, received)
         is_last = tail.take(index, sent)
         if not tail.trains:
             return self._loss(tail.stage, index, part, flow, sent, weight)
@@ -108,13 +108,6 @@ class PipelineStep:
             with torch.autocast(loss.device.type, enabled=False):  # as a backward after the step is
                 loss.backward()
             tail.end_backward()
-
-    def _sent(
-        self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Run a stage that sends tensors on."""
-        sent: tuple[Tensor, ...] = self._run(stage, index, part, flow, received)
-        return sent
 
     def _loss(
         self, stage: int, index: int, part: StepCall, flow: StageFlow, received: Sequence[Tensor], weight: float

@@ -240,7 +240,7 @@ class LocalSteps:
             return self._masters.lend(optimizer, parameter, own, follows=self._offload is None)
         if before is None or before.shape != own.shape or before.dtype != own.dtype or before.device != own.device:
             before = self._parts[parameter] = shard.to_step()
-        elif before is not parameter and before.data_ptr() != own.data_ptr():
+        elif before.data_ptr() != own.data_ptr():
             before.data = own  # the same object: an optimizer may keep what it knows of a parameter by the parameter
         return before
 

@@ -100,9 +100,6 @@ class InlineStep:
         """Run the call of a block where it is."""
         if is_in_backward():  # computed again, where it is
             return call(*args, **kwargs)
-        return self._on_all_ranks(runner, call, *args, **kwargs)
-
-    def _on_all_ranks(self, runner: BlockRunner, call: Call, /, *args: Any, **kwargs: Any) -> Any:
         fqn, block = runner.fqn, runner.block
         self._router.step = None
         try:
