@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from lightning_3d.callbacks.memory import MemoryTable
-from lightning_3d.callbacks.timeline import ScheduleTimeline
 
-__all__ = ["MemoryTable", "ScheduleTimeline"]
+__all__ = ["MemoryTable"]
