@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, fields
 from datetime import timedelta
@@ -22,6 +22,7 @@ from lightning_3d.checkpoint.trainer_io import ThreeDCheckpointIO
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
 from lightning_3d.config.compile import CompileConfig
+from lightning_3d.config.configured import Configured
 from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.precision import PrecisionConfig
 from lightning_3d.config.settings import BatchConfig, ThreeDConfig, unknown_keys_named
@@ -29,7 +30,7 @@ from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.data.resuming import Resuming
 from lightning_3d.distributed.agreement import gather_numbers
-from lightning_3d.errors import ConfigError, StepError
+from lightning_3d.errors import StepError
 from lightning_3d.model.initial_weights import is_on_meta
 from lightning_3d.model.unbuilt import building, is_unbuilt
 from lightning_3d.parts.copies import copies_of
@@ -56,7 +57,7 @@ _NO_PATHS = (None, "best", "last", "hpc", "registry")
 """Values of ``ckpt_path`` for which there may be no checkpoint."""
 
 
-class ThreeDStrategy(StepsStrategy):
+class ThreeDStrategy(Configured, StepsStrategy):
     """Trains any LightningModule in data (ZeRO) x pipeline x tensor parallel; ``Trainer(strategy="3d")``.
 
     Args:
@@ -131,27 +132,6 @@ class ThreeDStrategy(StepsStrategy):
         if self._launcher is not None:
             self._configure_launcher()
 
-    @classmethod
-    def from_config(
-        cls, config: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()
-    ) -> ThreeDStrategy:
-        """Make a strategy from a YAML file or a mapping (a dict or an OmegaConf node).
-
-        Args:
-            config: Path of a YAML file with the keys of ``ThreeDConfig``, or such a mapping.
-            overrides: Assignments such as ``"zero.stage=2"`` to the file's values, applied in order.
-
-        Raises:
-            ConfigError: an unknown key or a value that is not allowed.
-        """
-        if isinstance(config, (str, os.PathLike)):
-            read = ThreeDConfig.from_file(config, overrides)
-        elif overrides:
-            raise ConfigError(f"overrides {list(overrides)} apply to a file; change the mapping itself instead")
-        else:
-            read = ThreeDConfig.from_mapping(config)
-        return cls(**{field.name: getattr(read, field.name) for field in fields(read)})
-
     # ---- the model
 
     def _own_parts(self, what: str) -> ParallelModel:
@@ -214,6 +194,8 @@ class ThreeDStrategy(StepsStrategy):
         is_fit = trainer.state.fn == TrainerFn.FITTING
         check_same_training(self._module)
         self.config.precision.check_for(self._precision.precision)
+        if is_fit:
+            self.check_deepspeed(trainer, self._precision.precision, self.mesh.shape.dp)
         check(trainer, self, self._module, self.config, self.mesh.shape)
         if is_fit:
             reads_again = self.config.batch.resume == "exact"

@@ -1,0 +1,235 @@
+"""DeepSpeed's JSON config in the terms of this package: what each key becomes, or why it has no effect or is refused.
+
+    means the same here          an argument of `ThreeDStrategy`, or of Lightning's Trainer
+    can't change any number      left out, with the reason: sizes of DeepSpeed's buffers, what it prints, ...
+    would change the training    refused: optimizers and schedulers that DeepSpeed builds, compression, curricula, ...
+
+``"auto"``, as in files for transformers, is as if the key was not there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_3d.config.deepspeed_keys import BUILT, DISABLED, KEYS, LEFT_OUT, REFUSED, SECTIONS, SETTINGS
+from lightning_3d.errors import ConfigError
+
+_NOTHING = (False, 0, "none")
+"""Values by which keys ask for nothing."""
+
+
+@dataclass(kw_only=True)
+class FromDeepSpeed:
+    """A DeepSpeed config, read."""
+
+    strategy: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `ThreeDStrategy`."""
+
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Arguments that the Trainer has to have: ``precision``, ``gradient_clip_val``, ``accumulate_grad_batches``."""
+
+    batch_size: int | None = None
+    """Samples of all replicas in a step of the optimizer."""
+
+    micro_batch_size: int | None = None
+    """Samples of one replica in a microbatch."""
+
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Key -> why it has no effect."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of the batch that a DataLoader gives: more than one in a pipeline."""
+        return int(self.strategy.get("pipeline", {}).get("num_microbatches", 1))
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield f"ThreeDStrategy({_arguments(self.strategy)})"
+        yield f"Trainer({_arguments(self.trainer)})"
+        if self.micro_batch_size is not None:
+            yield f"DataLoader(batch_size={self.micro_batch_size * self.num_microbatches})"
+        yield from (f"left out: {key}, which {why}" for key, why in self.left_out.items())
+
+    def check(self, num_replicas: int, **trainer: Any) -> None:
+        """Refuse a run that is not the one of the config.
+
+        Args:
+            num_replicas: Of the model.
+            trainer: The Trainer's arguments of the names that `trainer` may have.
+
+        Raises:
+            ConfigError: the Trainer does otherwise, or sizes of batches contradict each other.
+        """
+        for name, wanted in self.trainer.items():
+            if trainer[name] != wanted:
+                raise ConfigError(
+                    f"the DeepSpeed config asks for {name}={wanted!r}, but the Trainer has {trainer[name]!r}: set"
+                    f" Trainer({name}={wanted!r}), or change the config"
+                )
+        steps = self.num_microbatches * self.trainer.get("accumulate_grad_batches", 1)
+        if self.batch_size is None or self.micro_batch_size is None:
+            return
+        if self.batch_size != (found := self.micro_batch_size * steps * num_replicas):
+            raise ConfigError(
+                f"the DeepSpeed config has train_batch_size={self.batch_size}, but"
+                f" train_micro_batch_size_per_gpu={self.micro_batch_size} x gradient_accumulation_steps={steps} x"
+                f" {num_replicas} replicas are {found}: change one of them"
+            )
+
+
+def _arguments(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def read_deepspeed(
+    config: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    pipeline_parallel_size: int | None = None,
+    leave_out: Collection[str] = (),
+) -> FromDeepSpeed:
+    """Read a DeepSpeed config.
+
+    Args:
+        config: Path of a JSON file, or what it holds.
+        pipeline_parallel_size: The number of pipeline stages; that of the config if None.
+        leave_out: Keys or sections that code takes the place of, such as ``"optimizer"``.
+
+    Raises:
+        ConfigError: the file can't be read, a key is not known, or asks for what would change the training and is not
+            done here.
+    """
+    keys = {key: value for key, value in _flat(_load(config)) if value is not None and value != "auto"}
+    read = FromDeepSpeed()
+    for name in leave_out:
+        named = {key for key in keys if key == name or key.startswith(f"{name}.")}
+        if not named:
+            raise ConfigError(f"leave_out names {name!r}, which the DeepSpeed config does not set")
+        read.left_out[name] = "is done in code"
+        keys = {key: value for key, value in keys.items() if key not in named}
+    for key, value in keys.items():
+        _take(read, key, value)
+    if pipeline_parallel_size is not None:
+        read.strategy["pipeline_parallel_size"] = pipeline_parallel_size
+    _offload(read, keys)
+    _precision(read, keys)
+    _batches(read, keys)
+    _activations(read, keys)
+    return read
+
+
+def _load(config: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    try:
+        loaded = json.loads(Path(config).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read the DeepSpeed config {os.fspath(config)}: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"the DeepSpeed config {os.fspath(config)} holds no JSON object")
+    return loaded
+
+
+def _flat(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in given.items():
+        if (key := prefix + name) in SECTIONS and isinstance(value, Mapping):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _take(read: FromDeepSpeed, key: str, value: Any) -> None:
+    """A key that needs no other to be understood."""
+    asked = f"the DeepSpeed config has {key}={value!r}"
+    if key not in KEYS:
+        raise ConfigError(f"{asked}, which is no key of DeepSpeed that is known")
+    if key in BUILT:
+        kind, arguments = (value.get(name, {}) for name in ("type", "params"))
+        raise ConfigError(
+            f"the DeepSpeed config has the {key} {kind or 'of no type'}({_arguments(arguments)}), which DeepSpeed would"
+            f" build: return it from configure_optimizers, and say leave_out=[{key!r}]"
+        )
+    if key in DISABLED and (value.get("enabled", True) if isinstance(value, Mapping) else value):
+        raise ConfigError(f"{asked}: {DISABLED[key]}. Leave it out")
+    if key in REFUSED and value not in REFUSED[key][0]:
+        raise ConfigError(f"{asked}: {REFUSED[key][1]}. Leave it out")
+    if key in LEFT_OUT and value not in _NOTHING:
+        read.left_out[key] = LEFT_OUT[key]
+    if key in SETTINGS:
+        setting, convert = SETTINGS[key]
+        _set(read, setting, convert(value))
+
+
+def _set(read: FromDeepSpeed, setting: str, value: Any) -> None:
+    section, _, name = setting.rpartition(".")
+    (read.strategy.setdefault(section, {}) if section else read.strategy)[name] = value
+
+
+def _offload(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
+    zero = read.strategy.setdefault("zero", {})
+    zero.setdefault("stage", 0)
+    for name, old, setting in (
+        ("offload_optimizer", "cpu_offload", "offload_optimizer"),
+        ("offload_param", "cpu_offload_param", "offload_params"),
+    ):
+        section = f"zero_optimization.{name}"
+        place = "cpu" if keys.get(f"zero_optimization.{old}") else keys.get(f"{section}.device", "none")
+        if place == "nvme" and (place := keys.get(f"{section}.nvme_path")) is None:
+            raise ConfigError(f"the DeepSpeed config has {section}.device='nvme' and no nvme_path: name a directory")
+        if place != "none":
+            zero[setting] = place
+    if "offload_params" in zero:  # which are stepped where they lie
+        zero.setdefault("offload_optimizer", zero["offload_params"])
+
+
+def _precision(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
+    chosen = [name for name in ("fp16", "bf16", "bfloat16", "torch_autocast") if keys.get(f"{name}.enabled")]
+    if len(chosen) > 1:
+        raise ConfigError(f"the DeepSpeed config enables {' and '.join(chosen)}: enable one of them")
+    if chosen == ["torch_autocast"]:
+        is_half = str(keys.get("torch_autocast.dtype")) in ("float16", "fp16", "torch.float16")
+        read.trainer["precision"] = "16-mixed" if is_half else "bf16-mixed"
+    elif chosen == ["fp16"]:
+        read.trainer["precision"] = "16-true"
+        if scale := keys.get("fp16.loss_scale"):
+            _set(read, "precision.loss_scale", float(scale))
+        else:  # DeepSpeed's defaults
+            _set(read, "precision.initial_scale_power", int(keys.get("fp16.initial_scale_power", 16)))
+            _set(read, "precision.loss_scale_window", int(keys.get("fp16.loss_scale_window", 1000)))
+    elif chosen:
+        read.trainer["precision"] = "bf16-true"
+        if keys.get("bf16.bf16_master_weights_and_grads"):
+            _set(read, "precision.updates", "direct")
+
+
+def _batches(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
+    read.batch_size, read.micro_batch_size = keys.get("train_batch_size"), keys.get("train_micro_batch_size_per_gpu")
+    if keys.get("gradient_clipping"):
+        read.trainer["gradient_clip_val"] = float(keys["gradient_clipping"])
+    if (steps := keys.get("gradient_accumulation_steps")) is None:
+        return
+    if read.strategy.get("pipeline_parallel_size", 1) > 1:  # a step of DeepSpeed's pipeline takes them all
+        _set(read, "pipeline.num_microbatches", int(steps))
+    else:
+        read.trainer["accumulate_grad_batches"] = int(steps)
+
+
+def _activations(read: FromDeepSpeed, keys: Mapping[str, Any]) -> None:
+    cuts, offloads = (
+        keys.get(f"activation_checkpointing.{name}") for name in ("partition_activations", "cpu_checkpointing")
+    )
+    every = int(keys.get("pipeline.activation_checkpoint_interval", 0))
+    if cuts or offloads or every:
+        _set(read, "activations.recompute", "full")
+    if every > 1:
+        _set(read, "activations.every", every)
+    if cuts and read.strategy.get("tensor_parallel_size", 1) > 1:
+        _set(read, "activations.partition", True)
+    if offloads:
+        _set(read, "activations.offload", True)

@@ -1,0 +1,172 @@
+"""DeepSpeed's config as input: what each of its keys becomes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_3d import ConfigError, ThreeDStrategy
+from lightning_3d.config.deepspeed import read_deepspeed
+from lightning_3d.config.deepspeed_keys import KEYS
+from tests.models import TinyMLP, features, loader
+
+# The keys of https://www.deepspeed.ai/docs/config-json and of the classes in deepspeed/runtime that read it (v0.18).
+_TOP = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation optimizer
+scheduler communication_data_type gradient_allreduce_op prescale_gradients gradient_predivide_factor sparse_gradients
+amp gradient_clipping aio expert_parallel steps_per_print wall_clock_breakdown dump_state autotuning flops_profiler
+sparse_attention data_efficiency curriculum_learning tensorboard wandb comet csv_monitor elasticity comms_logger
+compression_training hybrid_engine progressive_layer_drop eigenvalue memory_breakdown graph_harvesting compile nebula
+zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather dataloader_drop_last log_level
+use_data_before_expert_parallelism seq_parallel_communication_data_type quantize_training
+"""
+_SECTIONS = {
+    "fp16": "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis"
+    " min_loss_scale fp16_master_weights_and_grads",
+    "bf16": "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states",
+    "torch_autocast": "enabled dtype lower_precision_safe_modules",
+    "zero_optimization": "stage contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions"
+    " use_multi_rank_bucket_allreduce allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint"
+    " zenflow sub_group_size cpu_offload cpu_offload_param cpu_offload_use_pin_memory stage3_prefetch_bucket_size"
+    " stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters grad_hooks"
+    " stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold"
+    " stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_gather_fp16_weights_on_model_save"
+    " ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size zero_quantized_weights"
+    " zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size"
+    " mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply"
+    " log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module",
+    "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    "zero_optimization.offload_optimizer": "device nvme_path buffer_count pin_memory pipeline_read pipeline_write"
+    " fast_init ratio super_offload cpuadam_cores_perc",
+    "tensor_parallel": "autotp_size tp_overlap_comm preset_model partition_config dtype tp",
+    "activation_checkpointing": "partition_activations cpu_checkpointing contiguous_memory_optimization"
+    " number_checkpoints synchronize_checkpoint_boundary profile",
+    "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write",
+    "data_types": "grad_accum_dtype",
+    "pipeline": "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
+}
+_PUBLISHED = {*_TOP.split(), *(f"{section}.{key}" for section, keys in _SECTIONS.items() for key in keys.split())}
+
+_ZERO_0 = {"zero": {"stage": 0}}
+
+_MEANING: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({}, _ZERO_0, {}),  # DeepSpeed's stage
+    ({"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8}}, {"zero": {"stage": 2}}, {}),
+    ({"zero_optimization": {"stage": "auto"}}, _ZERO_0, {}),
+    ({"zero_optimization": {"stage": 1, "mics_shard_size": 8}}, {"zero": {"stage": 1, "shard_size": 8}}, {}),
+    (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/disk"}}},
+        {"zero": {"stage": 3, "offload_params": "/disk", "offload_optimizer": "/disk"}},
+        {},
+    ),
+    ({"zero_optimization": {"cpu_offload": True}}, {"zero": {"offload_optimizer": "cpu", "stage": 0}}, {}),
+    ({"communication_data_type": "bf16"}, {"zero": {"communication_dtype": "bfloat16", "stage": 0}}, {}),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 0}},
+        {**_ZERO_0, "precision": {"initial_scale_power": 16, "loss_scale_window": 1000}},
+        {"precision": "16-true"},
+    ),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 128}},
+        {**_ZERO_0, "precision": {"loss_scale": 128.0}},
+        {"precision": "16-true"},
+    ),
+    ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, _ZERO_0, {"precision": "bf16-true"}),
+    (
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+        {**_ZERO_0, "precision": {"updates": "direct"}},
+        {"precision": "bf16-true"},
+    ),
+    ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, _ZERO_0, {"precision": "16-mixed"}),
+    ({"gradient_clipping": 1}, _ZERO_0, {"gradient_clip_val": 1.0}),
+    ({"gradient_accumulation_steps": 4}, _ZERO_0, {"accumulate_grad_batches": 4}),
+    (
+        {"gradient_accumulation_steps": 4, "pipeline": {"stages": 2, "partition": "best"}},
+        {**_ZERO_0, "pipeline_parallel_size": 2, "pipeline": {"partition": "auto", "num_microbatches": 4}},
+        {},
+    ),
+    ({"tensor_parallel": {"autotp_size": 4}}, {**_ZERO_0, "tensor_parallel_size": 4}, {}),
+    (
+        {"activation_checkpointing": {"partition_activations": True}, "tensor_parallel": {"autotp_size": 2}},
+        {**_ZERO_0, "tensor_parallel_size": 2, "activations": {"recompute": "full", "partition": True}},
+        {},
+    ),
+    (
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {**_ZERO_0, "activations": {"recompute": "full", "offload": True}},
+        {},
+    ),
+    (
+        {"pipeline": {"activation_checkpoint_interval": 2}},
+        {**_ZERO_0, "activations": {"recompute": "full", "every": 2}},
+        {},
+    ),
+]  # a config, the arguments of the strategy, and of the Trainer
+
+_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, r"AdamW\(lr=0.1\).*leave_out=\['optimizer'\]"),
+    ({"scheduler": {"type": "WarmupLR"}}, "configure_optimizers"),
+    ({"zero_optimization": {"zero_quantized_gradients": True}}, "would be rounded"),
+    ({"gradient_allreduce_op": "sum"}, "averaged"),
+    ({"compression_training": {"weight_quantization": {}}}, "would change the training"),
+    ({"curriculum_learning": {"enabled": True}}, "would change the training"),
+    ({"amp": {"enabled": True}}, "16-mixed"),
+    ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "enable one"),
+    ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "no nvme_path"),
+    ({"zero_optimisation": {"stage": 2}}, "no key of DeepSpeed"),
+]
+
+
+def test_every_published_key_is_known() -> None:
+    assert not _PUBLISHED - KEYS
+
+
+@pytest.mark.parametrize(("config", "strategy", "trainer"), _MEANING, ids=[str(row[0])[:60] for row in _MEANING])
+def test_keys_with_a_meaning(config: dict[str, Any], strategy: dict[str, Any], trainer: dict[str, Any]) -> None:
+    read = read_deepspeed(config)
+    assert (read.strategy, read.trainer) == (strategy, trainer)
+    ThreeDStrategy.from_deepspeed(config)  # which checks them
+
+
+@pytest.mark.parametrize(("config", "reason"), _REFUSED, ids=[str(row[0])[:60] for row in _REFUSED])
+def test_keys_that_would_change_the_training_are_refused(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_deepspeed(config)
+
+
+def test_keys_without_an_effect_are_told() -> None:
+    config = {
+        "optimizer": {"type": "Adam"},
+        "steps_per_print": 10,
+        "zero_optimization": {"overlap_comm": True, "round_robin_gradients": False},
+        "curriculum_learning": {"enabled": False},
+    }
+    read = read_deepspeed(config, leave_out=["optimizer"])
+    assert list(read.left_out) == ["optimizer", "steps_per_print", "zero_optimization.overlap_comm"]
+    assert "left out: steps_per_print, which says" in str(read)
+    with pytest.raises(ConfigError, match="leave_out names 'scheduler'"):
+        read_deepspeed(config, leave_out=["scheduler"])
+
+
+def test_a_trainer_has_to_agree_with_the_file(tmp_path: Path) -> None:
+    config = {"gradient_clipping": 0.5, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 4}
+    (tmp_path / "ds_config.json").write_text(json.dumps({**config, "gradient_accumulation_steps": 2}))
+
+    def fit(**arguments: Any) -> ThreeDStrategy:
+        strategy = ThreeDStrategy.from_deepspeed(tmp_path / "ds_config.json")
+        quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        trainer = L.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=1, **quiet, **arguments)
+        batches = loader(features(16), global_batch_size=4)
+        trainer.fit(TinyMLP(), batches, batches)
+        return strategy
+
+    assert fit(gradient_clip_val=0.5, accumulate_grad_batches=2).config.zero.stage == 0
+    with pytest.raises(ConfigError, match=r"Trainer\(gradient_clip_val=0.5\)"):
+        fit(accumulate_grad_batches=2)
+    (tmp_path / "ds_config.json").write_text(json.dumps({**config, "gradient_accumulation_steps": 3}))
+    with pytest.raises(ConfigError, match="4 x gradient_accumulation_steps=3 x 1 replicas are 12"):
+        fit(gradient_clip_val=0.5, accumulate_grad_batches=3)
