@@ -29,7 +29,7 @@ env: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt torch
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,test,docs]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,test,pictures,docs]"
 	touch $@
 
 demo: env
@@ -94,7 +94,7 @@ $(VERSIONS_INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VERSIONS_VENV)
 	grep -vE '^torch(vision)?==' constraints.txt > $(VERSIONS_VENV)/constraints.txt
 	$(VERSIONS_VENV)/bin/python -m pip install -c $(VERSIONS_VENV)/constraints.txt torch==$(TORCH)
-	$(VERSIONS_VENV)/bin/python -m pip install -c $(VERSIONS_VENV)/constraints.txt -e ".[dev,test]"
+	$(VERSIONS_VENV)/bin/python -m pip install -c $(VERSIONS_VENV)/constraints.txt -e ".[dev,test,pictures]"
 	touch $@
 
 lint: env

@@ -4,7 +4,8 @@
 
 The blocks sleep instead of computing, so two cores suffice for four ranks. Theory, with p ranks, m microbatches and v
 stages per rank: (p - 1) / (m + p - 1) for GPipe and 1F1B, (p - 1) / (v m + p - 1) for interleaved 1F1B (Narayanan et
-al. 2021, https://arxiv.org/abs/2104.04473); less for the zero-bubble schedules.
+al. 2021, https://arxiv.org/abs/2104.04473). For the zero-bubble schedules it is the idle share of the schedule's plan
+played without time for communication.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.launch import run_ranks
 from benchmarks.quiet_trainer import quiet_trainer
 from lightning_3d import ThreeDStrategy
+from lightning_3d.callbacks import ScheduleTimeline
+from lightning_3d.pipeline.spans import Timeline, idle_share
 
 RANKS, SECONDS = 4, 0.1
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved_zero_bubble", "zbv")
@@ -70,26 +73,10 @@ class SleepingModel(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class SecondStep(L.Callback):
-    """Measures the second step, on all ranks alike."""
-
-    seconds = 0.0
-
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begin together."""
-        trainer.strategy.barrier()
-        self.start = time.perf_counter()
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End together."""
-        trainer.strategy.barrier()
-        self.seconds = time.perf_counter() - self.start
-
-
-def measure(schedule: str, num_microbatches: int) -> float:
-    """The idle share of a step."""
+def measure(schedule: str, num_microbatches: int) -> Timeline | None:
+    """One step of a schedule."""
     num_stages = RANKS * (1 if schedule in ("gpipe", "1f1b") else 2)
-    step = SecondStep()
+    timeline = ScheduleTimeline(f"runs/timelines/{schedule}_{num_microbatches}.png", step=1)
     trainer = quiet_trainer(
         ThreeDStrategy(
             pipeline_parallel_size=RANKS,
@@ -97,18 +84,21 @@ def measure(schedule: str, num_microbatches: int) -> float:
         ),
         RANKS,
         2,
-        step,
+        timeline,
     )
     trainer.fit(
         SleepingModel(num_stages), DataLoader(TensorDataset(torch.ones(2 * num_microbatches, 8)), num_microbatches)
     )
-    return 1 - 3 * num_microbatches * SECONDS / step.seconds
+    return timeline.timeline
 
 
-def theory(schedule: str, num_microbatches: int) -> float:
-    """The idle share that the schedule promises, at most."""
-    num_per_rank = 1 if schedule in ("gpipe", "1f1b") else 2
-    return (RANKS - 1) / (num_per_rank * num_microbatches + RANKS - 1)
+def theory(schedule: str, num_microbatches: int, timeline: Timeline) -> float:
+    """The idle share that the schedule promises."""
+    if schedule in ("gpipe", "1f1b"):
+        return (RANKS - 1) / (num_microbatches + RANKS - 1)
+    if schedule == "interleaved":
+        return (RANKS - 1) / (2 * num_microbatches + RANKS - 1)
+    return idle_share(timeline.planned)
 
 
 def main() -> None:
@@ -118,8 +108,8 @@ def main() -> None:
     )
     for schedule in SCHEDULES:
         for num_microbatches in (8, 16):
-            found = run_ranks(measure, RANKS, schedule, num_microbatches)
-            expected = theory(schedule, num_microbatches)
+            timeline = run_ranks(measure, RANKS, schedule, num_microbatches)
+            expected, found = theory(schedule, num_microbatches, timeline), idle_share(timeline.measured)
             table.add_row(schedule, str(num_microbatches), f"{expected:.1%}", f"{found:.1%}", f"{found / expected:.2f}")
     Console().print(table)
 

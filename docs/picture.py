@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_3d import ThreeDStrategy
-from lightning_3d.planning.schedule_order import Computation, schedule_order
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -49,23 +48,35 @@ COLOURS = (GREY, "#e65100", "#1e88e5", "#43a047", "#5e35b1")
 
 
 class Seen(L.Callback):
-    """What a run shows: the losses of the global batches and the shares of the ranks."""
+    """What a run shows: the losses of the global batches, the shares of the ranks, the schedule."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.losses = path, []
+        self.path, self.losses, self.schedule = path, [], []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin to measure one step of a pipeline."""
+        if batch_idx == 2 and _has_pipeline(trainer):
+            trainer.strategy.start_timeline()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Note the loss, joined over the replicas."""
         self.losses.append(float(trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")))
+        if batch_idx == 2 and _has_pipeline(trainer):
+            timeline = trainer.strategy.finish_timeline()
+            self.schedule = [[(s.kind, s.microbatch, s.start, s.end) for s in rank] for rank in timeline.planned]
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Write it."""
-        seen: dict[str, Any] = {"losses": self.losses}
+        seen: dict[str, Any] = {"losses": self.losses, "schedule": self.schedule}
         if isinstance(trainer.strategy, ThreeDStrategy):
             seen["parameters"] = [report.num_parameters for report in trainer.strategy.report()]
             seen["stages"] = {block.fqn: block.stages[0] for block in trainer.strategy.plan.blocks}
         if trainer.is_global_zero:
             Path(self.path).write_text(json.dumps(seen))
+
+
+def _has_pipeline(trainer: L.Trainer) -> bool:
+    return isinstance(trainer.strategy, ThreeDStrategy) and trainer.strategy.mesh.shape.pp > 1
 
 
 def train(name: str, path: str) -> None:
@@ -105,7 +116,7 @@ def draw(seen: Mapping[str, Any], path: Path) -> None:
     cube, losses, schedule = (figure.add_subplot(cell) for cell in (grid[0, 0], grid[0, 1], grid[1, :]))
     _draw_cube(cube, seen[CUBE])
     _draw_losses(losses, {name: seen[name]["losses"] for name in LAYOUTS})
-    _draw_schedule(schedule, _played(schedule_order("1f1b", range(4), 8)))
+    _draw_schedule(schedule, seen[PIPELINE]["schedule"])
     for axes, title in (
         (cube, "One LightningModule, as it is, on 8 ranks"),
         (losses, "Every layout trains as one process does"),
@@ -177,23 +188,6 @@ def _draw_losses(axes: Axes, losses: Mapping[str, Sequence[float]]) -> None:
     axes.legend(frameon=False, fontsize=11, labelcolor=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK)
-
-
-def _played(order: Sequence[Sequence[Computation]]) -> list[list[tuple[str, int, float, float]]]:
-    """Kind, microbatch, start and end where each stage computes as early as its inputs allow; a backward takes 2."""
-    ends: dict[Computation, float] = {}
-    spans: list[list[tuple[str, int, float, float]]] = [[] for _ in order]
-    while any(len(played) < len(rank) for played, rank in zip(spans, order, strict=True)):
-        for rank, played in zip(order, spans, strict=True):
-            if len(played) < len(rank):
-                kind, stage, microbatch = computation = rank[len(played)]
-                before = stage - 1 if kind == "forward" else stage + 1
-                need = Computation(kind, before, microbatch)
-                if need in ends or not 0 <= before < len(order):
-                    start = max(played[-1][3] if played else 0.0, ends.get(need, 0.0))
-                    ends[computation] = start + (1.0 if kind == "forward" else 2.0)
-                    played.append((kind, microbatch, start, ends[computation]))
-    return spans
 
 
 def _draw_schedule(axes: Axes, schedule: Sequence[Sequence[tuple[str, int, float, float]]]) -> None:

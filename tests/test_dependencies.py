@@ -39,4 +39,6 @@ def _names(requirements: list[str]) -> set[str]:
 def test_imports_are_declared() -> None:
     project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
     imported = _imported(_ROOT / "lightning_3d")
+    pictures = _names(project["optional-dependencies"]["pictures"])
+    assert {name: imported.pop(name) for name in pictures} == {"matplotlib": {"callbacks/drawing.py"}}
     assert set(imported) == _names(project["dependencies"])

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_3d.callbacks import ScheduleTimeline
 from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import runner_of
 from lightning_3d.parts.layout import LAYOUT
@@ -170,6 +171,7 @@ def _trainer(layout: Layout, max_steps: int) -> L.Trainer:
         strategy=layout.strategy(),
         max_steps=max_steps,
         enable_checkpointing=False,
+        callbacks=[ScheduleTimeline(step=0)] if layout.pp > 1 else [],
     )
 
 

@@ -10,6 +10,7 @@ import types
 import warnings
 from typing import Any
 
+import matplotlib as mpl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import nn
@@ -87,6 +88,7 @@ def state_of_torch() -> Present:
 
 def state_of_the_process() -> Present:
     return {
+        "backend of matplotlib": mpl.rcParams._get("backend"),
         "handlers of signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "hook for exceptions": sys.excepthook,
         "filters of warnings": list(warnings.filters),

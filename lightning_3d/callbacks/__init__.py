@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from lightning_3d.callbacks.memory import MemoryTable
+from lightning_3d.callbacks.timeline import ScheduleTimeline
 
-__all__ = ["MemoryTable"]
+__all__ = ["MemoryTable", "ScheduleTimeline"]

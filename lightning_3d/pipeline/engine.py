@@ -28,6 +28,7 @@ from lightning_3d.pipeline.loss_kind import LossKind
 from lightning_3d.pipeline.loss_study import LossStudy
 from lightning_3d.pipeline.microbatches import batch_size, split_batch
 from lightning_3d.pipeline.schedule import AroundBackward, Schedule
+from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.traced_alike import check_alike
 from lightning_3d.pipeline.traces import Numbers, StepCall, Traces, cached
@@ -116,6 +117,8 @@ class PipelineEngine:
         self._group = mesh.group("pp")
         pipeline = mesh.shape.pipelines()[mesh.shape.index_in_stage(torch.distributed.get_rank())]
         self._source = pipeline[plan.stage_ranks[-1]]
+        self._recorder: SpanRecorder | None = None  # measures the steps that run
+        self._planned: tuple[tuple[Span, ...], ...] = ()  # the schedule of the last measured step
         self._joiner = Joiner()
         norms = Norms(module, router, [block.fqn for block in plan.blocks if len(plan.ranks_of(block)) > 1])
         self._effects = StepEffects(module, router, RandomNumbers(randomness), norms, joiner=self._joiner)
@@ -175,8 +178,12 @@ class PipelineEngine:
         step = self._step(name, batch, rest, number=number, backward=backward, loss_scale=loss_scale)
         schedule = self._schedule(step)
         with self._effects.begin(number):
+            if self._recorder is not None:
+                torch.distributed.barrier(self._group)
+                self._recorder.begin()
+                self._planned = schedule.planned()
             with autocast_cache(enabled=backward):  # all microbatches read the same copies of weights
-                schedule.run(step.forward, self._around_backward)
+                schedule.run(step.forward, self._around_backward, self._recorder)
             step.finish()
         reports = share(
             step.reports,
@@ -233,6 +240,18 @@ class PipelineEngine:
     def losses(self) -> tuple[str, ...]:
         """Lines for the plan: how losses come from microbatches, as steps have shown."""
         return self._batch_loss.texts
+
+    def start_timeline(self) -> None:
+        """Measure the steps that follow. Every rank calls it."""
+        self._recorder = SpanRecorder(self._device)
+
+    def finish_timeline(self) -> Timeline:
+        """The spans measured since ``start_timeline``, of all ranks of this pipeline. Every rank calls it."""
+        assert self._recorder is not None, "start_timeline comes first"
+        measured: list[tuple[Span, ...]] = [()] * torch.distributed.get_world_size(self._group)
+        torch.distributed.all_gather_object(measured, tuple(self._recorder.spans), group=self._group)
+        self._recorder = None
+        return Timeline(name=self._plan.schedule, planned=self._planned, measured=tuple(measured))
 
     def _flow(self, call: StepCall, *, with_tail: bool) -> StageFlow:
         def cut_anew() -> StageFlow:

@@ -21,7 +21,8 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from lightning_3d.planning.schedule_order import suits
+from lightning_3d.pipeline.spans import Span, SpanRecorder, play
+from lightning_3d.planning.schedule_order import KINDS, Computation, Kind, order_1f1b, suits
 from lightning_3d.planning.stage_flow import StageFlow
 from lightning_3d.torch_internals.pipelining import InOrder, ShapedStage, splittable
 
@@ -88,17 +89,23 @@ class Schedule:
         self._indices = torch.arange(num_microbatches)
         self._stages = torch_stages
 
-    def run(self, forward: Forward, around_backward: AroundBackward) -> None:
+    def run(
+        self,
+        forward: Forward,
+        around_backward: AroundBackward,
+        recorder: SpanRecorder | None = None,
+    ) -> None:
         """Run all microbatches, forward and backward.
 
         Args:
             around_backward: Gives the context of each backward that is in one piece.
+            recorder: Measures the computations.
 
         Raises:
             BaseException: what ``forward`` or the backward raised, without torch's words around it.
         """
         for stage in self._stages:
-            stage.around_backward = around_backward
+            stage.recorder, stage.around_backward = recorder, around_backward
         failure = None
         try:
             self._schedule.step(index=self._indices, run=forward, target=self._indices, return_outputs=False)
@@ -108,6 +115,24 @@ class Schedule:
             failure = error.__cause__
         if failure is not None:
             raise failure
+
+    def planned(self) -> tuple[tuple[Span, ...], ...]:
+        """The schedule as it would run without communication, by rank."""
+        return play(self._order())
+
+    def _order(self) -> list[list[Computation]]:
+        if isinstance(self._schedule, Schedule1F1B):  # torch 2.13 lists wrong microbatches for its last rank
+            num_ranks = self._stages[0].num_stages
+            return [order_1f1b(num_ranks - 1 - rank, rank, len(self._indices)) for rank in range(num_ranks)]
+        order = self._schedule.pipeline_order
+        return [
+            [
+                Computation(kind=KINDS[a.computation_type], stage=a.stage_index, microbatch=a.microbatch_index)
+                for a in order[rank]
+                if a is not None and a.computation_type in KINDS
+            ]
+            for rank in sorted(order)
+        ]
 
 
 class _StageModule(nn.Module):
@@ -125,8 +150,9 @@ class _StageModule(nn.Module):
 
 
 class _Stage(ShapedStage):
-    """A stage whose backwards run in their contexts."""
+    """A stage whose computations can be measured."""
 
+    recorder: SpanRecorder | None = None
     around_backward: AroundBackward
 
     def __init__(
@@ -155,6 +181,11 @@ class _Stage(ShapedStage):
             is_unsplit=is_unsplit,
         )
 
+    def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        if self.recorder is None:
+            return nullcontext()
+        return self.recorder.measure(kind, self.stage_index, microbatch)
+
     @contextmanager
     def _backward(self, microbatch: int) -> Iterator[None]:
         """Run a backward outside of the step's autocast, as one that comes after the step is; errors say where."""
@@ -166,15 +197,19 @@ class _Stage(ShapedStage):
             cause.add_note(f"In the backward of microbatch {microbatch} on pipeline stage {self.stage_index}.")
             raise
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._measured("forward", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         computes = self.has_backward and full_backward  # torch calls it in evaluations, too
         around = self.around_backward(self.stage_index, is_last=last_backward) if computes else nullcontext()
         backward = self._backward(bwd_chunk_id) if self.has_backward else nullcontext()
-        with backward, around:
+        with self._measured("backward" if full_backward else "input", bwd_chunk_id), backward, around:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        with self._backward(bwd_chunk_id):
+        with self._measured("weight", bwd_chunk_id), self._backward(bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import lightning_3d as package
+from lightning_3d import ConfigError
+from lightning_3d.callbacks import ScheduleTimeline
 
 MOST_OF_LIGHTNING = 0.03
 RUNS = 3
@@ -78,8 +80,22 @@ def modules_import() -> None:
     assert "site-packages" in str(package.__file__), package.__file__
     names = [module.name for module in pkgutil.walk_packages(package.__path__, "lightning_3d.")]
     assert len(names) > 100, names
+    failed = {}
     for name in names:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            failed[name] = error.name
+    assert failed == {"lightning_3d.callbacks.drawing": "matplotlib"}, failed
+
+
+def pictures_say_what_to_install() -> None:
+    message = ""
+    try:
+        ScheduleTimeline()
+    except ConfigError as error:
+        message = str(error)
+    assert message.endswith('pip install "lightning-3d[pictures]"'), message
 
 
 def import_is_quick_and_starts_no_cuda() -> None:
@@ -116,6 +132,7 @@ def example_trains_saves_and_resumes() -> None:
 CHECKS: tuple[Callable[[], None], ...] = (
     sdist_has_the_package_and_no_tests,
     modules_import,
+    pictures_say_what_to_install,
     import_is_quick_and_starts_no_cuda,
     commands_run,
     example_trains_saves_and_resumes,

@@ -1,0 +1,60 @@
+"""A callback that draws the timeline of a pipeline schedule: planned beside measured. Needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lightning_3d.errors import ConfigError, StepError
+from lightning_3d.pipeline.spans import Timeline
+from lightning_3d.strategy import ThreeDStrategy
+
+
+class ScheduleTimeline(L.Callback):
+    """Draws one training step: one row per rank of the first pipeline, one box per microbatch, bubbles left white.
+
+    Args:
+        path: Where rank 0 writes the picture; its suffix chooses the format.
+        step: Which batch of the run is drawn, counted from 0; the first ones warm up.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+        StepError: the strategy has no pipeline.
+    """
+
+    def __init__(self, path: str | Path = "timeline.png", step: int = 2) -> None:
+        try:  # here, as no other callback needs matplotlib
+            from lightning_3d.callbacks.drawing import draw_timeline
+        except ModuleNotFoundError as error:
+            message = f'ScheduleTimeline draws with matplotlib ({error}): pip install "lightning-3d[pictures]"'
+            raise ConfigError(message) from error
+        self._draw = draw_timeline
+        self.path, self.step = Path(path), step
+        self.timeline: Timeline | None = None
+        """The timeline that was drawn, on all ranks of the first pipeline."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, ThreeDStrategy) or strategy.mesh.shape.pp == 1:
+            raise StepError("ScheduleTimeline draws a pipeline: set strategy='3d' with pipeline_parallel_size > 1")
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.step:
+            self._strategy(trainer).start_timeline()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.step:
+            self.timeline = self._strategy(trainer).finish_timeline()
+            if trainer.is_global_zero:
+                self._draw(self.timeline, self.path)
+
+    @staticmethod
+    def _strategy(trainer: L.Trainer) -> ThreeDStrategy:
+        assert isinstance(trainer.strategy, ThreeDStrategy)
+        return trainer.strategy

@@ -1,0 +1,74 @@
+"""The picture of a schedule, planned and measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_3d import ConfigError
+from lightning_3d.callbacks import ScheduleTimeline
+from lightning_3d.pipeline.spans import Timeline, idle_share, play
+from lightning_3d.planning.schedule_order import Computation, schedule_order
+from tests.models import TinyGPT, loader, tokens
+from tests.parity import QUIET, Layout
+from tests.workers import WorkerPools
+
+
+def _fit(layout: Layout, path: str) -> Timeline | None:
+    timeline = ScheduleTimeline(path, step=1)
+    settings = {**QUIET, "max_steps": 3, "enable_checkpointing": False, "callbacks": [timeline]}
+    trainer = L.Trainer(devices=layout.world_size, strategy=layout.strategy(), **settings)
+    trainer.fit(TinyGPT(), loader(tokens(24), global_batch_size=8))
+    return timeline.timeline
+
+
+SPLIT = {"input", "weight"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kinds"),
+    [
+        ("1f1b", {"forward", "backward"}),
+        ("zbv", {"forward"} | SPLIT),
+    ],
+)
+def test_a_real_run_is_drawn_as_it_was_planned(
+    workers: WorkerPools, tmp_path: Path, schedule: Any, kinds: set[str]
+) -> None:
+    path = tmp_path / "pictures" / "timeline.png"
+    layout = Layout(pp=2, schedule=schedule, num_microbatches=4)
+    for timeline in workers(2).run(_fit, layout, str(path)):
+        assert timeline is not None
+        for planned, measured in zip(timeline.planned, timeline.measured, strict=True):
+            assert [(s.kind, s.stage, s.microbatch) for s in planned] == [
+                (s.kind, s.stage, s.microbatch) for s in measured
+            ]
+            assert all(span.start < span.end for span in measured)
+        stage_ranks = layout.strategy().config.pipeline.stage_ranks(2)
+        assert schedule_order(schedule, stage_ranks, 4) == [
+            [Computation(kind=s.kind, stage=s.stage, microbatch=s.microbatch) for s in rank]
+            for rank in timeline.planned
+        ]
+        assert kinds <= {span.kind for rank in timeline.measured for span in rank}
+        assert 0 < idle_share(timeline.measured) < 1
+    assert path.stat().st_size > 10_000
+
+
+def test_a_plan_is_played_as_early_as_inputs_allow() -> None:
+    order = [
+        [Computation(kind=kind, stage=stage, microbatch=i) for kind in ("forward", "backward") for i in range(4)]
+        for stage in range(2)
+    ]
+    assert idle_share(play(order)) == pytest.approx(1 / 5)  # GPipe: (p - 1) / (m + p - 1)
+
+
+def test_without_matplotlib_the_callback_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lightning_3d.callbacks.drawing", raising=False)
+    for name in ("matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))):  # of other tests
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r'pip install "lightning-3d\[pictures\]"'):
+        ScheduleTimeline()
