@@ -89,11 +89,6 @@ def masked_text(num_samples: int) -> Dataset[Any]:
     )
 
 
-def labelled_text(num_samples: int) -> Dataset[Any]:
-    """``input_ids`` with one class per sequence as ``labels``."""
-    return Samples([{"input_ids": ids, "labels": ids.sum() % NUM_CLASSES} for ids in _ids(num_samples)])
-
-
 def images(num_samples: int, key: str = "pixel_values", size: int = 16) -> Dataset[Any]:
     """``pixel_values`` (3, size, size) float32 with a class each as ``labels``."""
     pixels = torch.randn(num_samples, 3, size, size, generator=_generator())
@@ -170,102 +165,6 @@ class UNet(Trained):
         return F.cross_entropy(self.out(x).mean((2, 3)), batch["labels"])
 
 
-class DiffusionUNet(Trained):
-    """Residual blocks that an embedding of the time shifts, attention over pixels, and a skip between the blocks."""
-
-    class Residual(nn.Module):
-        def __init__(self, channels: int, out: int) -> None:
-            super().__init__()
-            self.norm1, self.norm2 = nn.GroupNorm(4, channels), nn.GroupNorm(4, out)
-            self.conv1, self.conv2 = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
-            self.time, self.shortcut = nn.Linear(8, out), nn.Conv2d(channels, out, 1)
-
-        def forward(self, x: Tensor, time: Tensor) -> Tensor:
-            y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
-            return self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))
-
-    class Attention(nn.Module):
-        def __init__(self, channels: int, num_heads: int = 4) -> None:
-            super().__init__()
-            self.num_heads = num_heads
-            self.norm, self.qkv = nn.GroupNorm(4, channels), nn.Conv2d(channels, 3 * channels, 1)
-            self.out = nn.Conv2d(channels, channels, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            parts = self.qkv(self.norm(x)).chunk(3, dim=1)
-            q, k, v = (part.view(len(x), self.num_heads, -1, x.shape[2:].numel()).mT for part in parts)
-            return x + self.out(F.scaled_dot_product_attention(q, k, v).mT.reshape(x.shape))
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.stem, self.out = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
-        self.down, self.up = self.Residual(width, width), self.Residual(2 * width, width)
-        self.attention = nn.ModuleList(self.Attention(width) for _ in range(2))
-
-    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        noised, time = batch["pixel_values"], F.one_hot(batch["labels"], 8).float()
-        skip = self.down(self.stem(noised), time)
-        x = self.attention[1](self.attention[0](F.avg_pool2d(skip, 2)))
-        x = self.up(torch.cat([F.interpolate(x, scale_factor=2), skip], 1), time)
-        return F.mse_loss(self.out(x), noised)
-
-
-class InvertedResidual(nn.Module):
-    """MobileNet's block; EfficientNet's with a gate that scales the 4 x ``channels`` in its middle."""
-
-    def __init__(
-        self, channels: int, out: int | None = None, *, stride: int = 1, gate: nn.Module | None = None
-    ) -> None:
-        super().__init__()
-        width, out = 4 * channels, channels if out is None else out
-        self.layers = nn.Sequential(
-            nn.Conv2d(channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU6(inplace=True),
-            nn.Conv2d(width, width, 3, stride, padding=1, groups=width, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU6(inplace=True),
-            nn.Identity() if gate is None else gate,
-            nn.Conv2d(width, out, 1, bias=False),
-            nn.BatchNorm2d(out),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return x + y if x.shape == y.shape else y
-
-
-class DepthwisePyramid(Trained):
-    """Inverted residuals whose scales are added up from the coarsest.
-
-    In float64: batch normalisation of few pixels makes the rounding of float32 grow with every step.
-    """
-
-    def __init__(self, widths: tuple[int, ...] = (8, 16, 24)) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, widths[0], 3, 2, padding=1, bias=False), nn.BatchNorm2d(widths[0]))
-        pairs = zip(widths[:1] + widths, widths, strict=False)
-        self.scales = nn.ModuleList(
-            nn.ModuleList([InvertedResidual(before, width, stride=2), InvertedResidual(width)])
-            for before, width in pairs
-        )
-        self.lateral = nn.ModuleList(nn.Conv2d(width, 16, 1) for width in widths)
-        self.smooth = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.BatchNorm2d(16), nn.ReLU())
-        self.head = nn.Linear(16, NUM_CLASSES)
-        self.double()
-
-    def compute_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        x, features = self.stem(batch["pixel_values"].double()), []
-        for scale, lateral in zip(self.scales, self.lateral, strict=True):
-            for block in scale.children():
-                x = block(x)
-            features.append(lateral(x))
-        y = features.pop()
-        while features:
-            y = F.interpolate(y, scale_factor=2) + features.pop()
-        return F.cross_entropy(self.head(self.smooth(y).mean((2, 3))), batch["labels"])
-
-
 class EncoderDecoder(Trained):
     """``nn.Transformer``, whose memory is read by every decoder layer."""
 
@@ -316,11 +215,10 @@ class ResidualViT(Trained):
 class Recurrent(Trained):
     """A language model of two recurrent layers that return their state."""
 
-    def __init__(self, kind: type[nn.LSTM | nn.GRU]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.first = kind(WIDTH, WIDTH, batch_first=True)
-        self.second = kind(WIDTH, WIDTH, batch_first=True)
+        self.first, self.second = (nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -608,9 +506,8 @@ _scaled: Callable[[Tensor, Tensor, int], Tensor] = _Scaled.apply  # the referenc
 class CustomFunctions(Trained):
     """Own autograd functions and checkpointed regions in glue, around blocks and glue calls."""
 
-    def __init__(self, *, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.use_reentrant = use_reentrant
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
@@ -619,10 +516,7 @@ class CustomFunctions(Trained):
     def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, targets = self.first(batch[0]), batch[1]
         for layer in self.layers:
-            if self.training:
-                y = checkpoint(self._region, layer, x, use_reentrant=self.use_reentrant)
-            else:
-                y = self._region(layer, x)
+            y = checkpoint(self._region, layer, x, use_reentrant=False) if self.training else self._region(layer, x)
             x = _scaled(x + 0.1 * y, self.scale, 2)
         return F.mse_loss(self.head(x), targets)
 

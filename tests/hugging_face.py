@@ -99,19 +99,6 @@ def seq2seq_settings(*, width: int, num_heads: int) -> dict[str, Any]:
     }
 
 
-def t5_settings() -> dict[str, Any]:
-    """Of T5, two layers each."""
-    return {
-        "vocab_size": VOCABULARY,
-        "d_model": 16,
-        "d_kv": 8,
-        "d_ff": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "decoder_start_token_id": 0,
-    }
-
-
 def image_settings(*, width: int, num_heads: int, num_layers: int) -> dict[str, Any]:
     """Of vision transformers."""
     return {

@@ -59,8 +59,6 @@ SHARED_EXPERT = Expected(forward=3, backward=3)
 """Attention, the experts that a token is routed to, and the one that all tokens go to."""
 NARROW_EXPERTS = Expected(forward=3, backward=5, share=0.9)
 """What experts give is reduced once it is added up; so the scores' gradient is reduced, too. And a shared expert."""
-EXPERT_BY_EXPERT = Expected(forward=6, backward=6)
-"""Attention, four experts and the one that marks padding: as if tokens were routed to all of them."""
 POOLED = Expected(forward=0, backward=0, others=2, share=1.0)
 """A stem that gathers what its pooling leaves, and running statistics; images need no gradient."""
 EXPANDED = Expected(others=1, share=0.98)
@@ -75,10 +73,7 @@ TABLE = {
     "gpt2": Row(blocks={"GPT2Block": OPTIMUM}),
     "mixtral": Row(blocks={"MixtralDecoderLayer": Expected(backward={2: 3, 4: 5})}),
     "mixtral-grouped": Row(blocks={"MixtralDecoderLayer": SCORED}),
-    "mixtral-eager": Row(blocks={"MixtralDecoderLayer": EXPERT_BY_EXPERT}),
     "qwen3-moe": Row(blocks={"Qwen3MoeDecoderLayer": Expected(backward=5)}),
-    "olmoe": Row(blocks={"OlmoeDecoderLayer": Expected(forward=4, backward=5)}),
-    "qwen2-moe": Row(blocks={"Qwen2MoeDecoderLayer": Expected(forward=3, backward=4)}),
     "llama4": Row(blocks={"Llama4TextDecoderLayer": SHARED_EXPERT}),
     "gpt-oss": Row(blocks={"GptOssDecoderLayer": OPTIMUM}),
     "bert": Row(blocks={"BertLayer": OPTIMUM}),
@@ -91,10 +86,6 @@ TABLE = {
     "vit": Row(blocks={"ViTLayer": OPTIMUM}),
     "clip": Row(blocks={"CLIPEncoderLayer": OPTIMUM}),
     "resnet": Row(blocks={"ResNetEmbeddings": POOLED, "ResNetStage": Expected(others=1, share=0.97)}, held=0.52),
-    "resnet-bottleneck": Row(
-        blocks={"ResNetEmbeddings": POOLED, "ResNetStage": Expected(others=2, share=0.62)}, held=0.67
-    ),
-    "regnet": Row(blocks={"RegNetStage": Expected(forward=4, backward=4, others=1, share=0.9)}, held=0.57),
     "convnext": Row(blocks={"ConvNextStage": Expected(share=0.7)}),
     "efficientnet": Row(blocks={f"encoder.blocks.{index}": EXPANDED for index in range(1, 8)}, held=0.6),
     "segformer": Row(
@@ -102,14 +93,6 @@ TABLE = {
             "stages.0": Expected(forward=4, backward=6, share=0.6),
             "stages.1": Expected(forward=4, backward=4, share=0.84),
         }
-    ),
-    "diffusion-unet": Row(
-        blocks={"Residual": Expected(forward=1, backward=1, share=0.9), "Attention": Expected(forward=1, backward=1)},
-        held=0.56,
-    ),
-    "depthwise-pyramid": Row(blocks={"InvertedResidual": Expected(forward=1, backward=1, others=1, share=0.97)}),
-    "wav2vec2-conformer": Row(
-        blocks={"Wav2Vec2ConformerEncoderLayer": Expected(forward=4, backward=4, others=1, share=0.97)}, held=0.56
     ),
     "nn-transformer": Row(
         blocks={

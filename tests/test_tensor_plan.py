@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_3d.tensor import BlockTensorPlan, plan_block
 from tests.law.models import tensor as law
-from tests.law.models.spellings import GroupedQuery
 from tests.models import Block
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -77,8 +76,7 @@ def _blocks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     sequence = torch.randn(2, 12, 16, requires_grad=True)
     inputs: dict[str, tuple[Tensor, ...]] = {
         "conv_resampling": (images[:, :8],),
-        **dict.fromkeys(("conv_unet", "conv_scaled_by_time"), (images, time)),
-        **dict.fromkeys(("conv1d", "attention_1d"), (sequence.mT,)),
+        "conv_scaled_by_time": (images, time),
     }
     made = {
         **{name: (block, (tokens(),)) for room in (law.matrices, law.mixtures) for name, block in room().items()},
@@ -89,21 +87,13 @@ def _blocks() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
 
 
 PLANNED: dict[str, tuple[int, int, int, float]] = {
-    **dict.fromkeys(("by_split", "by_chunk", "by_slices", "by_view", "by_unflatten", "by_head"), (2, 2, 0, 0.97)),
-    **{"FusedGrouped": (2, 2, 0, 0.97), "FusedLowRank": (1, 2, 0, 0.96), "FlatNorm": (2, 2, 0, 0.97)},
-    **{"Experts": (1, 1, 0, 0.97), "Matrices": (1, 1, 0, 0.97), "LowRank": (1, 2, 0, 0.97)},
-    **{"FusedNorm": (0, 0, 0, 0.0), "Mixture": (0, 0, 0, 0.0), "linear": (0, 0, 0, 0.0)},
-    **dict.fromkeys(("by_number", "by_transpose"), (3, 1, 0, 0.9)),
-    **dict.fromkeys(("by_selection", "by_einsum", "by_group", "gated", "interleaved"), (1, 1, 0, 0.9)),
+    **{"by_view": (2, 2, 0, 0.97), "by_head": (2, 2, 0, 0.97), "low_rank": (1, 2, 0, 0.96), "linear": (0, 0, 0, 0.0)},
+    "by_number": (3, 1, 0, 0.9),
     "by_mask": (4, 4, 0, 0.9),  # as if every expert were hit, and the one that marks padding
-    "narrow": (0, 2, 2, 0.9),  # sharded whatever it sends
     **{"added": (1, 2, 0, 0.9), "of_modules": (3, 3, 0, 0.9), "branching": (3, 1, 1, 0.9)},
-    **{f"conv_{n}": (1, 1, 1, 0.95) for n in ("basic", "basic_stride", "resnext", "mobilenet", "resampling")},
-    **{"conv_bottleneck": (1, 1, 1, 0.85), "conv_efficientnet": (2, 2, 1, 0.95), "conformer": (1, 1, 1, 0.95)},
-    **{f"conv_{name}": (1, 1, 0, 0.95) for name in ("attention", "fused", "gated", "linear_attention")},
-    **{name: (1, 1, 0, 0.95) for name in ("mlp", "conv1d", "attention_1d")},
-    **{"conv_convnext": (1, 1, 0, 0.7), "conv_one_head": (1, 2, 0, 0.48), "mixer": (2, 2, 0, 0.95)},
-    **{f"conv_{name}": (1, 2, 0, 0.95) for name in ("unet", "scaled_by_time")},
+    **dict.fromkeys(("conv_resnext", "conv_resampling", "conformer"), (1, 1, 1, 0.95)),
+    **dict.fromkeys(("conv_gated", "conv_linear_attention"), (1, 1, 0, 0.95)),
+    **{"conv_one_head": (1, 2, 0, 0.48), "mixer": (2, 2, 0, 0.95), "conv_scaled_by_time": (1, 2, 0, 0.95)},
 }
 """Block -> all-reduces in the forward and in the backward, other collectives in the forward (statistics of norms), and
 the least share of parameters that is sharded."""
@@ -141,16 +131,16 @@ REASONS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any], dict[s
         {"1.weight": "3 groups are not divisible by 2"},
     ),
     "depthwise": (
-        lambda: law.images()["convnext"],
+        lambda: nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 16, 1)),
         torch.randn(2, 16, 4, 4),
         {},
-        {"depthwise.weight": "its input channels are not sharded"},
+        {"0.weight": "its input channels are not sharded"},
     ),
     "depthwise row": (
-        lambda: law.images()["convnext"],
+        lambda: nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 16, 1)),
         torch.randn(2, 16, 4, 4),
-        {"by_hand": {"depthwise.weight": "row"}},
-        {"depthwise.weight": "its groups can't be sharded on their input channels"},
+        {"by_hand": {"0.weight": "row"}},
+        {"0.weight": "its groups can't be sharded on their input channels"},
     ),
     "by hand": (
         lambda: Block(32, 4),
@@ -185,12 +175,6 @@ def test_weights_that_stay_whole_say_why(name: str) -> None:
     for fqn, reason in reasons.items():
         assert plan.weight(fqn).role == "replicate"
         assert reason in str(plan.weight(fqn).reason)
-
-
-def test_key_value_heads_fewer_than_ranks_are_replicated() -> None:
-    plan = plan_block(GroupedQuery(num_kv_heads=1), (tokens(),), {}, size=2)
-    assert [plan.weight(f"{name}.weight").role for name in "kvqo"[:3]] == ["replicate", "replicate", "column"]
-    assert (plan.num_all_reduces_forward, plan.num_other_collectives_forward) == (1, 0)
 
 
 def test_excluded_and_tied_parameters() -> None:

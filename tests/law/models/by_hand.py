@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests import architectures as a
 from tests.hugging_face import small_job
-from tests.law.models.row import IN_HALVES, NORMS, UNEVEN, Model
+from tests.law.models.row import IN_HALVES, UNEVEN, Model
 from tests.models import Block, TinyGPT, TinyMLP, features
 from tests.parity import Job
 
@@ -61,13 +61,10 @@ MODELS = {
     "gpt": Model(job=Job(num_val_batches=1)),
     "gpt-untied": Model(job=Job(model=partial(TinyGPT, tied=False), num_val_batches=1), alike="gpt"),
     "mlp": Model(job=Job(model=TinyMLP, data=features, num_val_batches=1)),
-    "diffusion-unet": Model(job=small_job(a.DiffusionUNet, a.images)),
-    "depthwise-pyramid": Model(job=small_job(a.DepthwisePyramid, partial(a.images, size=64)), traits=NORMS),
     "nn-transformer": Model(job=small_job(a.EncoderDecoder, a.sequences)),
     "unet": Model(job=small_job(a.UNet, a.images)),
     "residual-vit": Model(job=small_job(a.ResidualViT, a.images)),
-    "lstm": Model(job=small_job(partial(a.Recurrent, nn.LSTM), a.token_pairs), skips=IN_HALVES),
-    "gru": Model(job=small_job(partial(a.Recurrent, nn.GRU), a.token_pairs), skips=IN_HALVES, alike="lstm"),
+    "lstm": Model(job=small_job(a.Recurrent, a.token_pairs), skips=IN_HALVES),
     "unrolled-cell": Model(job=small_job(a.UnrolledCell, a.sequences)),
     "structures": Model(job=small_job(a.Structures, a.sequences)),
     "mixture": Model(job=small_job(a.Mixture, a.sequences)),
@@ -77,10 +74,7 @@ MODELS = {
     "lora": Model(job=small_job(a.Adapted, a.vectors)),
     "parameterless": Model(job=small_job(a.Parameterless, a.images)),
     "ties": Model(job=small_job(a.Ties, a.token_pairs)),
-    "functions": Model(job=small_job(partial(a.CustomFunctions, use_reentrant=False), a.sequences), lr=0.01),
-    "functions-reentrant": Model(
-        job=small_job(partial(a.CustomFunctions, use_reentrant=True), a.sequences), lr=0.01, alike="functions"
-    ),
+    "functions": Model(job=small_job(a.CustomFunctions, a.sequences), lr=0.01),
     "nested-batches": Model(
         job=small_job(a.NestedBatches, a.named_text, collate=a.collate_examples, num_missing=1), traits=UNEVEN
     ),

@@ -7,26 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class Basic(nn.Module):
-    """ResNet-18's block; with a stride its shortcut is a convolution."""
-
-    def __init__(self, channels: int = 16, stride: int = 1) -> None:
-        super().__init__()
-        out = channels * stride
-        self.conv1 = nn.Conv2d(channels, out, 3, stride, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(out, out, 3, padding=1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1:
-            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
-        y = self.norm2(self.conv2(y))
-        y += self.shortcut(x)
-        return F.relu(y, inplace=True)
-
-
 class Bottleneck(nn.Module):
     """ResNet-50's block, ResNeXt's with groups."""
 
@@ -41,79 +21,6 @@ class Bottleneck(nn.Module):
         y = F.relu(self.norms[0](self.reduce(x)))
         y = F.relu(self.norms[1](self.conv(y)))
         return F.relu(x + self.norms[2](self.expand(y)))
-
-
-class SqueezeExcitation(nn.Module):
-    """Scales channels by what their means say."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.reduce, self.expand = nn.Conv2d(channels, width, 1), nn.Conv2d(width, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = F.silu(self.reduce(F.adaptive_avg_pool2d(x, 1)))
-        return x * self.expand(scale).sigmoid()
-
-
-class Next(nn.Module):
-    """ConvNeXt's block, with 1x1 convolutions."""
-
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        self.depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
-        self.norm = nn.GroupNorm(1, channels)
-        self.expand, self.reduce = nn.Conv2d(channels, 4 * channels, 1), nn.Conv2d(4 * channels, channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.reduce(F.gelu(self.expand(self.norm(self.depthwise(x)))))
-
-
-class TimeConditioned(nn.Module):
-    """The block of a diffusion U-Net: group norms, dropout, and an embedding of the time that is added to channels."""
-
-    def __init__(self, channels: int = 16, out: int = 32) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(4, channels), nn.GroupNorm(4, out)
-        self.conv1, self.conv2 = nn.Conv2d(channels, out, 3, padding=1), nn.Conv2d(out, out, 3, padding=1)
-        self.time = nn.Linear(8, out)
-        self.dropout = nn.Dropout2d(0.0)
-        self.shortcut = nn.Conv2d(channels, out, 1)
-
-    def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        y = self.conv1(F.silu(self.norm1(x))) + self.time(F.silu(time))[:, :, None, None]
-        return self.shortcut(x) + self.conv2(self.dropout(F.silu(self.norm2(y))))
-
-
-class ConvAttention(nn.Module):
-    """Attention over pixels with 1x1 convolutions."""
-
-    def __init__(self, channels: int = 16, num_heads: int = 4, kernel: type[nn.Module] = nn.Conv2d) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm = nn.GroupNorm(4, channels)
-        self.q, self.k, self.v, self.out = (kernel(channels, channels, 1) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        q, k, v = (p(y).view(x.shape[0], self.num_heads, -1, x.shape[2:].numel()) for p in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(*(t.transpose(-2, -1) for t in (q, k, v)))
-        return x + self.out(attended.transpose(-2, -1).reshape(x.shape))
-
-
-class FusedConvAttention(nn.Module):
-    """The same with one convolution for query, key and value."""
-
-    def __init__(self, channels: int = 16, num_heads: int = 4) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.out = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
-
-    def separate(self, qkv: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.reshape(len(t), self.num_heads, -1, t.shape[2:].numel()) for t in qkv.chunk(3, dim=1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.transpose(-2, -1) for t in self.separate(self.qkv(x)))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(-2, -1).reshape(x.shape))
 
 
 class Resampling(nn.Module):
@@ -133,18 +40,6 @@ class Resampling(nn.Module):
         y = F.max_pool2d(self.reflect(y), 2) + F.adaptive_avg_pool2d(y, 4) + F.avg_pool2d(y, 2)
         y = F.interpolate(F.pad(y, (1, 1)), size=(4, 4), mode="bilinear")
         return x + self.down(F.avg_pool2d(F.pixel_shuffle(y, 2), 2))
-
-
-class Conv1dStack(nn.Module):
-    """Convolutions along time with a gate, over channels of samples without a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.value = nn.Conv1d(16, 32, 3, padding=1), nn.Conv1d(16, 32, 3, padding=1)
-        self.mix = nn.Conv1d(32, 16, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mix(self.gate(x).sigmoid() * F.max_pool1d(self.value(x), 3, 1, 1))
 
 
 class GatedDepthwise(nn.Module):
@@ -218,21 +113,6 @@ class OneHead(nn.Module):
         q, k, v = (projection(x).flatten(2) for projection in (self.q, self.k, self.v))
         scores = torch.bmm(q.permute(0, 2, 1), k).softmax(2)
         return x + self.out(torch.bmm(v, scores.permute(0, 2, 1)).view(x.shape))
-
-
-class DepthwiseMLP(nn.Module):
-    """SegFormer's MLP: linear layers, and a depthwise convolution between them."""
-
-    def __init__(self, channels: int = 16) -> None:
-        super().__init__()
-        width = 4 * channels
-        self.up, self.down = nn.Linear(channels, width), nn.Linear(width, channels)
-        self.depthwise = nn.Conv2d(width, width, 3, padding=1, groups=width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.up(x).transpose(1, 2)
-        y = self.depthwise(y.view(*y.shape[:2], 4, -1)).flatten(2).transpose(1, 2)
-        return x + self.down(F.gelu(y))
 
 
 class TokenMixer(nn.Module):

@@ -82,16 +82,16 @@ class Channels(Heads):
 
 
 class OfTorch(nn.Module):
-    """``nn.MultiheadAttention``, with or without its weights; (B, T, 32) -> (B, T, 32)."""
+    """``nn.MultiheadAttention``, with or without its weights; (B, T, 32) -> (B, T, 32), (B, T, T)."""
 
     def __init__(self, *, need_weights: bool) -> None:
         super().__init__()
         self.need_weights = need_weights
         self.attention = nn.MultiheadAttention(32, 4, dropout=P, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.attention(x, x, x, need_weights=self.need_weights)[0]
-        return x + output
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, weights = self.attention(x, x, x, need_weights=self.need_weights)
+        return x + output, weights
 
 
 class InPlace(nn.Module):

@@ -42,35 +42,6 @@ def by_number(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
     )
 
 
-def by_number_after_a_look(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
-    """A first expert is read without a gradient."""
-    with torch.no_grad():
-        scale = F.linear(x, m.up[0]).abs().amax().tanh()
-    return by_number(m, x * scale, scores)
-
-
-def by_transpose(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
-    """``x @ w`` with a transpose of what is picked, and what is picked of a transpose."""
-    down = m.down.transpose(1, 2)
-    return sum(  # type: ignore[return-value]
-        F.gelu(x @ m.up[e].t() + m.up_bias[e]) @ down[e] * scores[:, e, None] for e in range(NUM_EXPERTS)
-    )
-
-
-def by_selection(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
-    """The best expert's weights for every token; the weight is the first operand."""
-    best = scores.argmax(-1)
-    hidden = torch.bmm(m.up[best], x[..., None]).squeeze(-1) + m.up_bias[best]
-    y = torch.matmul(m.down.index_select(0, best), F.gelu(hidden).unsqueeze(-1)).squeeze(-1)
-    return y * scores.amax(-1)[:, None]
-
-
-def by_einsum(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
-    best = scores.argmax(-1)
-    hidden = F.gelu(torch.einsum("td,tfd->tf", x, m.up[best]))
-    return torch.einsum("tdf,tf->td", m.down[best], hidden) * scores.amax(-1)[:, None]
-
-
 def by_mask(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
     """Routing that reads data: `nonzero`, `where`, boolean masks, comparisons and numbers."""
     best, y = scores.argmax(-1), torch.zeros_like(x)
@@ -84,37 +55,6 @@ def by_mask(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
         y.index_add_(0, chosen, current * scores[chosen, expert, None])
         y[best == expert] *= 2
     return y
-
-
-def by_group(m: Stacked, x: Tensor, scores: Tensor) -> Tensor:
-    """Rows sorted by expert."""
-    best = scores.argmax(-1)
-    order = best.argsort()
-    ends = best.bincount(minlength=NUM_EXPERTS).cumsum(0).to(torch.int32)
-    hidden = F.grouped_mm(x[order], m.up.transpose(-2, -1), offs=ends)
-    hidden.add_(m.up_bias[best[order]])
-    y = F.grouped_mm(F.gelu(hidden), m.down.transpose(-2, -1), offs=ends)
-    return y[order.argsort()] * scores.amax(-1)[:, None]
-
-
-class Gated(nn.Module):
-    """Experts with gate and up in one weight, one after the other or interleaved."""
-
-    def __init__(self, is_interleaved: bool, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.is_interleaved = is_interleaved
-        self.gate = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
-        self.gate_up = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * hidden, WIDTH) / 6)
-        self.gate_up_bias = nn.Parameter(torch.randn(NUM_EXPERTS, 2 * hidden))
-        self.down = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, hidden) / 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, 1)
-        best = self.gate(flat).argmax(-1)
-        fused = torch.bmm(self.gate_up[best], flat.unsqueeze(-1)).squeeze(-1)
-        fused.add_(self.gate_up_bias[best])
-        gate, up = (fused[..., ::2], fused[..., 1::2]) if self.is_interleaved else fused.chunk(2, -1)
-        return x + torch.bmm(self.down[best], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1).view_as(x)
 
 
 class TopTwo(nn.Module):
@@ -206,6 +146,3 @@ class Scattered(nn.Module):
         scores, chosen = self.gate(x).topk(2)
         weights = torch.zeros_like(self.gate(x)).scatter_(-1, chosen, scores.sigmoid())
         return x + self.down(self.up(x).unflatten(-1, (4, -1)).mul(weights.unsqueeze(-1)).flatten(-2).relu())
-
-
-RUNS: list[Run] = [by_number, by_transpose, by_selection, by_einsum, by_mask, by_group]

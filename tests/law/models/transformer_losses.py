@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.architectures import VOCABULARY, Samples
-from tests.hugging_face import CLM, MLM, S2S, hf_job, image_settings, seq2seq_settings, t5_settings, text_settings
+from tests.hugging_face import CLM, MLM, hf_job, image_settings, text_settings
 from tests.law.models.row import COUPLED, Model
 from tests.parity import Layout
 
@@ -88,19 +88,10 @@ def _model(
 
 MODELS = {
     "siglip": _model("SiglipConfig", "AutoModel", _pairs, arguments={"return_loss": True}, **_TOWERS),
-    "ctc-sum": _model("Wav2Vec2Config", "Wav2Vec2ForCTC", _sounds, lr=1e-3, ctc_loss_reduction="sum", **_SOUND),
     "ctc-mean": _model("HubertConfig", "HubertForCTC", _sounds, ctc_loss_reduction="mean", **_SOUND),
     "llama-padded": _model("LlamaConfig", CLM, _texts, **_TEXT),
     "llama-num-items": _model("LlamaConfig", CLM, _texts, arguments={"num_items_in_batch": 40}, **_TEXT),
     "bert-padded": _model("BertConfig", MLM, partial(_texts, valid=0.3), **_TEXT),
-    "bert-tokens": _model(
-        "BertConfig",
-        "AutoModelForTokenClassification",
-        _texts,
-        alike="llama-padded",
-        num_labels=VOCABULARY,
-        **_TEXT,
-    ),
     "mixtral-padded": _model(
         "MixtralConfig",
         CLM,
@@ -113,12 +104,4 @@ MODELS = {
         num_experts_per_tok=2,
         **_TEXT,
     ),
-    "bart-padded": _model(
-        "BartConfig",
-        S2S,
-        partial(_texts, num_labels=7),
-        alike="llama-padded",
-        **seq2seq_settings(width=16, num_heads=2),
-    ),
-    "t5-padded": _model("T5Config", S2S, partial(_texts, num_labels=7), alike="llama-padded", **t5_settings()),
 }

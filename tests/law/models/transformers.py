@@ -18,7 +18,7 @@ from tests.hugging_face import (
     small_job,
     text_settings,
 )
-from tests.law.models.row import COUPLED, IN_HALVES, LOOPS, NORMS, Model
+from tests.law.models.row import COUPLED, LOOPS, NORMS, Model
 
 TEXT = text_settings(width=32, num_heads=4, num_layers=2)
 GROUPED = {**TEXT, "num_key_value_heads": 2, "head_dim": 8}
@@ -60,48 +60,22 @@ MODELS = {
         job=hf_job("LlamaConfig", CLM, **{**GROUPED, "num_key_value_heads": 4}, tie_word_embeddings=True)
     ),
     "llama-one-kv-head": Model(job=hf_job("LlamaConfig", CLM, **ONE_KEY)),
-    "mistral": Model(job=hf_job("MistralConfig", CLM, **GROUPED, sliding_window=4), alike="llama"),
-    "qwen2": Model(job=hf_job("Qwen2Config", CLM, **{**TEXT, "num_key_value_heads": 2}), alike="llama"),
     "qwen3": Model(job=hf_job("Qwen3Config", CLM, **GROUPED), alike="llama"),
-    "gemma": Model(job=hf_job("GemmaConfig", CLM, **GROUPED), alike="llama"),
     "phi": Model(job=hf_job("PhiConfig", CLM, **TEXT)),
-    "phi3": Model(job=hf_job("Phi3Config", CLM, **TEXT), alike="llama"),
-    "opt": Model(job=hf_job("OPTConfig", CLM, **{**TEXT, "ffn_dim": 64, "word_embed_proj_dim": 32}), alike="gpt2"),
-    "bloom": Model(
-        job=hf_job("BloomConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=32, n_layer=2, n_head=4), alike="gpt2"
-    ),
+    "phi3": Model(job=hf_job("Phi3Config", CLM, **TEXT), families=frozenset({"tp"})),
     "gpt2": Model(
         job=hf_job(
             "GPT2Config", CLM, vocab_size=a.VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=64
         )
     ),
-    "gpt-neox": Model(job=hf_job("GPTNeoXConfig", CLM, **TEXT), alike="phi"),
-    "falcon": Model(job=hf_job("FalconConfig", CLM, **TEXT, multi_query=False), alike="phi"),
     "mixtral": Model(
         job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="batched_mm")
     ),
     "mixtral-grouped": Model(
         job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="grouped_mm")
     ),
-    "mixtral-eager": Model(
-        job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, experts_implementation="eager"),
-        alike="mixtral",
-    ),
     "qwen3-moe": Model(
         job=hf_job("Qwen3MoeConfig", CLM, **GROUPED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
-    ),
-    "olmoe": Model(job=hf_job("OlmoeConfig", CLM, **TEXT, num_experts=4, num_experts_per_tok=2), alike="mixtral"),
-    "qwen2-moe": Model(
-        job=hf_job(
-            "Qwen2MoeConfig",
-            CLM,
-            **GROUPED,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-        ),
-        alike="qwen3-moe",
     ),
     "llama4": Model(
         job=hf_job(
@@ -115,27 +89,10 @@ MODELS = {
     ),
     "gpt-oss": Model(job=hf_job("GptOssConfig", CLM, **GROUPED, num_local_experts=4, num_experts_per_tok=2)),
     "bert": Model(job=hf_job("BertConfig", MLM, a.masked_text, **TEXT)),
-    "roberta": Model(job=hf_job("RobertaConfig", MLM, **TEXT), alike="bert"),
     "deberta-v2": Model(
         job=hf_job(
             "DebertaV2Config", MLM, **TEXT, relative_attention=True, position_buckets=4, pos_att_type=["p2c", "c2p"]
         )
-    ),
-    "electra": Model(job=hf_job("ElectraConfig", MLM, **TEXT, embedding_size=16), alike="bert"),
-    "distilbert": Model(
-        job=hf_job(
-            "DistilBertConfig",
-            "AutoModelForSequenceClassification",
-            a.labelled_text,
-            vocab_size=a.VOCABULARY,
-            dim=32,
-            n_layers=2,
-            n_heads=4,
-            hidden_dim=64,
-            max_position_embeddings=32,
-            num_labels=a.NUM_CLASSES,
-        ),
-        alike="bert",
     ),
     "t5": Model(
         job=hf_job(
@@ -151,42 +108,7 @@ MODELS = {
         )
     ),
     "bart": Model(job=hf_job("BartConfig", S2S, **SEQ2SEQ, forced_eos_token_id=2)),
-    "marian": Model(job=hf_job("MarianConfig", S2S, **SEQ2SEQ), alike="bart"),
-    "xglm": Model(
-        job=hf_job(
-            "XGLMConfig",
-            CLM,
-            vocab_size=a.VOCABULARY,
-            d_model=32,
-            ffn_dim=64,
-            num_layers=2,
-            attention_heads=4,
-            max_position_embeddings=32,
-        ),
-        alike="gpt2",
-    ),
     "deepseek-v3": Model(job=hf_job("DeepseekV3Config", CLM, **LATENT)),
-    "falcon-grouped": Model(
-        job=hf_job("FalconConfig", CLM, **TEXT, new_decoder_architecture=True, num_kv_heads=2), alike="llama"
-    ),
-    "gptj": Model(
-        job=hf_job(
-            "GPTJConfig",
-            CLM,
-            vocab_size=a.VOCABULARY,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            n_positions=32,
-            n_inner=64,
-            rotary_dim=4,
-        ),
-        alike="phi",
-    ),
-    "mpt": Model(
-        job=hf_job("MptConfig", CLM, vocab_size=a.VOCABULARY, d_model=32, n_layers=2, n_heads=4, max_seq_len=32),
-        alike="phi",
-    ),
     "olmo2": Model(job=hf_job("Olmo2Config", CLM, **{**TEXT, "num_key_value_heads": 2})),
     "swin": Model(
         job=hf_job(
@@ -203,7 +125,6 @@ MODELS = {
         )
     ),
     "vit": Model(job=hf_job("ViTConfig", IMAGES, a.images, **IMAGE)),
-    "deit": Model(job=hf_job("DeiTConfig", "DeiTForImageClassification", a.images, **IMAGE), alike="vit"),
     "clip": Model(
         job=hf_job(
             "CLIPConfig",
@@ -217,14 +138,6 @@ MODELS = {
         traits=COUPLED,
     ),
     "resnet": Model(job=hf_job("ResNetConfig", IMAGES, a.images, **{**RESNET, "layer_type": "basic"}), traits=NORMS),
-    "resnet-bottleneck": Model(
-        job=hf_job("ResNetConfig", IMAGES, a.images, **{**RESNET, "hidden_sizes": [32, 64]}),
-        traits=NORMS,
-        alike="resnet",
-    ),
-    "regnet": Model(
-        job=hf_job("RegNetConfig", IMAGES, a.images, **RESNET, groups_width=4), traits=NORMS, alike="resnet"
-    ),
     "convnext": Model(
         job=hf_job(
             "ConvNextConfig",
@@ -276,34 +189,8 @@ MODELS = {
         ),
         traits=NORMS,
     ),
-    "wav2vec2-conformer": Model(
-        job=hf_job(
-            "Wav2Vec2ConformerConfig",
-            "AutoModelForAudioClassification",
-            a.waveforms,
-            **AUDIO,
-            hidden_size=32,
-            num_attention_heads=4,
-            intermediate_size=64,
-            conv_depthwise_kernel_size=3,
-            layerdrop=0.0,
-            mask_time_prob=0.0,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            conformer_conv_dropout=0.0,
-            feat_proj_dropout=0.0,
-        ),
-        skips=IN_HALVES,
-        traits=NORMS,
-        alike="wav2vec2",
-    ),
-    "llama-masked": Model(job=hf_job("LlamaConfig", CLM, a.masked_text, **GROUPED), alike="llama"),
     "llama-recomputed": Model(
         job=small_job(partial(recomputed, "LlamaConfig", CLM, use_reentrant=False, **GROUPED), a.text)
-    ),
-    "llama-recomputed-reentrant": Model(
-        job=small_job(partial(recomputed, "LlamaConfig", CLM, use_reentrant=True, **GROUPED), a.text),
-        alike="llama-recomputed",
     ),
     "mixtral-balanced": Model(
         job=hf_job("MixtralConfig", CLM, **GROUPED, num_local_experts=4, output_router_logits=True), traits=COUPLED
@@ -332,7 +219,6 @@ MODELS = {
         skips=LOOPS,
     ),
     "albert": Model(job=hf_job("AlbertConfig", MLM, **TEXT, embedding_size=8)),
-    "pegasus": Model(job=hf_job("PegasusConfig", "AutoModelForSeq2SeqLM", **SEQ2SEQ), alike="bart"),
     "whisper": Model(
         job=hf_job(
             "WhisperConfig",
