@@ -1,16 +1,11 @@
-"""Activations offloaded to host memory: order of the copies, lifetimes, and what is refused.
+"""Activations offloaded to host memory: what is copied, how long it lives, and what is refused.
 
-Whole models are in `test_second_device.py`.
-
-Streams need an accelerator. Here copies that run as late as they may, from memory of the CPU to other memory of it,
-take their place.
+Whole models, and copies on streams, are in `test_second_device.py`.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -35,34 +30,23 @@ from tests.parity import QUIET
 
 CPU = torch.device("cpu")
 WIDTH = 32
-NOISE = 0xFF
-"""In every byte of memory that a copy has not reached yet, or that is done with: no number as float32."""
 
 
-class LateCopy(Transfer):
-    """A copy that runs when it is waited for."""
+class Copy(Transfer):
+    """A copy in the memory of the CPU, made at once."""
 
-    def __init__(self, source: Tensor, done: Callable[[Tensor], None]) -> None:
-        self._source: Tensor | None = source
-        self._target, self._done = torch.full_like(source, NOISE), done
+    def __init__(self, source: Tensor) -> None:
+        self._made = source.clone()
 
     def wait(self) -> Tensor:
-        if self._source is not None:
-            self._target.copy_(self._source)
-            self._source = None
-            self._done(self._target)
-        return self._target
+        return self._made
 
 
-class LateCopies(Transfers):
-    """Notes what is copied under the present label, and what of it is on the host."""
+class Copies(Transfers):
+    """Notes what is copied to the host, and which of it is still there."""
 
     def __init__(self) -> None:
-        self.label = ""
-        self.log: list[str] = []
-        self.addresses: set[int] = set()
-        """Where copied tensors lay."""
-        self._labels: dict[int, str] = {}
+        self.addresses: list[int] = []
         self._host: list[ref[Tensor]] = []
 
     @property
@@ -71,133 +55,55 @@ class LateCopies(Transfers):
         return sum(reference() is not None for reference in self._host)
 
     def to_host(self, tensor: Tensor) -> Transfer:
-        self.addresses.add(tensor.data_ptr())
-        label = self.label
-        self.log.append(f"out {label}")
-
-        def done(host: Tensor) -> None:
-            self._labels[id(host)] = label
-            self._host.append(ref(host))
-            self.log.append(f"left {label}")
-
-        return LateCopy(tensor, done)
+        self.addresses.append(tensor.data_ptr())
+        copy = Copy(tensor)
+        self._host.append(ref(copy.wait()))
+        return copy
 
     def to_device(self, tensor: Tensor) -> Transfer:
-        label = self._labels[id(tensor)]
-        self.log.append(f"back {label}")
-
-        def done(device: Tensor) -> None:
-            self.log.append(f"here {label}")
-
-        return LateCopy(tensor, done)
-
-
-class Mark(torch.autograd.Function):
-    """Calls a function in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.call()
-        return gradient, None
+        return Copy(tensor)
 
 
 class Inner(nn.Module):
-    """(B, WIDTH) -> (B, WIDTH), by tensors that autograd saves several times, in views, and expanded."""
+    """(B, WIDTH) -> (B, WIDTH), by tensors that autograd saves several times, in views."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.rand(WIDTH, WIDTH))
-        self.scale: Tensor
         self.hidden: StorageWeakRef | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         mixed = self.first(x).sigmoid()
         self.hidden = StorageWeakRef(mixed.untyped_storage())
         q, k, v = mixed.chunk(3, dim=-1)
-        spread = k.mean(0).expand(len(x), WIDTH)
-        attended = torch.softmax(q @ k.transpose(0, 1), -1) @ (v * spread)
-        output: Tensor = x + self.second(attended.t().contiguous().t() @ self.scale)
+        output: Tensor = x + self.second(torch.softmax(q @ k.transpose(0, 1), -1) @ v @ self.scale)
         return output
 
 
-class Chain(nn.Module):
-    """Blocks one after the other, each through an offload."""
-
-    def __init__(self, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Inner() for _ in range(num_blocks))
-
-    def run(self, x: Tensor, offload: Offload | None, copies: LateCopies) -> Tensor:
-        for i, block in enumerate(self.blocks):
-            copies.label = str(i)
-            if offload is None:
-                x = block(x)
-            else:
-                with offload.call(str(i), block):
-                    x = block(x)
-            x = Mark.apply(x, partial(copies.log.append, f"backward {i}"))  # type: ignore[no-untyped-call]
-        return x
-
-
-def _made(num_blocks: int = 3) -> tuple[Chain, Tensor, LateCopies, Offload]:
-    torch.manual_seed(0)
-    copies = LateCopies()
-    return Chain(num_blocks), torch.randn(48, WIDTH, requires_grad=True), copies, Offload(CPU, copies, least_bytes=512)
-
-
-def _gradients(chain: Chain, x: Tensor) -> list[Tensor]:
-    found = [x.grad, *(parameter.grad for parameter in chain.parameters())]
-    chain.zero_grad()
-    x.grad = None
-    return [gradient for gradient in found if gradient is not None]
-
-
-def _expected() -> list[Tensor]:
-    chain, x, copies, _ = _made()
-    chain.run(x, None, copies).square().sum().backward()  # type: ignore[no-untyped-call]
-    return _gradients(chain, x)
-
-
-def _assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected) == 13
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-# ---- order
-
-
 def test_memory_of_the_device_goes_with_the_next_block_and_that_of_the_host_with_the_backward() -> None:
-    chain, x, copies, offload = _made()
-    loss = chain.run(x, offload, copies).square().sum()
-    there = [not block.hidden.expired() for block in chain.blocks]  # type: ignore[union-attr,operator]
-    assert there == [False, False, True]
-    assert copies.num_on_host == copies.log.count("out 0") + copies.log.count("out 1")
-    loss.backward()  # type: ignore[no-untyped-call]
+    blocks, x, copies = [Inner() for _ in range(3)], torch.randn(48, WIDTH), Copies()
+    offload, plain, output = Offload(CPU, copies, least_bytes=512), x, x
+    for number, block in enumerate(blocks):
+        plain = block(plain)
+        with offload.call(str(number), block):
+            output = block(output)
+    weights = [parameter for block in blocks for parameter in block.parameters()]
+    expected = torch.autograd.grad(plain.sum(), weights)
+    assert [not block.hidden.expired() for block in blocks] == [False, False, True]  # type: ignore[union-attr]
+    assert copies.num_on_host > 0
+    found = torch.autograd.grad(output.sum(), weights)
     assert copies.num_on_host == 0
-    assert chain.blocks[2].hidden.expired()  # type: ignore[union-attr,operator]
-    _assert_equal(_gradients(chain, x), _expected())
-
-
-# ---- what goes
+    assert blocks[2].hidden.expired()  # type: ignore[union-attr]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_weights_and_buffers_stay_and_what_is_saved_often_is_copied_once() -> None:
-    chain, x, copies, offload = _made(1)
-    block = chain.blocks[0]
-    output = chain.run(x, offload, copies)
-    own = {tensor.data_ptr() for tensor in (*block.parameters(), *block.buffers())}
-    assert not own & copies.addresses
-    assert len(copies.log) == len(copies.addresses), "a storage is copied once"
-    offload_of_large = Offload(CPU, large := LateCopies(), least_bytes=3 * 48 * WIDTH * 4)
-    chain.run(x, offload_of_large, large)
-    assert large.log == ["out 0"], "the largest tensor only: q, k and v"
+    block, copies = Inner(), Copies()
+    with Offload(CPU, copies, least_bytes=512).call("block", block):
+        output = block(torch.randn(48, WIDTH))
+    assert not {tensor.data_ptr() for tensor in (*block.parameters(), *block.buffers())} & {*copies.addresses}
+    assert len(copies.addresses) == len({*copies.addresses}) > 3
     del output
 
 
@@ -216,11 +122,11 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("width", [4, 4096], ids=["small", "large"])
 def test_a_saved_tensor_that_is_changed_in_place_raises_as_ever(width: int) -> None:
-    block, copies = InPlace(width), LateCopies()
+    block, copies = InPlace(width), Copies()
     with Offload(CPU, copies, least_bytes=1024).call("block", block):
         output = block(torch.ones(width))
     block.made.view(-1).add_(1.0)
-    assert len(copies.log) == (width > 4)
+    assert len(copies.addresses) == (width > 4)
     with pytest.raises(RuntimeError, match="was changed in place after it was kept") as caught:
         output.sum().backward()
     assert isinstance(caught.value, StepError)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_3d.errors import StepError
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter
 from lightning_3d.tensor.vocabulary import chunked_loss
@@ -19,8 +18,6 @@ from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
 from lightning_3d.tensor.vocabulary.loss import ShardedClasses
 from lightning_3d.tensor.vocabulary.sharded_output import plain
-from tests.models import TinyGPT
-from tests.parity import Layout, fitted
 from tests.test_fused_loss import (
     CLASSES,
     FLAT,
@@ -94,27 +91,3 @@ def _as_dense() -> None:
 
 def test_every_option_and_every_use_is_as_in_one_process(workers: WorkerPools) -> None:
     workers(2).run(_as_dense)
-
-
-# ------------------------------------------------------------------------------------------------------- training
-
-
-class Changing(TinyGPT):
-    """Changes its head between its logits and their loss."""
-
-    def __init__(self) -> None:
-        super().__init__(num_layers=1, tied=False)
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        logits = self(batch[0])
-        with torch.no_grad():
-            self.head.weight.mul_(0.5)
-        return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-
-
-def _changed(layout: Layout) -> str:
-    try:
-        fitted(layout, Changing, batches=1, epochs=1)
-    except StepError as error:
-        return str(error)
-    return ""
