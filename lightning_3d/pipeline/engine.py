@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.distributed.mesh import Mesh
 from lightning_3d.distributed.objects import all_gather_objects, broadcast_object
 from lightning_3d.distributed.rng import StepRandomness
@@ -31,14 +32,13 @@ from lightning_3d.pipeline.schedule import AroundBackward, Schedule
 from lightning_3d.pipeline.spans import Span, SpanRecorder, Timeline
 from lightning_3d.pipeline.step import PipelineStep, StageReport, Stages
 from lightning_3d.pipeline.traced_alike import check_alike
-from lightning_3d.pipeline.traces import Numbers, StepCall, Traces, cached
+from lightning_3d.pipeline.traces import StepCall, Traces, cached
 from lightning_3d.pipeline.whole_tail import WholeTail
 from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.planning.plan import Plan
 from lightning_3d.planning.stage_flow import StageFlow, cut
 from lightning_3d.tensor.vocabulary.fused_heads import is_head
 from lightning_3d.torch_internals.autocast import autocast_cache
-from lightning_3d.torch_internals.process_groups import object_device
 from lightning_3d.torch_internals.pytree import tree_map_only
 from lightning_3d.trace.interception import Router
 from lightning_3d.trace.step_tracing import StepTracing
@@ -127,7 +127,9 @@ class PipelineEngine:
         heads = frozenset(
             block.fqn for block in plan.blocks if block.stages == last and is_head(router.blocks[block.fqn])
         )
-        self._traces = Traces(module, router.blocks.values(), tracing, self._numbers_of_stages, heads)
+        self._traces = Traces(
+            module, router.blocks.values(), tracing, partial(gather_numbers, group=self._group), heads
+        )
         self._batch_loss = BatchLoss(
             plan.loss,
             LossStudy(module, rank_module, router, self._traces, device),
@@ -262,12 +264,6 @@ class PipelineEngine:
             return cut(trace, stages, self._plan.num_stages, with_tail=with_tail, heads=call.heads)
 
         return cached(self._flows, (with_tail, call.kind), cut_anew)
-
-    def _numbers_of_stages(self, numbers: Numbers) -> tuple[Numbers, ...]:
-        own = torch.tensor(numbers, dtype=torch.int64, device=object_device(self._group))
-        everyone = own.new_empty(dist.get_world_size(self._group), len(numbers))
-        dist.all_gather(list(everyone.unbind()), own, group=self._group)
-        return tuple((state, lists) for state, lists in everyone.tolist())
 
     def _schedule(self, step: PipelineStep) -> Schedule:
         forwards_first = step.tail is not None and step.tail.trains

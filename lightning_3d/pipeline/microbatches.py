@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from copy import copy
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_3d.errors import SplitError
-from lightning_3d.trace.traced_lists import has_numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,22 +91,8 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     )
 
 
-def map_lists(batch: Any, change: Callable[[str, Any], Any], path: str = "") -> Any:
-    """The same batch with other lists and tuples of numbers, which are given with their paths."""
-    if has_numbers(batch):
-        return change(path, batch)
-    paths = iter([f"{path}{name}" for name, _ in _children(batch) or ()])
-    return _map_children(batch, lambda child: map_lists(child, change, next(paths)))
-
-
-def signature(batch: Any, ignored: AbstractSet[str] = frozenset()) -> Hashable:
-    """The signature that a trace depends on: structure, shapes, dtypes, and the values of what is not a tensor.
-
-    Args:
-        ignored: Paths of lists of numbers of which only the length counts.
-    """
-    if ignored:
-        batch = map_lists(batch, lambda path, values: [len(values)] if path in ignored else values)
+def signature(batch: Any) -> Hashable:
+    """The signature that a trace depends on: structure, shapes, dtypes, and the values of what is not a tensor."""
     return tuple(
         (path, tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else (path, repr(leaf))
         for path, leaf in leaves_of(batch)

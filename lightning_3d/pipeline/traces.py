@@ -7,24 +7,18 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
-from zlib import crc32
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_3d.pipeline.microbatches import map_lists, num_samples, signature
+from lightning_3d.pipeline.microbatches import num_samples, signature
 from lightning_3d.trace.step_tracing import StepTracing
 from lightning_3d.trace.trace import Trace
-from lightning_3d.trace.traced_lists import Looks
 from lightning_3d.trace.traced_numbers import OF_TRAINER, Decisions
 from lightning_3d.trace.world_collectives import world_collectives_refused
 
 T = TypeVar("T")
-Numbers = tuple[int, int]
-"""A number for all that a trace depends on besides the batch, to compare in this process alone; and one for the paths
-of lists whose entries a step does not look at, the same on all ranks."""
-
 _MAX_CACHED = 64
 
 
@@ -39,15 +33,13 @@ class StepCall:
     """Its further arguments."""
     state: Hashable
     """All that its trace depends on besides the batch."""
-    ignored: frozenset[str] = frozenset()
-    """Paths of lists of numbers in the batch whose entries it does not look at."""
     heads: frozenset[str] = frozenset()
     """FQNs of blocks that belong to the code after the blocks, where that runs apart."""
 
     @cached_property
     def kind(self) -> Hashable:
         """All that its trace depends on."""
-        return self.name, self.state, signature(self.batch, self.ignored)
+        return self.name, self.state, signature(self.batch)
 
     @property
     def size(self) -> int:
@@ -69,7 +61,8 @@ class Traces:
         blocks: Of the module.
         heads: FQNs of those that make logits on the last stage. An evaluation whose code after the blocks runs on the
             whole batch gets what they read, not all logits, which a loss may never make.
-        gathered: Gives numbers of all ranks that trace the same steps, so that kinds are new to all at the same time.
+        gathered: Gives the number of each rank that traces the same steps, so that kinds are new to all at once; it
+            stands for all that a trace depends on besides the batch, and is compared in its own process alone.
     """
 
     def __init__(
@@ -77,15 +70,13 @@ class Traces:
         module: LightningModule,
         blocks: Iterable[nn.Module],
         tracing: StepTracing,
-        gathered: Callable[[Numbers], Sequence[Numbers]] = lambda numbers: (numbers,),
+        gathered: Callable[[int], Sequence[int]] = lambda number: (number,),
         heads: frozenset[str] = frozenset(),
     ) -> None:
         self._module, self._blocks, self._tracing, self._gathered = module, frozenset(blocks), tracing, gathered
         self._heads = heads
         self._known: OrderedDict[Hashable, Trace] = OrderedDict()
-        self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)  # by name of the step, as those below
-        self._looked_at: defaultdict[str, set[str]] = defaultdict(set)  # paths of lists in batches
-        self._passed_on: defaultdict[str, set[str]] = defaultdict(set)
+        self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)  # by name of the step
 
     def calls(self, name: str, batches: Sequence[Any], rest: Sequence[Any]) -> list[StepCall]:
         """The calls ``module.<name>(batch, *rest)``, as the module is now."""
@@ -93,34 +84,18 @@ class Traces:
         trainable = bytes(parameter.requires_grad for parameter in self._module.parameters())
         decided = self._decisions[name].outcomes(self._numbers(rest))
         flags = tuple(self._flags(self._module))
-        ignored = frozenset(self._passed_on[name] - self._looked_at[name])
-        own = hash((torch.is_grad_enabled(), trainable, flags, decided)), crc32(repr(sorted(ignored)).encode())
-        state = self._gathered(own)
-        if len({lists for _, lists in state}) > 1:
-            ignored = frozenset()
+        state = tuple(self._gathered(hash((torch.is_grad_enabled(), trainable, flags, decided))))
         heads = frozenset[str]() if name == "training_step" else self._heads
-        return [
-            StepCall(name=name, batch=batch, rest=rest, state=state, ignored=ignored, heads=heads) for batch in batches
-        ]
+        return [StepCall(name=name, batch=batch, rest=rest, state=state, heads=heads) for batch in batches]
 
     def trace(self, call: StepCall) -> Trace:
         """The trace of such a call."""
         return cached(self._known, call.kind, lambda: self._traced(call))
 
     def _traced(self, call: StepCall) -> Trace:
-        looks, decisions, paths = Looks(), self._decisions[call.name], set[str]()
-
-        def watched(path: str, values: Any) -> Any:
-            paths.add(path)
-            return looks.traced(path, values)
-
-        batch = map_lists(call.batch, watched)
-        with world_collectives_refused(), looks, decisions.noted(self._numbers(call.rest)) as numbers:
+        with world_collectives_refused(), self._decisions[call.name].noted(self._numbers(call.rest)) as numbers:
             rest = [numbers.get(_argument(i), value) for i, value in enumerate(call.rest)]
-            trace = self._tracing(call.name, batch, rest)
-        self._looked_at[call.name] |= looks.paths
-        self._passed_on[call.name] |= paths
-        return trace
+            return self._tracing(call.name, call.batch, rest)
 
     def _numbers(self, rest: Sequence[Any]) -> dict[str, int]:
         """The integers by which a step may decide."""
