@@ -343,7 +343,6 @@ class ThreeDStrategy(Configured, StepsStrategy):
             run = {
                 "mesh": asdict(self.mesh.shape),
                 "steps": {"seed": self._parts.randomness.seed, "number": self._num_steps},
-                "classes": self._checkpoints.classes(),
                 "ranks": gather_ranks(self._resuming.state()),
             }
             checkpoint = {**checkpoint, RUN: run}

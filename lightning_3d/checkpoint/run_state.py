@@ -5,7 +5,6 @@ Plain Trainers leave it alone and older checkpoints do not have it:
     checkpoint["lightning_3d"]
         mesh     {"pp": 2, "dp": 2, "cp": 1, "tp": 1}
         steps    {"seed": ..., "number": ...}         masks of a step follow from them
-        classes  {"optimizers": [["torch.optim.adamw.AdamW"]], "schedulers": [...]}
         ranks    [{"now": ..., "epoch": ...}, ...]    states that several ranks share are stored once
 """
 

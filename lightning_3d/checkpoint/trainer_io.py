@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.tuner import lr_finder
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -36,10 +35,9 @@ from lightning_3d.checkpoint.folder import folder_content
 from lightning_3d.checkpoint.gathering import Gathering
 from lightning_3d.checkpoint.lazy import SavedState, made
 from lightning_3d.checkpoint.loading import read_checkpoint
-from lightning_3d.checkpoint.match import check_classes, check_is_lightning, check_num_schedulers, class_names
-from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state, parameters_of, unwrapped
+from lightning_3d.checkpoint.match import check_is_lightning
+from lightning_3d.checkpoint.optimizer_states import load_optimizers, optimizer_state, parameters_of
 from lightning_3d.checkpoint.own_state import like_state, load_model, shown_state, state_of, tied_fqns
-from lightning_3d.checkpoint.run_state import RUN
 from lightning_3d.checkpoint.saves import Saves
 from lightning_3d.checkpoint.writing import write_file, write_folder
 from lightning_3d.config.settings import ThreeDConfig
@@ -252,31 +250,9 @@ class ThreeDCheckpointIO(CheckpointIO):
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Fill the optimizers from a checkpoint that ``load_checkpoint`` gave."""
-        self._check_classes(checkpoint)
         if states := checkpoint["optimizer_states"]:  # hooks empty it for optimizers that start anew
             strict, optimizers = self._module.strict_loading, self._strategy.optimizers
             load_optimizers(states, self._module, optimizers, strict=strict, shards=self._shards)
-
-    def _check_classes(self, checkpoint: Mapping[str, Any]) -> None:
-        states, of_schedulers = checkpoint["optimizer_states"], checkpoint.get("lr_schedulers", [])
-        schedulers = [config.scheduler for config in self._strategy.lr_scheduler_configs]
-        if any(type(scheduler).__module__ == lr_finder.__name__ for scheduler in schedulers):  # it failed: undone
-            return
-        if not lightning_helpers.averages_stochastically(self._module.trainer):  # which takes their place
-            check_num_schedulers(len(of_schedulers), len(schedulers))
-        check_classes(
-            checkpoint.get(RUN, {}).get("classes", {}),
-            [unwrapped(optimizer) for optimizer in self._strategy.optimizers[: len(states)]],
-            schedulers[: len(of_schedulers)],
-            strict=self._module.strict_loading,
-        )
-
-    def classes(self) -> dict[str, list[list[str]]]:
-        """The classes of optimizers and schedulers, by which those that are restored are compared with a checkpoint."""
-        return {
-            "optimizers": [class_names(unwrapped(optimizer)) for optimizer in self._strategy.optimizers],
-            "schedulers": [class_names(config.scheduler) for config in self._strategy.lr_scheduler_configs],
-        }
 
     @override
     def teardown(self) -> None:

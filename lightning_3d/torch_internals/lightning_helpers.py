@@ -182,11 +182,6 @@ def leave_schedulers_to_averaging(trainer: Trainer, checkpoint: Mapping[str, Any
                 trainer.strategy.lr_scheduler_configs.clear()
 
 
-def averages_stochastically(trainer: Trainer) -> bool:
-    """Whether ``StochasticWeightAveraging`` may put a scheduler of its own in place of the user's."""
-    return any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks_of(trainer))
-
-
 def layer_sync_of(strategy: ParallelStrategy) -> LayerSync | None:
     """The Trainer's plugin that converts norms, as ``sync_batchnorm=True`` gives it one."""
     return strategy._layer_sync
