@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_3d.checkpoint.atomic import MANIFEST, META
 from lightning_3d.checkpoint.box import Share, TensorInfo
 from lightning_3d.checkpoint.checksums import REPAIR
-from lightning_3d.checkpoint.content import MODEL, Content, TreePath, changed
+from lightning_3d.checkpoint.content import MODEL, Content, TreePath
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.lazy import LazyTensor
 from lightning_3d.checkpoint.reading import FolderPlanner, FolderReader, unpickling
@@ -35,9 +35,6 @@ FSDP_MODEL = "model"
 
 TIED = "tied"
 """Section with the first names of values that have several, by their other names: both are in the model's section."""
-
-_NOTE, _SECTION = "lightning_3d.section", "further_"
-"""In folders of version 0.1.0, {_NOTE: "further_0"} stands in the rest for a state dict that is a section."""
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
@@ -148,16 +145,6 @@ class Folder:
             rest = torch.load(self.location / META, map_location="cpu", mmap=True, weights_only=self.weights_only)
         if rest.pop(HAS_MANIFEST, False) and not (self.location / MANIFEST).is_file():
             raise CheckpointError(f"{self.location} is damaged: {MANIFEST} is missing. {REPAIR}")
-        places: dict[Any, TreePath] = {}
-
-        def opened(path: TreePath, node: Any) -> Any:
-            if not isinstance(node, dict) or _NOTE not in node:
-                return node
-            places[node[_NOTE]] = path
-            return {path[1]: torch.empty(0, device="meta") for path in values if path[0] == node[_NOTE]}
-
-        rest = changed(rest, opened)
-        values = {(*places.get(first, (first,)), *others): value for (first, *others), value in values.items()}
         return Content(values=values, rest=rest)
 
     def _full(self, key: str, info: TensorInfo) -> Tensor:
@@ -186,7 +173,7 @@ def _unit(path: TreePath) -> TreePath:
     """The path in `content` of the value that this one is in."""
     if is_of_optimizer(path):
         return path[: 4 if path[1:2] == ("state",) else 2]
-    return path[:2] if path[0] == MODEL or str(path[0]).startswith(_SECTION) else path
+    return path[:2] if path[0] == MODEL else path
 
 
 def _nested(leaves: Sequence[tuple[TreePath, Any]]) -> Any:

@@ -12,25 +12,20 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from lightning_3d.checkpoint.box import Share
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals import stored_index
-from lightning_3d.torch_internals.stored_file import file_part, read_header
-
-_LARGE = 1 << 18  # bytes, of which finding the place takes no longer than copying
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(cls.__module__, cls.__qualname__): cls for cls in stored_index.CLASSES},
@@ -117,60 +112,6 @@ class FolderReader(FileSystemReader):
         index.storage_meta = index.storage_meta or StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index
-
-    @override
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read tensors that were written as they are, naming the file of one that can't be, and the rest as torch does.
-
-        Raises:
-            CheckpointError: A file is damaged.
-        """
-        others = []
-        for item in plan.items:
-            stored = self.storage_data[item.storage_index]
-            if item.type != LoadItemType.TENSOR or stored.transform_descriptors:
-                others.append(item)
-                continue
-            target = planner.resolve_tensor(item).detach()
-            try:
-                with (Path(self.path) / stored.relative_path).open("rb", buffering=0) as file:
-                    if not (stored.length >= _LARGE and _read_in_place(item, stored, file, target)):
-                        part = io.BytesIO(file_part(file, stored.offset, stored.length).read())
-                        whole = torch.load(part, map_location="cpu", weights_only=True)
-                        target.copy_(whole[_slices(item)])
-            except Exception as error:
-                raise CheckpointError(
-                    f"{stored.relative_path} can't be read at byte {stored.offset}: it is damaged ({error})"
-                ) from error
-            planner.commit_tensor(item, target)
-        return super().read_data(replace(plan, items=others), planner)
-
-
-def _slices(item: ReadItem) -> tuple[slice, ...]:
-    """The part of a stored tensor that is read."""
-    pairs = zip(item.storage_offsets, item.lengths, strict=True)
-    return tuple(slice(offset, offset + length) for offset, length in pairs)
-
-
-def _read_in_place(item: ReadItem, stored: Any, file: BinaryIO, target: Tensor) -> bool:
-    """Whether a tensor's values lie in its file as they do in memory, and were read right to where they belong."""
-    if target.device.type != "cpu" or not target.is_contiguous() or target.numel() == 0:
-        return False
-    whole, begin = read_header(file_part(file, stored.offset, stored.length))
-    rows = item.lengths[0] if item.lengths else 1
-    is_rows = whole.dim() > 0 and tuple(item.lengths[1:]) == tuple(whole.shape[1:])
-    if not (is_rows and whole.is_contiguous() and whole.dtype == target.dtype):
-        return False
-    if target.shape != (rows, *whole.shape[1:]):
-        return False
-    first = whole.storage_offset() + item.storage_offsets[0] * whole.stride(0)
-    file.seek(stored.offset + begin + first * whole.element_size())
-    room = memoryview(target.view(-1).view(torch.uint8).numpy().data)
-    while room and (num_read := file.readinto(room)):  # type: ignore[attr-defined]
-        room = room[num_read:]
-    if room:
-        raise CheckpointError(f"it ends {len(room)} bytes too early")
-    return True
 
 
 class FolderPlanner(DefaultLoadPlanner):

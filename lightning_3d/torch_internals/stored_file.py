@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-import torch
-from torch import Tensor, UntypedStorage
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch import UntypedStorage
 from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
-
-from lightning_3d.torch_internals.fake_tensors import FakeTensorMode
-
-file_part = cast(Callable[[BinaryIO, int, int], BinaryIO], _create_file_view)
-"""File, first byte, number of bytes -> these bytes as a file, which is read alone: the file's position changes."""
-
-
-def read_header(file: BinaryIO) -> tuple[Tensor, int]:
-    """A stored tensor without its data, and at which byte of the file its storage begins."""
-    with FakeTensorMode():
-        tensor = torch.load(file, weights_only=True)
-    return tensor, cast(int, tensor.untyped_storage()._checkpoint_offset)
 
 
 def save_from(value: object, file: BinaryIO, content: Callable[[UntypedStorage], UntypedStorage]) -> None:
