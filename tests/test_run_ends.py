@@ -87,24 +87,23 @@ ROWS = {
                 r" step 3: ArithmeticError: the model's own error \(ends.py:",
                 "is not saved, which needs all ranks",
             ],
-            1: [r"rank 1 \(.*\), train step 3 failed first:\nTraceback [\s\S]*\nArithmeticError"],
+            1: [r"Traceback [\s\S]*\n.*ArithmeticError.*\n.*rank 1 \(.*\), train step 3 failed first"],
         },
-        says_not={0: ["Traceback"], 1: ["/lightning_3d/"]},
+        says_not={0: ["direct cause"]},
     ),
     "first raises": Row(
         case=Case(layout="pp 2", deed="raises", ranks=[0]),
         statuses={0: 1, 1: 1},
         says={0: ["failed first"], 1: ["RankError: rank 1 .* it waited for rank 0 .*the model's own error"]},
-        says_not={1: ["Traceback", "TCPStore"]},  # rank 0 keeps the store until the others have read why
+        says_not={1: ["TCPStore"]},  # rank 0 keeps the store until the others have read why
     ),
     "takes another path than its trace": Row(
         case=Case(layout="pp 2", deed="takes another path", ranks=[0, 1]),
         statuses={0: 1, 1: 1},
         says={
             0: ["RankError: rank 0 .* it waited for rank 1 .*it called relu.* Or set pipeline.mode=inline"],
-            1: ["failed first:\n[\\s\\S]*TraceError: .*it called relu.* Or set pipeline.mode=inline"],
+            1: ["TraceError: .*it called relu.* Or set pipeline.mode=inline.*\n.*failed first"],
         },
-        says_not={0: ["Traceback"]},
     ),
     "makes NaN with detect_anomaly": Row(
         case=Case(layout="pp 2", deed="makes NaN", ranks=[1]),
@@ -114,22 +113,20 @@ ROWS = {
             1: [
                 r"\n  File .*ends.py\", line \d+, in forward\n    return y \+ \(0 \* y\).sqrt\(\)",
                 "RuntimeError: Function 'MulBackward0' returned nan[^\n]*"
-                "\nIn the backward of microbatch 0 on pipeline stage 1",
+                "\n.*In the backward of microbatch 0 on pipeline stage 1",
             ],
         },
-        says_not={0: ["Traceback"]},
     ),
     "killed inline, of two replicas": Row(
         case=Case(layout="pp 2 x dp 2 inline", deed="is killed in a block", ranks=[3]),
         statuses={0: 1, 1: 1, 2: 1, 3: -9},
         says={rank: [f"RankError: rank {rank} .* it waited for rank 3 .*{ENDED}"] for rank in range(3)},
-        says_not={rank: ["Traceback"] for rank in range(3)},
     ),
     "all raise": Row(
         case=Case(layout="dp 2", deed="raises", ranks=[0, 1], callback="save_on_exception"),
         statuses={0: 1, 1: 1},
         says={0: ["ArithmeticError"]},
-        says_not={0: ["RankError"], 1: ["RankError", "Traceback"]},  # the other prints the same
+        says_not={0: ["RankError"], 1: ["RankError"]},
         files=r"epoch=0-step=3\.ckpt",
     ),
     "first exits": Row(

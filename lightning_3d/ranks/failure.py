@@ -38,10 +38,6 @@ class Failure:
     def __str__(self) -> str:
         return f"{self.place}: {self.error}"
 
-    def is_same_as(self, error: BaseException) -> bool:
-        """Whether an exception says the same, wherever it was raised."""
-        return self.error.rpartition(" (")[0] == error_text(error).rpartition(" (")[0]
-
     def to_text(self) -> str:
         """For the board."""
         return json.dumps(asdict(self))

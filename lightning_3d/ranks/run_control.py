@@ -24,7 +24,6 @@ from lightning_3d.ranks.epochs import Epochs
 from lightning_3d.ranks.failure import Failure, ended_by, is_lost_connection
 from lightning_3d.ranks.process_exit import abort_at_end, stay_until
 from lightning_3d.ranks.stops import Stops
-from lightning_3d.ranks.tracebacks import print_frames_of_user, print_line, print_nothing
 from lightning_3d.ranks.watchdog import Post, Watchdog
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.modules import attributes_replaced
@@ -155,27 +154,15 @@ class RunControl:
         """
         ending = settle(self._post, self._watchdog, error, explained=self._epochs.shorter)
         if ending.is_alike:
-            if self._trainer.local_rank == 0:
-                print_frames_of_user(error)
-            else:
-                print_nothing(error)
             return None
         self.has_failed = True
         abort_at_end()
         patches.enter_context(_saving_refused(self._trainer, ending.first))
         place = self._post.failed("").place
         if ending.first.rank == self._post.rank:
-            print_frames_of_user(error, heading=f"{place} failed first:")
+            error.add_note(f"{place} failed first")
             return None
-        if not is_lost_connection(error):
-            if ending.first.is_same_as(error):
-                print_nothing(error)
-            else:
-                print_line(error, heading=f"{place} failed after that: ")
-            return None
-        named = RankError(f"{place} ends, because it waited for {ending.first}")
-        print_line(named)
-        return named
+        return RankError(f"{place} ends, because it waited for {ending.first}") if is_lost_connection(error) else None
 
     def _look_at_children(self) -> None:
         for local_rank, code in self._launcher.failed_children():

@@ -126,7 +126,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         except BaseException as error:
             if (named := self._fail(error)) is None:
                 raise
-            raise named from error
+            raise named from None  # that a connection was lost says no more
 
     def _launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(function).bind(*args, **kwargs).arguments

@@ -30,7 +30,6 @@ from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.ranks.restarts import store_of_start
 from lightning_3d.ranks.run_control import RunControl
 from lightning_3d.ranks.same_settings import check_same_settings
-from lightning_3d.ranks.tracebacks import print_frames_of_user
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
 from lightning_3d.trainer.requirements import refuse_offload
@@ -165,10 +164,7 @@ class RanksStrategy(ParallelStrategy):
     def _fail(self, error: BaseException) -> Exception | None:
         """Another exception to raise in place of one that ends a run, if any."""
         forget_meshes()
-        if self._control is not None:
-            return self._control.fail(error, self._session)
-        print_frames_of_user(error)
-        return None
+        return None if self._control is None else self._control.fail(error, self._session)
 
     @property
     def _is_alone(self) -> bool:
