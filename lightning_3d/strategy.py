@@ -44,7 +44,6 @@ from lightning_3d.parts.layout import (
 )
 from lightning_3d.ranks.same_settings import check_same_training
 from lightning_3d.torch_internals import lightning_helpers
-from lightning_3d.torch_internals.probes import check_what_is_seen
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
 from lightning_3d.trainer.report import RankReport, gather_reports, tell_layout
@@ -107,7 +106,6 @@ class ThreeDStrategy(Configured, StepsStrategy):
         given = locals()
         config = ThreeDConfig.from_mapping({field.name: given[field.name] for field in fields(ThreeDConfig)})
         super().__init__(config, process_group_backend, timeout, heartbeat_timeout)
-        check_what_is_seen()
         self._checkpoints = self._new_checkpoints()
         self._resuming: Resuming | None = None  # in a fit
         self._resumes: Mapping[str, Any] | None = None  # the state of the run that this one goes on with, until it does

@@ -23,7 +23,6 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -38,9 +37,6 @@ register_sharding(torch.ops.aten._is_any_true.default)(lambda values: [([Replica
 
 StridedShard = _StridedShard
 """A dim that an inner axis of the mesh shards first, or that is sharded piece by piece."""
-
-local_shape_and_offset = compute_local_shape_and_global_offset
-"""This rank's box of a full tensor: its sizes and where it begins, per dim."""
 
 local_tensor: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 """This rank's part, outside of autograd; ``to_local`` is an autograd function."""
