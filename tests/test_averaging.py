@@ -1,4 +1,4 @@
-"""Averages of weights in checkpoints of every layout, Lightning's and those made by hand, and their misuse."""
+"""Averages of weights in checkpoints of every layout, and their misuse; those made by hand are a habit of the law."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.models import ADAM_EPS, TinyGPT, TinyMLP, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
@@ -51,64 +50,11 @@ class Model(TinyGPT):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)}
 
 
-class ByHand(L.Callback):
-    """An average that a user writes, made before the model is made parallel; at the end it takes the model's place."""
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self.average: Any = AveragedModel(pl_module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.average.update_parameters(pl_module)
-
-    @torch.no_grad()
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for average, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
-            parameter.copy_(average)
-
-
-class Kept(ByHand):
-    """Keeps its average in the checkpoint, and a copy that it averages, too, in its state: some of it without names."""
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        self.copied = copy.deepcopy(pl_module)
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        for average, parameter in zip(self.copied.parameters(), pl_module.parameters(), strict=True):
-            average.lerp_(parameter, 0.3)
-
-    @torch.no_grad()
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_end(trainer, pl_module)
-        for average, parameter in zip(self.copied.parameters(), pl_module.parameters(), strict=True):
-            parameter.lerp_(average, 0.5)
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        checkpoint["ema"] = {"deep": [self.average.state_dict()]}
-
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.average.load_state_dict(checkpoint["ema"]["deep"][0])
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self.copied.state_dict()
-        return {"ema": {name: state.pop(name) for name in [*state][:3]}, "without names": [*state.values()]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state = self.copied.state_dict()
-        names = [name for name in state if name not in state_dict["ema"]]
-        self.copied.load_state_dict(state_dict["ema"] | dict(zip(names, state_dict["without names"], strict=True)))
-
-
 # ---- checkpoints
 
 SAVED: dict[str, Callable[[], L.Callback]] = {
     "EMAWeightAveraging": partial(EMAWeightAveraging, decay=0.5),
     "SWA": partial(StochasticWeightAveraging, swa_lrs=1e-2, swa_epoch_start=1),
-    "by hand": Kept,
 }
 
 
@@ -157,38 +103,12 @@ def test_averages_are_resumed_in_any_layout(
             assert_same_state([rank[name]], expected)
 
 
-# ---- full averages
-
-
-class _Hidden(L.Callback):
-    """Averages with a copy that was made before the model was made parallel, and that no one finds."""
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        average = AveragedModel(pl_module)
-        self.average = lambda: average
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.average().update_parameters(pl_module)
-
-    @torch.no_grad()
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        for average, parameter in zip(self.average().parameters(), pl_module.parameters(), strict=True):
-            assert type(average) is torch.nn.Parameter
-            parameter.copy_(average)
-
-
-def _hide(layout: Layout | None) -> dict[str, Tensor]:
-    trainer, _ = fitted(layout, TinyMLP, data=features, callbacks=[_Hidden()])
-    return whole_state(trainer)
-
-
-@pytest.mark.parametrize("layout", [Layout(dp=2, zero=3), Layout(tp=2)], ids=str)
-def test_full_averages_gather_what_they_average(workers: WorkerPools, layout: Layout) -> None:
-    assert_same_state(workers(2).run(_hide, layout), _hide(None))
-
-
 # ---- misuse
+
+
+class _Copies(L.Callback):
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self.copied = copy.deepcopy(pl_module)
 
 
 class _Assigns(L.Callback):
@@ -198,7 +118,7 @@ class _Assigns(L.Callback):
 
 def _misuse(kind: str) -> None:
     kinds: dict[str, Callable[[], list[L.Callback]]] = {
-        "one rank": lambda: [Kept()] if torch.distributed.get_rank() == 0 else [],
+        "one rank": lambda: [_Copies()] if torch.distributed.get_rank() == 0 else [],
         "assign": lambda: [_Assigns()],
     }
     fitted(Layout(dp=2, zero=3), TinyMLP, data=features, callbacks=kinds[kind]())
@@ -207,7 +127,7 @@ def _misuse(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("one rank", r"different numbers of copies of TinyMLP \(by rank: \[2, 0\]\)"),
+        ("one rank", r"different numbers of copies of TinyMLP \(by rank: \[1, 0\]\)"),
         ("assign", r"load_state_dict\(assign=True\) would put another tensor in place of layers.0.weight"),
     ],
 )

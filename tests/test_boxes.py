@@ -73,16 +73,5 @@ def test_fully_shard_over_tensor_parallel(rows: int, tp: int, dp: int, dim: int,
     assert torch.equal(seen, torch.ones_like(seen))
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))
-def test_pieces_that_torch_shards(pieces: int, tp: int, rows: int, dp: int) -> None:
-    """Fused weights that a user has sharded with torch's placements, and fully_shard over them."""
-    full = _values(pieces * tp * rows, 2)
-    placements = [StridedShard(0, split_factor=tp), StridedShard(0, split_factor=pieces)]
-    for rank, index in product(range(dp), range(tp)):
-        of_tp = torch.cat([_chunk(piece, tp, 0, index) for piece in full.chunk(pieces)])
-        expected = _chunk(of_tp, dp, 0, rank)
-        assert torch.equal(_local(full, boxes(full.shape, (dp, tp), (rank, index), placements), expected), expected)
-
-
 def test_a_number_is_held_by_every_rank() -> None:
     assert boxes((), (2, 2), (1, 0), (Replicate(), Replicate())) == [Box(full=(), local=())]

@@ -26,7 +26,7 @@ from lightning_3d.memory.rank_memory import RankMemory
 from lightning_3d.planning.plan import Plan
 from tests.models import TinyGPT
 from tests.parity import QUIET, Layout, fitted
-from tests.workers import WorkerPools
+from tests.workers import WorkerError, WorkerPools
 
 GIB = 2**30
 LENGTH = 64
@@ -131,23 +131,56 @@ def test_a_budget_asks_for_nothing_up_to_everything_and_then_for_an_error(worker
         assert words in error
 
 
-def _refused(activations: dict[str, Any], profiler: bool = False) -> str:
-    trainer = {"profiler": PyTorchProfiler(filename=None)} if profiler else {}
+class Manual(TinyGPT):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def _refused(activations: dict[str, Any], **settings: Any) -> str:
     with pytest.raises((StepError, ConfigError, PlanError)) as raised:
-        _plan(Layout(activations=activations), **trainer)
+        _plan(Layout(activations=activations), **settings)
     return str(raised.value)
 
 
-def _refusals() -> tuple[str, str, str]:
-    return _refused({}), _refused(LARGE, profiler=True), _refused({"budget": 1e-3, "recompute": "none"})
+def _refusals() -> list[str]:
+    return [
+        _refused({}),
+        _refused(LARGE, profiler=PyTorchProfiler(filename=None)),
+        _refused({"budget": 1e-3, "recompute": "none"}),
+        _refused(LARGE | {"recompute": "auto"}, model=Manual),
+    ]
 
 
 def test_what_can_not_be_planned_or_measured_is_refused(workers: WorkerPools) -> None:
-    ((no_budget, two_profilers, too_little),) = workers(1).run(_refusals)
+    ((no_budget, two_profilers, too_little, manual),) = workers(1).run(_refusals)
     assert "set activations.budget" in no_budget
     assert "leave out one of them" in two_profilers
     assert "with 0 blocks recomputed, but activations.budget is 1.0 MiB" in too_little
     assert "activations.recompute='auto'" in too_little
+    assert "manual optimization" in manual
+    assert "activations.budget=100.0 is planned by a trace" in manual
+    assert "eave out activations.budget" in manual
+
+
+def _after_validation(budget: float) -> tuple[int, int]:
+    """Rows of the plan's memory after validate(), and after fit()."""
+    layout = Layout(pp=2, num_microbatches=2, activations={"recompute": "auto", "budget": budget})
+    trainer = L.Trainer(strategy=layout.strategy(), devices=2, **{**QUIET, "max_steps": 1}, enable_checkpointing=False)
+    model, batches = GPT(num_layers=1), DataLoader(long_tokens(4), batch_size=4)
+    assert isinstance(trainer.strategy, ThreeDStrategy)
+    trainer.validate(model, batches, verbose=False)
+    before = len(trainer.strategy.plan.memory)
+    trainer.fit(model, batches)
+    return before, len(trainer.strategy.plan.memory)
+
+
+def test_a_fit_after_validation_has_its_budget(workers: WorkerPools) -> None:
+    assert workers(2).run(_after_validation, 1.0) == [(0, 2)] * 2
+    with pytest.raises(WorkerError, match="needs at least"):
+        workers(2).run(_after_validation, 1e-6)
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, "most", "0%", "120%", "nan", "inf"])

@@ -15,10 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import SGD, Adagrad, AdamW, Optimizer, RMSprop
 
 from lightning_3d.checkpoint.folder import is_sharded_checkpoint
@@ -113,32 +109,6 @@ def overwrite(folder: Path) -> None:
 
 def test_replaces_a_checkpoint_and_nothing_else(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(overwrite, tmp_path)
-
-
-def shard_pieces_again(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    full = torch.arange(24.0).reshape(12, 2)
-
-    def made(values: Tensor) -> nn.Module:
-        module = nn.Linear(2, 12, bias=False)
-        module.weight = nn.Parameter(distribute_tensor(values, mesh["tp"], [_StridedShard(0, split_factor=3)]))
-        fully_shard(module, mesh=mesh["dp"])
-        return module
-
-    assert not torch.equal(made(full).weight.full_tensor(), full)  # type: ignore[operator]
-    save_folder(folder, {"state_dict": shown_state(made(full))}, None)
-    file = folder.with_name("file.ckpt")
-    save_file(file, {"state_dict": shown_state(made(full))})
-    assert torch.equal(torch.load(file)["state_dict"]["weight"], full)
-    from_folder, from_file = made(torch.zeros_like(full)), made(torch.zeros_like(full))
-    restore(folder, from_folder)
-    restore(file, from_file)
-    for module in (from_folder, from_file):
-        assert torch.equal(module.weight.to_local(), made(full).weight.to_local())  # type: ignore[operator]
-
-
-def test_saves_and_loads_what_torch_gathers_in_a_wrong_order(workers: WorkerPools, tmp_path: Path) -> None:
-    workers(4).run(shard_pieces_again, tmp_path / "pieces")
 
 
 # -------------------------------------------------------------------------------------------------------------- misuse

@@ -6,20 +6,26 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import StepError
+from lightning_3d.tensor.axis import MeshAxis
+from lightning_3d.tensor.collectives import enter
 from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
 from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
+from lightning_3d.tensor.vocabulary.loss import ShardedClasses
+from lightning_3d.tensor.vocabulary.sharded_output import plain
 from lightning_3d.torch_internals.profiling import AllocatedPeak
 from tests.law.models.heads import ByTable, Shifted
 from tests.models import TinyGPT, loader, tokens
@@ -31,13 +37,15 @@ CLASSES, WIDTH = 10, 5
 Use = Callable[[Tensor], Any]
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "LEAST_LOGITS", 3 * CLASSES)
+SMALL = patch.object(chunked_loss, "LEAST_LOGITS", 10)
+"""A chunk has a row of all classes, or two of those of a rank."""
 
 
 class Compared:
     """One head, called as always and lazily."""
+
+    own = slice(None)
+    """Of the classes."""
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -64,42 +72,43 @@ class Compared:
 
     def check(self, use: Use, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
         """``use`` gives the same values and gradients of both."""
-        expected, result = use(self.dense()), use(self.lazy())
-        torch.testing.assert_close(made(result), expected, rtol=rtol, atol=atol, equal_nan=True)
+        expected, result = use(self.dense()), plain(made(use(self.lazy())))
+        torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True)
         if not expected.requires_grad:
             return
-        assert result.requires_grad
         seed = torch.linspace(0.5, 1.5, expected.numel()).reshape(expected.shape).to(expected.dtype)
-        for of_leaves, loss in zip(self.leaves, (expected, made(result)), strict=True):
-            for leaf in of_leaves:
-                leaf.grad = None
-            loss.backward(seed)
+        for leaf in (*self.leaves[0], *self.leaves[1]):
+            leaf.grad = None
+        expected.backward(seed)
+        result.backward(seed)
         for theirs, ours in zip(*self.leaves, strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=rtol, atol=atol, equal_nan=True)
+            wanted = theirs.grad if ours is self.leaves[1][0] else theirs.grad[self.own]
+            torch.testing.assert_close(ours.grad, wanted, rtol=rtol, atol=atol, equal_nan=True)
+
+
+class Sharded(Compared):
+    """One head, called as always, and lazily with this rank's classes."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> None:
+        super().__init__(*shape, dtype=dtype, bias=bias)
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+        self.axis, self.classes = MeshAxis(mesh), ShardedClasses(CLASSES, mesh)
+        rows, *weights = self.leaves[1]
+        self.own = slice(*self.classes.bounds)
+        self.leaves[1] = [rows, *(weight.detach()[self.own].clone().requires_grad_() for weight in weights)]
+
+    def lazy(self) -> Tensor:
+        rows, weight, *bias = self.leaves[1]
+        entered = enter(rows, self.axis)
+        self.call = HeadCall(
+            entered, weight, bias[0] if bias else None, self.reads.append, self.classes, num_classes=CLASSES
+        )
+        return lazy_logits(self.call)
 
 
 FLAT = torch.tensor([0, 9, 3, -100, 5, 6, 1, 2])
 TARGETS = FLAT.view(2, 4)
 WEIGHT = torch.linspace(0.1, 1.0, CLASSES)
-
-
-def test_every_option_of_cross_entropy() -> None:
-    dtype = torch.float64
-    options = itertools.product(("mean", "sum", "none"), (0.0, 0.3), (None, WEIGHT.double()), (-100, 5), (True, False))
-    for reduction, smoothing, weight, ignored, bias in options:
-        compared = Compared(8, dtype=dtype, bias=bias)
-        target = FLAT if ignored == -100 else FLAT.clamp(min=0)
-        keywords: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
-        compared.check(lambda x: F.cross_entropy(x, target, weight, **keywords))  # noqa: B023
-        if not keywords.pop("label_smoothing"):
-            compared.check(lambda x: F.nll_loss(x.log_softmax(1), target, weight, **keywords))  # noqa: B023
-        assert not compared.reads
-    compared = Compared(8, dtype=dtype)
-    compared.check(lambda x: F.cross_entropy(x, torch.full((8,), -100)))  # NaN
-    compared.check(lambda x: F.cross_entropy(x, torch.full((8,), -100), reduction="sum"))
-    nothing = torch.zeros(CLASSES, dtype=dtype)
-    compared.check(lambda x: F.cross_entropy(x, FLAT, nothing))  # NaN, also the gradients of rows that count
-    compared.check(lambda x: F.cross_entropy(x, FLAT, nothing, label_smoothing=0.3))
 
 
 FUSED: list[Use] = [
@@ -127,37 +136,6 @@ FUSED: list[Use] = [
     lambda x: F.cross_entropy(x.log_softmax(-1).flatten(0, 1), FLAT, label_smoothing=0.1),
     lambda x: F.cross_entropy(x[:0].flatten(0, 1), FLAT[:0], reduction="sum") + F.cross_entropy(x[1], TARGETS[1]),
 ]
-
-
-@pytest.mark.parametrize("number", range(len(FUSED)))
-def test_ways_to_the_loss_that_make_no_logits(number: int) -> None:
-    compared = Compared(2, 4)
-    compared.check(FUSED[number])
-    assert not compared.reads or number == len(FUSED) - 1
-
-
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        return logits * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
-class _Peeking(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        return torch.tensor(logits.tolist())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _read_twice(logits: Tensor) -> Tensor:
-    return _Peeking.apply(logits).sum() + logits.square().sum()
 
 
 def _read_without_gradients(logits: Tensor) -> Tensor:
@@ -209,22 +187,47 @@ READ: list[Use] = [
     lambda x: x * torch.linspace(0, 1, CLASSES),
     lambda x: x[0] + x,
     lambda x: F.cross_entropy(x.flatten(0, 1), FLAT) + 0.1 * x.logsumexp(-1).square().mean(),
-    lambda x: _Doubled.apply((x / 3).tanh().transpose(1, 2)).square(),
-    lambda x: _Doubled.apply((x / 3).log_softmax(-1).transpose(1, 2)).square(),
     _changed,
     lambda x: torch.vmap(lambda row: row.square().sum())(x).sum() + x.square().sum(),
-    lambda x: _read_twice(x / 3),
     _read_without_gradients,
     lambda x: F.cross_entropy(_Halved.apply(x).flatten(0, 1), FLAT),
     lambda x: x.contiguous(memory_format=torch.contiguous_format),
 ]
 
 
-@pytest.mark.parametrize("number", range(len(READ)))
-def test_other_uses_see_the_logits(number: int) -> None:
-    compared = Compared(2, 4)
-    compared.check(READ[number])
-    assert len(compared.reads) == 1  # the head ran once
+@SMALL
+def _as_of_logits(kind: type[Compared]) -> None:
+    """Every option, and every use: the first make no logits, and for the others the head runs once."""
+    options = itertools.product(("mean", "sum", "none"), (0.0, 0.3), (None, WEIGHT), (-100, 5), (True, False))
+    for reduction, smoothing, weight, ignored, bias in options:
+        compared = kind(8, bias=bias)
+        target = FLAT if ignored == -100 else FLAT.clamp(min=0)
+        keywords: dict[str, Any] = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
+        compared.check(lambda x: F.cross_entropy(x, target, weight, **keywords))  # noqa: B023
+        if not keywords.pop("label_smoothing"):
+            compared.check(lambda x: F.nll_loss(x.log_softmax(1), target, weight, **keywords))  # noqa: B023
+        assert not compared.reads
+    kind(8, dtype=torch.float64).check(lambda x: F.cross_entropy(x, FLAT))
+    kind(8).check(lambda x: F.cross_entropy(x, torch.full((8,), -100)))  # NaN
+    kind(8).check(lambda x: F.cross_entropy(x, torch.full((8,), -100), reduction="sum"))
+    kind(8).check(lambda x: F.cross_entropy(x, FLAT, torch.zeros(CLASSES), label_smoothing=0.3))  # NaN
+    for number, use in enumerate((*FUSED, *READ)):
+        if kind is Compared or use is not _changed:  # planning keeps logits whole for steps that change them
+            compared = kind(2, 4)
+            try:
+                compared.check(use)
+            except AssertionError as error:
+                error.add_note(f"use {number}")
+                raise
+            assert len(compared.reads) == (number >= len(FUSED) - 1), number
+
+
+def test_losses_are_those_of_logits_in_one_process() -> None:
+    _as_of_logits(Compared)
+
+
+def test_losses_are_those_of_logits_on_shards_of_the_classes(workers: WorkerPools) -> None:
+    workers(2).run(_as_of_logits, Sharded)
 
 
 @pytest.mark.parametrize("reader", [lambda x: x.register_hook(print), lambda x: x.retain_grad()])
@@ -241,6 +244,7 @@ def test_gradients_of_logits_after_their_loss_are_refused(reader: Use) -> None:
     torch.testing.assert_close(lazy.grad, dense.grad)
 
 
+@SMALL
 def test_half_precision() -> None:
     """The fused gradients are as near to fp32's as those of logits."""
     target = torch.arange(64) % CLASSES
@@ -297,7 +301,7 @@ class Reading(TinyGPT):
 
     def __init__(self, way: str) -> None:
         super().__init__(tied=False)
-        self.way, self.seen, self.kept = way, list[float](), list[Tensor]()
+        self.way, self.seen = way, list[float]()
         if way == "hooked":
             self.head.register_forward_hook(lambda module, args, output: output / 2)
 
@@ -306,14 +310,9 @@ class Reading(TinyGPT):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if self.way == "accuracy" or (self.way == "accuracy at times" and batch_idx == 1):
             self.seen.append((logits.argmax(-1) == targets).float().mean().item())
-        if self.way == "kept":
-            self.kept = [logits]
         more: dict[str, Callable[[], Tensor]] = {
             "twice": lambda: F.cross_entropy(logits[:, 1:].flatten(0, 1), targets[:, :-1].flatten()),
             "read": lambda: 0.01 * logits.logsumexp(-1).square().mean(),
-            "peeked": lambda: _Peeking.apply(logits).square().mean(),
-            "batched": lambda: torch.vmap(lambda row: row.square().mean())(logits).mean(),
-            "halved": lambda: F.cross_entropy(_Halved.apply(logits).flatten(0, 1), targets.flatten()),
         }
         loss = loss + more[self.way]() if self.way in more else loss
         return {"loss": loss, "logits": logits} if self.way == "returned" else loss
@@ -323,8 +322,8 @@ class Reading(TinyGPT):
             assert isinstance(self.head.weight, DTensor), "no longer gathered"
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        read = [outputs["logits"]] if self.way == "returned" else self.kept
-        self.seen += [logits.square().mean().item() for logits in read]
+        if self.way == "returned":
+            self.seen.append(outputs["logits"].square().mean().item())
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         pass
@@ -336,14 +335,14 @@ READS = "head: makes logits, as the step reads logits"
 OUTCOMES = {
     "alone": (
         ALONE,
-        {**dict.fromkeys(("accuracy", "kept", "returned"), READS), "accuracy at times": FUSED_LINE},
+        {"accuracy": READS, "returned": READS, "accuracy at times": FUSED_LINE},
     ),
     "gathered": (
         GATHERED,
         {
             "twice": FUSED_LINE,
             "hooked": "head: makes logits, as it has hooks",
-            **{"read": f"{READS}: logsumexp", "halved": f"{READS}: _Halved", "peeked": f"{READS}: _Peeking"},
+            "read": f"{READS}: logsumexp",
         },
     ),
 }

@@ -93,15 +93,8 @@ def _at_least_one(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     return (outputs["logits"].square().mean(-1) * valid).sum() / valid.sum().clamp(min=1)
 
 
-def _read(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-    loss = LOSSES["mean"](outputs, labels)
-    assert loss.item() >= 0
-    return loss
-
-
 OTHERS: dict[str, tuple[Using, LossKind]] = {
     "noise of the step": (Using(_denoised, _noisy), LossKind.MEAN),
-    "coupled, too": (Using(lambda o, y: _denoised(o, y) + o["pooled"].std(0).mean(), _noisy), LossKind.WHOLE),
     "hardest sample": (Using(lambda o, y: o["logits"].square().mean((1, 2)).max()), LossKind.WHOLE),
     "bent at some value": (Using(_flooded), LossKind.WHOLE),
     **{
@@ -110,7 +103,6 @@ OTHERS: dict[str, tuple[Using, LossKind]] = {
         for of, kind in ((Tensor.mean, LossKind.MEAN), (Tensor.sum, LossKind.SUM), (Tensor.std, LossKind.WHOLE))
     },
     "divided by one at least": (Using(_at_least_one), LossKind.WHOLE),
-    "read when it is made": (Using(_read), LossKind.MEAN),
     "made of picked rows": (Using(LOSSES["selected"]), LossKind.WHOLE),
 }
 
@@ -134,29 +126,9 @@ def test_randomness_after_the_blocks_is_told() -> None:
     assert "draws random numbers after the blocks" in str(found.failure)
 
 
-@pytest.mark.parametrize("least", [1, -100])
-def test_labels_of_studies_are_in_the_range_of_the_batch(least: int) -> None:
-    seen: list[Tensor] = []
-
-    def indexed(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        seen.append(labels)
-        return LOSSES["mean"](outputs, labels.clamp(min=1))
-
-    features, labels = _batch(8)
-    labels = labels.clamp(min=1)
-    labels[0, 0] = least
-    assert _found(Using(indexed), [features, labels]).kind == LossKind.MEAN
-    assert len(seen) > 3
-    assert min(int(labels.min()) for labels in seen) == least
-
-
 VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], int | None]] = {
     "views before the blocks": (lambda x: torch.cat([x, x.flip(-1)]), lambda h: h, 2),
-    "rows of a sample before the blocks": (lambda x: x.repeat_interleave(2, 0), lambda h: h, 1),
-    "another order before the blocks": (lambda x: torch.cat([x, x.flip(0)]), lambda h: h, None),
-    "views between blocks": (lambda x: torch.cat([x, x]), lambda h: torch.cat([h, h + 1]), 4),
     "repeated between blocks": (lambda x: x, lambda h: h.repeat(3, 1, 1), 3),
-    "tokens between blocks": (lambda x: x, lambda h: h.flatten(0, 1), 1),
     "another order between blocks": (lambda x: x, lambda h: torch.stack([h, h]).flatten(0, 1), None),
 }
 """Name -> what comes before the blocks, what between them, and the number of views after them."""

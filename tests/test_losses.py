@@ -8,16 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from tests.losses import CLASSES, LENGTH, LossNet, labelled
-from tests.parity import QUIET, Job, Layout, assert_parity, run_layout
+from tests.losses import LossNet, labelled
+from tests.parity import Job, Layout, assert_parity, run_layout
 from tests.workers import WorkerError, WorkerPools
 
 PIPELINE = Layout(pp=2, num_microbatches=4)
@@ -35,40 +32,6 @@ def test_replicas_have_the_mean_of_their_losses(loss: str, layout: Layout, worke
         assert ranks[0].plan is not None
         (told,) = (text for text in ranks[0].plan.losses if text.startswith("training_step: the loss couples samples"))
         assert "data-parallel ranks couples its own samples alone, as under DDP" in told
-
-
-class Swapped(LossNet):
-    """Predicts noise that the step draws, in an order that it draws, too, with a loss that couples samples."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        noise = torch.randn(len(batch[0]), LENGTH, CLASSES)
-        order = torch.randperm(len(batch[0]))
-        outputs = self(0.5 * (batch[0] + batch[0][order]) + noise[..., :1])
-        error = F.mse_loss(outputs["logits"], 0.5 * (noise + noise[order]))
-        couples = outputs["pooled"].std(0).mean()
-        self.log("loss", error, on_step=True, on_epoch=True, sync_dist=True)
-        return error + couples
-
-
-def _first_error(loss: str) -> float:
-    """What a layout logs of its first step."""
-    L.seed_everything(1, verbose=False)
-    trainer = L.Trainer(
-        devices=2,
-        strategy=replace(PIPELINE, loss=loss).strategy(),  # type: ignore[arg-type]
-        max_steps=1,
-        enable_checkpointing=False,
-        **QUIET,
-    )
-    batches = DataLoader(labelled(8), batch_size=8)
-    trainer.fit(Swapped("mean"), batches, batches)
-    return float(trainer.callback_metrics["loss"])
-
-
-def test_a_loss_of_the_batch_meets_the_noise_that_its_microbatches_met(workers: WorkerPools) -> None:
-    by_microbatch, *_ = workers(2).run(_first_error, "mean")  # of which the logged error is the mean
-    for logged in workers(2).run(_first_error, "auto"):
-        assert logged == pytest.approx(by_microbatch, abs=1e-6)
 
 
 class Draws(LossNet):
