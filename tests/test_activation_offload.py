@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_3d import ThreeDStrategy
 from lightning_3d.activations.offload import Offload
-from lightning_3d.activations.transfers import SideStreams, Transfer, Transfers
+from lightning_3d.activations.transfers import SideStreams, Wait
 from lightning_3d.config.activations import ActivationsConfig, Mode
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.mesh import MeshShape
@@ -32,17 +32,7 @@ CPU = torch.device("cpu")
 WIDTH = 32
 
 
-class Copy(Transfer):
-    """A copy in the memory of the CPU, made at once."""
-
-    def __init__(self, source: Tensor) -> None:
-        self._made = source.clone()
-
-    def wait(self) -> Tensor:
-        return self._made
-
-
-class Copies(Transfers):
+class Copies(SideStreams):
     """Notes what is copied to the host, and which of it is still there."""
 
     def __init__(self) -> None:
@@ -54,14 +44,15 @@ class Copies(Transfers):
         gc.collect()
         return sum(reference() is not None for reference in self._host)
 
-    def to_host(self, tensor: Tensor) -> Transfer:
+    def to_host(self, tensor: Tensor) -> Wait:
         self.addresses.append(tensor.data_ptr())
-        copy = Copy(tensor)
-        self._host.append(ref(copy.wait()))
-        return copy
+        copy = tensor.clone()
+        self._host.append(ref(copy))
+        return lambda: copy
 
-    def to_device(self, tensor: Tensor) -> Transfer:
-        return Copy(tensor)
+    def to_device(self, tensor: Tensor) -> Wait:
+        copy = tensor.clone()
+        return lambda: copy
 
 
 class Inner(nn.Module):
@@ -84,9 +75,9 @@ class Inner(nn.Module):
 def test_memory_of_the_device_goes_with_the_next_block_and_that_of_the_host_with_the_backward() -> None:
     blocks, x, copies = [Inner() for _ in range(3)], torch.randn(48, WIDTH), Copies()
     offload, plain, output = Offload(CPU, copies, least_bytes=512), x, x
-    for number, block in enumerate(blocks):
+    for block in blocks:
         plain = block(plain)
-        with offload.call(str(number), block):
+        with offload.call(block):
             output = block(output)
     weights = [parameter for block in blocks for parameter in block.parameters()]
     expected = torch.autograd.grad(plain.sum(), weights)
@@ -100,7 +91,7 @@ def test_memory_of_the_device_goes_with_the_next_block_and_that_of_the_host_with
 
 def test_weights_and_buffers_stay_and_what_is_saved_often_is_copied_once() -> None:
     block, copies = Inner(), Copies()
-    with Offload(CPU, copies, least_bytes=512).call("block", block):
+    with Offload(CPU, copies, least_bytes=512).call(block):
         output = block(torch.randn(48, WIDTH))
     assert not {tensor.data_ptr() for tensor in (*block.parameters(), *block.buffers())} & {*copies.addresses}
     assert len(copies.addresses) == len({*copies.addresses}) > 3
@@ -123,7 +114,7 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("width", [4, 4096], ids=["small", "large"])
 def test_a_saved_tensor_that_is_changed_in_place_raises_as_ever(width: int) -> None:
     block, copies = InPlace(width), Copies()
-    with Offload(CPU, copies, least_bytes=1024).call("block", block):
+    with Offload(CPU, copies, least_bytes=1024).call(block):
         output = block(torch.ones(width))
     block.made.view(-1).add_(1.0)
     assert len(copies.addresses) == (width > 4)

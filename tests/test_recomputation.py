@@ -26,7 +26,7 @@ from lightning_3d.errors import ConfigError, PlanError, StepError
 from lightning_3d.model.blocks import find_blocks
 from lightning_3d.precision.plugin import ThreeDPrecision
 from tests.models import Regression, TinyGPT, features
-from tests.parity import Layout, fitted, whole_state
+from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
 
 WIDTH = 16
@@ -225,6 +225,26 @@ class SmoothingRegression(OneBlock):
         return loss
 
 
+class Swapping(OneBlock):
+    """Has other weights in its block, or a hook there, for forwards alone."""
+
+    def __init__(self, is_hooking: bool) -> None:
+        super().__init__(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        self.is_hooking, self.others = is_hooking, nn.ParameterList([torch.ones(WIDTH, WIDTH)])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        linear: Any = self.blocks[0][0]  # type: ignore[index]
+        if self.is_hooking:
+            hook = linear.register_forward_hook(lambda module, args, output: output * 1.5)
+            loss = super().training_step(batch, batch_idx)
+            hook.remove()
+            return loss
+        own, linear.weight = linear.weight, self.others[0]
+        loss = super().training_step(batch, batch_idx)
+        linear.weight = own
+        return loss
+
+
 class DecayingRegression(OneBlock):
     def __init__(self, is_clamping: bool) -> None:
         super().__init__(nn.Sequential(nn.Tanh(), Decaying(is_clamping)))
@@ -244,8 +264,13 @@ def test_what_can_not_be_put_back_is_refused(workers: WorkerPools, mode: str) ->
         torch.testing.assert_close(found[fqn], value, rtol=0, atol=1e-6)
     with pytest.raises(WorkerError, match=r"blocks\.0 changed a weight of its own of shape \(16, 16\) in place"):
         run(partial(DecayingRegression, False), mode, blocks)
-    with pytest.raises(WorkerError, match=r"buffer of shape \(2048, 16\), which its forward left alone, was changed"):
-        run(SmoothingRegression, mode, blocks)
+    for model, message in (
+        (SmoothingRegression, r"buffer of shape \(2048, 16\), which its forward left alone, was changed"),
+        (partial(Swapping, False), "a parameter or module in it was replaced since its forward"),
+        (partial(Swapping, True), "a hook that changed what its forward computed was removed since"),
+    ):
+        with pytest.raises(WorkerError, match=message):
+            run(model, mode, blocks)
 
 
 class Functional(OneBlock):
@@ -270,16 +295,20 @@ class Vectorized(OneBlock):
         return output
 
 
+@pytest.mark.parametrize("model", [Functional, Vectorized])
+def test_calls_by_transforms_and_with_other_weights_run_as_they_are(workers: WorkerPools, model: type) -> None:
+    run = partial(workers(1).run, _trains, model)
+    (plain,), (found,) = run("none", ()), run("full", ("blocks.*",))
+    assert_same_state([found], plain)
+
+
 def _refused(layout: Layout, model: type[Regression]) -> str:
     with pytest.raises(StepError) as raised:
         fitted(layout, model, data=features)
     return str(raised.value)
 
 
-def test_calls_of_blocks_by_transforms_and_with_other_weights_are_refused(workers: WorkerPools) -> None:
-    (error,) = workers(1).run(_refused, Layout(activations={"recompute": "full"}), Vectorized)
-    assert error.startswith("blocks.0 is called inside of a transform of torch.func (vmap")
-    assert "Leave the block out of activations.blocks" in error
+def test_calls_with_other_weights_are_refused_where_a_block_s_own_are_gathered(workers: WorkerPools) -> None:
     for error in workers(2).run(_refused, Layout(dp=2, zero=3), Functional):
         assert re.match(r"\w+\S* is a Tensor in place of a parameter in a call of ", error), error
         assert "zero.stage below 3" in error

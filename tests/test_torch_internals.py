@@ -150,18 +150,6 @@ def test_hooks_on_saved_tensors_and_checkpoints_are_seen() -> None:
     assert seen == [(False, False), (True, False), (True, True), (True, True)], "the last one computes it again"
 
 
-@canary(autograd, "is_refusal_of_hooks")
-def test_refusals_of_torch() -> None:
-    def square(x: Tensor) -> Tensor:
-        return x.square().sum()
-
-    with torch.autograd.graph.save_on_cpu():
-        for take in (torch.func.grad(square), torch.func.jacrev(square), lambda x: torch.func.vjp(square, x)):
-            with pytest.raises(RuntimeError) as hooks:
-                take(torch.ones(2))
-            assert autograd.is_refusal_of_hooks(hooks.value)
-
-
 @canary(autocast, "autocast_cache")
 def test_autocast_keeps_copies_of_weights_while_autograd_records() -> None:
     x, weight, sizes = torch.ones(2, 2, requires_grad=True), nn.Parameter(torch.ones(2, 2)), list[int]()

@@ -1,72 +1,69 @@
-"""State of a block before a forward, for the recomputation of that forward: attributes, buffers, generators.
+"""State of a block before a forward, for the recomputation of that forward: attributes, buffers, generators, settings.
 
-Attributes are kept as references, as code around the block may set others before the backward: a rate of dropout, an
-adapter, weights of a functional call. The data of small tensors always are, as torch does not count every change of
-them (of running statistics, through ``tensor.data``); of a large one that the forward changes; and always of one that
-the first forward changed without torch counting it (codebooks of vector quantisation). What can't be put back is
-refused: weights that a forward changes, unless it does so once and for all, as clamping does, and large buffers that
-other code changes in place before the backward.
+Attributes are kept as references, as code around the block may set others before the backward: a rate of dropout, a
+cache. The data of small tensors always are, as torch does not count every change of them (of running statistics,
+through ``tensor.data``), and those of large ones that the first forward changed (codebooks of vector quantisation).
+What can't be put back is refused: weights that a forward changes, unless it does so once and for all, as clamping does,
+large buffers that other code changes in place before the backward, and weights and modules that others replace by then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cuda
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_3d.activations.registries import Registries
 from lightning_3d.distributed.generator_states import generators_of, set_state, state_of, states_kept
 from lightning_3d.distributed.rng import Generators, RandomStates
 from lightning_3d.errors import StepError
 from lightning_3d.model.snapshot import Snapshot
-from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, buffers_of, parameters_of
+from lightning_3d.torch_internals.modules import BUFFERS, TORCH_ATTRIBUTES, buffers_of, children_of, parameters_of
 from lightning_3d.torch_internals.tensors import storage_of, version_of
 
 _SMALL = 2**16
 """Bytes of a tensor up to which its data are always kept."""
 
 _IGNORED = TORCH_ATTRIBUTES - {BUFFERS, "training"}
-"""Parameters, modules and hooks: see `Registries`."""
+"""Parameters, modules and hooks."""
+
+_KERNELS = {
+    SDPBackend.FLASH_ATTENTION: cuda.flash_sdp_enabled,
+    SDPBackend.EFFICIENT_ATTENTION: cuda.mem_efficient_sdp_enabled,
+    SDPBackend.MATH: cuda.math_sdp_enabled,
+    SDPBackend.CUDNN_ATTENTION: cuda.cudnn_sdp_enabled,
+}
+"""Kernels of attention, which keep different tensors -> whether it may choose them."""
 
 
 class StateBefore:
-    """The state of a block before one forward.
+    """The state of a block before one forward."""
 
-    Args:
-        fqn: Name of the block.
-        is_kept: Whether the data of a tensor are kept always.
-    """
-
-    def __init__(
-        self, fqn: str, modules: Sequence[nn.Module], generators: Generators, is_kept: Callable[[Tensor], bool]
-    ) -> None:
-        self._fqn, self._modules, self._generators, self._is_kept = fqn, modules, generators, is_kept
-        self._data = self._data_now()
-        self._snapshot: Snapshot | None = None  # until the forward ends, in which a backward may run
-        self._registries = Registries(modules)
-        self._drawn_from: RandomStates | None = None
+    def __init__(self, fqn: str, modules: Sequence[nn.Module], generators: Generators, snapshot: Snapshot) -> None:
+        self._fqn, self._modules, self._generators, self.snapshot = fqn, modules, generators, snapshot
+        self._structure = _structure(modules)
+        self._drawn_from: RandomStates | None = generators.states()
         self._of_modules = [(generator, state_of(generator)) for generator in generators_of(modules)]
+        self._dtype = torch.get_default_dtype()
+        self._kernels = [kernel for kernel, is_enabled in _KERNELS.items() if is_enabled()]  # type: ignore[no-untyped-call]  # torch 2.13
         self.changed_weights: Sequence[Tensor] = ()
         """The weights that the forward changed."""
         self.left_alone: Sequence[tuple[Tensor, int]] = ()
         """Large buffers that the forward did not change, whose data are not kept; with their versions."""
 
-    def _data_now(self) -> list[tuple[Tensor, Tensor]]:
-        return [(tensor, tensor.detach().clone()) for tensor in _tensors(self._modules) if self._is_kept(tensor)]
-
-    def keep_data(self, tensor: Tensor, data: Tensor) -> None:
-        """Keep data that a tensor had."""
-        self._data.append((tensor, data))
-
-    def keep(self, snapshot: Snapshot, states: RandomStates) -> None:
-        """Keep what was there before the forward that ends now."""
-        snapshot.leave_unchanged()
-        self._snapshot = snapshot
-        if not self._generators.are_at(states):
-            self._drawn_from = states
+    def end(self, is_kept: Callable[[Tensor], bool]) -> None:
+        """After the forward: let go of what did not change, unless it is kept always."""
+        self.snapshot.leave_unchanged(is_kept)
+        if self._drawn_from is not None and self._generators.are_at(self._drawn_from):
+            self._drawn_from = None
 
     @contextmanager
     def back(self) -> Iterator[None]:
@@ -75,6 +72,24 @@ class StateBefore:
         Raises:
             StepError: something changed that can't be put back.
         """
+        self._check()
+        now = Snapshot(self._modules, ignored=_IGNORED, with_data=self.snapshot.has_data_of)
+        with ExitStack() as undone:
+            undone.enter_context(self._same_weights())
+            undone.enter_context(sdpa_kernel(self._kernels))
+            undone.callback(torch.set_default_dtype, torch.get_default_dtype())
+            undone.enter_context(states_kept(generator for generator, _ in self._of_modules))
+            if self._drawn_from is not None:
+                undone.enter_context(self._generators.preserved())
+                self._generators.restore(self._drawn_from)
+            for generator, state in self._of_modules:
+                set_state(generator, state)
+            torch.set_default_dtype(self._dtype)
+            undone.callback(now.restore, unseen=True)
+            self.snapshot.restore(unseen=True)
+            yield
+
+    def _check(self) -> None:
         for tensor, version in self.left_alone:
             if version_of(tensor) != version:
                 raise StepError(
@@ -82,32 +97,12 @@ class StateBefore:
                     " its forward left alone, was changed in place since. Change it after the backward, or leave the"
                     " block out of activations.blocks."
                 )
-        now = self._data_now()
-        still_held = {id(tensor) for tensor, _ in now}
-        now += [(tensor, tensor.detach().clone()) for tensor, _ in self._data if id(tensor) not in still_held]
-        with (
-            self._attributes_back(),
-            self._registries.back(),
-            self._numbers_back(),
-            self._same_weights(),
-        ):
-            _put_data(self._data)
-            try:
-                yield
-            finally:
-                _put_data(now)
-
-    @contextmanager
-    def _attributes_back(self) -> Iterator[None]:
-        if self._snapshot is None:
-            yield
-            return
-        now = Snapshot(self._modules, ignored=_IGNORED, with_data=self._snapshot.has_data_of)
-        self._snapshot.restore()
-        try:
-            yield
-        finally:
-            now.restore()
+        now = _structure(self._modules)
+        if len(now) != len(self._structure) or not all(map(is_, now, self._structure)):
+            raise StepError(
+                f"{self._fqn} is computed again in its backward, but a parameter or module in it was replaced since its"
+                " forward. Replace it after the backward, or leave the block out of activations.blocks."
+            )
 
     @contextmanager
     def _same_weights(self) -> Iterator[None]:
@@ -116,7 +111,8 @@ class StateBefore:
             yield
         finally:  # also where torch ends it early
             changed = [weight for weight, values in before if not torch.equal(weight, values)]
-            _put_data(before)
+            for weight, values in before:
+                weight.data.copy_(values)
             if changed:
                 raise StepError(
                     f"{self._fqn} changed a weight of its own of shape {tuple(changed[0].shape)} in place in its"
@@ -124,17 +120,13 @@ class StateBefore:
                     " out of activations.blocks."
                 )
 
-    @contextmanager
-    def _numbers_back(self) -> Iterator[None]:
-        with states_kept(generator for generator, _ in self._of_modules):
-            for generator, state in self._of_modules:
-                set_state(generator, state)
-            if self._drawn_from is None:
-                yield
-                return
-            with self._generators.preserved():
-                self._generators.restore(self._drawn_from)
-                yield
+
+def _structure(modules: Sequence[nn.Module]) -> list[Any]:
+    """The modules and parameters in them; FSDP2 replaces parameters as it gathers and frees them."""
+    found: list[Any] = [child for module in modules for child in children_of(module).values()]
+    if not any(isinstance(module, FSDPModule) for module in modules):
+        found += [parameter for module in modules for parameter in parameters_of(module).values()]
+    return found
 
 
 def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
@@ -148,12 +140,6 @@ def _tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 def _weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     for module in modules:
         yield from (weight for weight in parameters_of(module).values() if type(weight) is nn.Parameter)
-
-
-def _put_data(data: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Put data back, by ``tensor.data``: for autograd, which may have saved the tensor, nothing changes in the end."""
-    for tensor, values in data:
-        tensor.data.copy_(values)
 
 
 def _differs(tensor: Tensor, snapshot: Snapshot) -> bool:
@@ -172,50 +158,38 @@ class BlockState:
 
     def __init__(self, fqn: str, modules: Sequence[nn.Module], generators: Generators) -> None:
         self._fqn, self._modules, self._generators = fqn, modules, generators
-        self._changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # large tensor -> by the first forward
-        self._uncounted: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # as well, where torch did not count it
+        self._is_changed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # large tensor -> by its first forward
 
     @contextmanager
     def before(self) -> Iterator[StateBefore]:
         """Keep the state for the recomputation of the forward that runs inside.
 
-        Yields:
-            The state, filled at the end.
-
         Raises:
             StepError: the forward changed a large tensor that its first call left alone.
         """
-        state = StateBefore(self._fqn, self._modules, self._generators, self._is_kept)
-        snapshot = Snapshot(self._modules, ignored=_IGNORED, with_data=self._is_copied)
-        states = self._generators.states()
+        snapshot = Snapshot(self._modules, ignored=_IGNORED, with_data=self._is_kept)
+        state = StateBefore(self._fqn, self._modules, self._generators, snapshot)
         large = [(tensor, version_of(tensor)) for tensor in _tensors(self._modules) if tensor.nbytes > _SMALL]
         weights = [(weight, version_of(weight)) for weight in _weights(self._modules)]
         yield state
         state.changed_weights = [weight for weight, version in weights if version_of(weight) != version]
         for tensor, version in large:
             is_changed = version_of(tensor) != version
-            if is_changed and not self._is_copied(tensor):
+            if tensor not in self._is_changed:
+                self._is_changed[tensor] = is_changed or _differs(tensor, snapshot)
+            elif is_changed and not self._is_changed[tensor]:
                 raise StepError(
                     f"{self._fqn} changed a buffer of shape {tuple(tensor.shape)} in place, which its first training"
                     " step left alone, so that its forward can't be computed again. Leave the block out of"
                     " activations.blocks."
                 )
-            if not is_changed and tensor not in self._changed and _differs(tensor, snapshot):
-                self._uncounted[tensor] = True
-                state.keep_data(tensor, snapshot.data_of(tensor))
-            self._changed[tensor] = is_changed or self._changed.get(tensor, False)
-        state.left_alone = [
-            (tensor, version) for tensor, version in large if not self._changed[tensor] and not self._is_kept(tensor)
-        ]
-        state.keep(snapshot, states)
+        state.left_alone = [(tensor, version) for tensor, version in large if not self._is_changed[tensor]]
+        state.end(partial(self._is_kept, unknown=False))
 
     def storages(self) -> Set[int]:
         """The memory of the buffers and other tensors that are put back for a recomputation."""
         tensors = _tensors(self._modules)
         return {storage for tensor in tensors if (storage := storage_of(tensor)) is not None}
 
-    def _is_kept(self, tensor: Tensor) -> bool:
-        return tensor.nbytes <= _SMALL or tensor in self._uncounted
-
-    def _is_copied(self, tensor: Tensor) -> bool:
-        return tensor.nbytes > _SMALL and bool(self._changed.get(tensor, True))
+    def _is_kept(self, tensor: Tensor, *, unknown: bool = True) -> bool:
+        return tensor.nbytes <= _SMALL or bool(self._is_changed.get(tensor, unknown))

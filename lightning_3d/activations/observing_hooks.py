@@ -7,7 +7,7 @@ what the block computes, and is called again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,57 +15,71 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_3d.distributed.rng import Generators
+from lightning_3d.errors import StepError
 from lightning_3d.torch_internals.modules import BUFFERS, PARAMETERS, observer_registries
 from lightning_3d.torch_internals.pytree import tree_leaves
 from lightning_3d.torch_internals.tensors import version_of
 
-Observers = list[tuple[nn.Module | None, int, int]]
+Place = tuple[nn.Module | None, int, int]
 """Module, or None for all, index of the registry among its ``observer_registries`` and key in it."""
-
-
-@contextmanager
-def observers_noted(modules: Iterable[nn.Module], generators: Generators) -> Iterator[Observers]:
-    """Find the hooks called inside that only look.
-
-    Yields:
-        A list of them, filled at the end.
-    """
-    observers: Observers = []
-    called = [
-        (owner, i, key)
-        for owner in (None, *modules)
-        for i, registry in enumerate(observer_registries(owner))
-        for key, hook in registry.items()
-        if not _is_of_torch(hook)
-    ]
-    others: set[tuple[nn.Module | None, int, int]] = set()
-    with ExitStack() as replaced:
-        for place in called:
-            watch = partial(_watched, generators, partial(others.add, place))
-            replaced.enter_context(_hook_replaced(*place, watch))
-        yield observers
-    observers += [place for place in called if place not in others]
-
-
-@contextmanager
-def without_observers(observers: Observers) -> Iterator[None]:
-    """Do not call these hooks inside."""
-    with ExitStack() as replaced:
-        for place in observers:
-            replaced.enter_context(_hook_replaced(*place, lambda hook: _look_away))
-        yield
-
-
 Hook = Callable[..., Any]
+
+
+class ObservingHooks:
+    """The hooks of one forward.
+
+    Args:
+        modules: Of the block.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], generators: Generators) -> None:
+        self._modules, self._generators = modules, generators
+        self._others: set[Place] = set()  # which do more than look
+        self._has_ended = False
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Find those called inside that only look."""
+        with ExitStack() as replaced:
+            for place in self._places():
+                watch = partial(_watched, self._generators, partial(self._others.add, place))
+                replaced.enter_context(_hook_replaced(*place, watch))
+            yield
+        self._has_ended = True
+
+    @contextmanager
+    def left_out(self, fqn: str) -> Iterator[None]:
+        """Do not call those inside.
+
+        Raises:
+            StepError: one that has a part in what the block computes is gone.
+        """
+        if any(key not in observer_registries(owner)[i] for owner, i, key in self._others):
+            raise StepError(
+                f"{fqn} is computed again in its backward, but a hook that changed what its forward computed was"
+                " removed since. Remove it after the backward, or leave the block out of activations.blocks."
+            )
+        with ExitStack() as replaced:
+            for place in self._places() if self._has_ended else ():
+                if place not in self._others:
+                    replaced.enter_context(_hook_replaced(*place, lambda hook: _look_away))
+            yield
+
+    def _places(self) -> list[Place]:
+        return [
+            (owner, i, key)
+            for owner in (None, *self._modules)
+            for i, registry in enumerate(observer_registries(owner))
+            for key, hook in registry.items()
+            if not _is_of_torch(hook)
+        ]
 
 
 @contextmanager
 def _hook_replaced(owner: nn.Module | None, i: int, key: int, replace: Callable[[Hook], Hook]) -> Iterator[None]:
-    """Let another hook take the place of one, which may be removed inside or before."""
+    """Let another hook take the place of one, which may be removed inside."""
     registry = observer_registries(owner)[i]
-    if (hook := registry.get(key)) is None:
-        yield
-        return
+    hook = registry[key]
     registry[key] = replacement = replace(hook)
     try:
         yield

@@ -15,21 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_3d.activations.kept_tensor import Kept, KeptTensor, check_unchanged, given
-from lightning_3d.activations.offloaded_call import ForwardPass, OffloadedCall, Reference, nothing, refer_to
-from lightning_3d.activations.offloaded_memory import OffloadedMemory
-from lightning_3d.activations.transfers import Transfers
-from lightning_3d.activations.transforms import transforms_refused
-from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks, is_in_backward
+from lightning_3d.activations.transfers import SideStreams, Wait
+from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks, is_cast, is_in_backward
 from lightning_3d.torch_internals.dispatch import version_counter
-from lightning_3d.torch_internals.tensors import storage_id, untransformed, version_of
+from lightning_3d.torch_internals.dtensor import part_of
+from lightning_3d.torch_internals.tensors import are_transforms_active, base_of, storage_id, untransformed, version_of
 
 LEAST_BYTES = 2**20
 """Smaller tensors stay: a copy of them takes longer to begin than to run."""
@@ -44,43 +42,41 @@ class Offload:
         least_bytes: Of memory that is worth it.
     """
 
-    def __init__(self, device: torch.device, transfers: Transfers, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(self, device: torch.device, transfers: SideStreams, least_bytes: int = LEAST_BYTES) -> None:
         self._device, self._transfers, self._least_bytes = device, transfers, least_bytes
-        self._memory: WeakValueDictionary[tuple[int, int], OffloadedMemory] = WeakValueDictionary()
+        self._memory: WeakValueDictionary[tuple[int, int], _Memory] = WeakValueDictionary()
         """(identity of a storage, version of its values) -> where it is."""
-        self._forward = ForwardPass()
-        self._forwards: dict[int, ForwardPass] = {}  # stage -> its newest
-        self._present: OffloadedCall | None = None
-        self._last: Reference = nothing
+        self._forward = _Forward()
+        self._forwards: dict[int, _Forward] = {}  # stage -> its newest
+        self._present: _Call | None = None
+        self._last: ref[_Call] | None = None
 
     def begin_forward(self, stage: int) -> None:
         """Tell that a pipeline stage begins with a microbatch. Their backwards come in the order of their forwards."""
-        forward = ForwardPass()
+        forward = _Forward()
         if stage in self._forwards:
             self._forwards[stage].following = forward
         self._forward = self._forwards[stage] = forward
 
     @contextmanager
-    def call(self, fqn: str, block: nn.Module) -> Iterator[None]:
+    def call(self, block: nn.Module) -> Iterator[None]:
         """Offload what autograd saves inside, in a call of a block.
 
-        A block stands aside where its caller has hooks of its own around it, as a checkpoint.
-
-        Raises:
-            StepError: the block does what torch does not do under hooks.
+        Nothing where its caller has hooks of its own around it, as a checkpoint, or transforms of ``torch.func``.
         """
-        if not torch.is_grad_enabled() or is_in_backward() or has_saved_tensor_hooks():
+        is_left = is_in_backward() or has_saved_tensor_hooks() or are_transforms_active()
+        if is_left or not torch.is_grad_enabled():
             yield
             return
-        self._present = call = OffloadedCall(block, self._forward)
+        self._present = call = _Call(block, self._forward)
         try:
-            with saved_tensors_hooks(self.keep, given), transforms_refused(fqn):
+            with saved_tensors_hooks(self.keep, given):
                 yield
         finally:
             self._present = None
-        if (last := self._last()) is not None:
+        if self._last is not None and (last := self._last()) is not None:
             last.leave()
-        self._last = refer_to(call)
+        self._last = ref(call)
 
     def keep(self, tensor: Tensor) -> Kept:
         """Keep a tensor for the backward of the block that is called."""
@@ -90,19 +86,19 @@ class Offload:
         storage, version = tensor.untyped_storage(), version_of(tensor)
         memory = self._memory.get((storage_id(storage), version))
         if memory is None:
-            memory = OffloadedMemory(storage, self._transfers)
-            self._memory[storage_id(storage), version] = memory
+            memory = self._memory[storage_id(storage), version] = _Memory(storage, self._transfers)
         call.add(memory)
-        return _OffloadedTensor(
-            memory=memory,
-            call=call,
-            counter=version_counter(tensor),
-            version=version,
-            dtype=tensor.dtype,
-            offset=int(tensor.storage_offset()),
-            size=tensor.size(),
-            stride=tensor.stride(),
-        )
+        counter, dtype = version_counter(tensor), tensor.dtype
+        offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+
+        def back() -> Tensor:
+            check_unchanged(counter, version, size)
+            if is_in_backward():
+                call.need()
+            storage = memory.get()
+            return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+        return back
 
     def _is_worth_it(self, tensor: Tensor) -> bool:
         return (
@@ -115,24 +111,99 @@ class Offload:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _OffloadedTensor:
-    """A tensor in offloaded memory."""
+class _Memory:
+    """A storage that is copied to the host, leaves the device, and comes back once.
 
-    memory: OffloadedMemory
-    call: OffloadedCall
-    counter: Tensor
-    version: int
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
+    It is copied as a whole, as autograd would keep it as a whole: tensors that share it still do when it is back.
 
-    def __call__(self) -> Tensor:
-        """The tensor, back on the device."""
-        check_unchanged(self.counter, self.version, self.size)
-        if is_in_backward():
-            self.call.need()
-        storage = self.memory.get()
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+    Args:
+        storage: It must not change before it has left.
+    """
+
+    def __init__(self, storage: UntypedStorage, transfers: SideStreams) -> None:
+        self._identity = StorageWeakRef(storage)  # no other storage gets it while this lives
+        self._transfers = transfers
+        self._device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._host: Tensor | None = None
+        self._copy: Wait | None = transfers.to_host(self._device)  # under way: to the host, or back where neither is
+        self._stays = False  # on the device, until nobody needs it
+
+    def leave(self) -> None:
+        """Let the memory of the device go, once its copy is done."""
+        if self._device is not None and not self._stays:
+            assert self._copy is not None
+            self._host, self._device, self._copy = self._copy(), None, None
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        self._stays = True
+        if self._host is not None:
+            self._copy, self._host = self._transfers.to_device(self._host), None
+
+    def get(self) -> UntypedStorage:
+        """The storage on the device, for what is computed from now on."""
+        self.fetch()
+        if self._device is None:
+            assert self._copy is not None
+            self._device, self._copy = self._copy(), None
+        return self._device.untyped_storage()
+
+
+class _Forward:
+    """A microbatch on a pipeline stage, of whose calls of blocks the backwards follow on each other in reverse."""
+
+    def __init__(self) -> None:
+        self.calls: list[ref[_Call]] = []
+        """The ones of which something is kept."""
+        self.following: _Forward | None = None
+        """The next microbatch on the stage, whose backward comes after."""
+
+
+class _Call:
+    """A call of a block. It lives as long as the graph keeps something of it."""
+
+    def __init__(self, block: nn.Module, forward: _Forward) -> None:
+        own = [part_of(tensor) for tensor in (*block.parameters(), *block.buffers())]
+        self._storages = {storage_id(tensor.untyped_storage()) for tensor in own}
+        self._shapes = {tensor.shape for tensor in own}
+        self._memory: list[ref[_Memory]] = []
+        self._forward, self._index = forward, 0
+        self._is_needed = False
+
+    def has_weight(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a weight or buffer, a view of one, or a copy that ``autocast`` made of one."""
+        if storage_id(tensor.untyped_storage()) in self._storages:
+            return True
+        base = base_of(tensor)
+        whole = tensor if base is None else base
+        return isinstance(whole, nn.Parameter) or (is_cast(whole) and whole.shape in self._shapes)
+
+    def add(self, memory: _Memory) -> None:
+        """Note memory that its backward needs."""
+        if not self._memory:
+            self._index = len(self._forward.calls)
+            self._forward.calls.append(ref(self))
+        self._memory.append(ref(memory))
+
+    def leave(self) -> None:
+        """Let the memory of the device go."""
+        for reference in self._memory:
+            if (memory := reference()) is not None:
+                memory.leave()
+
+    def fetch(self) -> None:
+        """Begin to bring everything back, in the order in which the backward needs it."""
+        for reference in reversed(self._memory):
+            if (memory := reference()) is not None:
+                memory.fetch()
+
+    def need(self) -> None:
+        """Tell that its backward runs: the next one's memory begins to come back, too."""
+        if self._is_needed:
+            return
+        self._is_needed = True
+        self.fetch()
+        following = self._forward.following
+        rest = self._forward.calls[: self._index] or ([] if following is None else following.calls)
+        if rest and (call := rest[-1]()) is not None:
+            call.fetch()

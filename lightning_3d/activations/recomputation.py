@@ -4,14 +4,15 @@ The second run finds the state of the first: random numbers, buffers, attributes
 What it changes is put back, and hooks that only look are not called again. So a block does to the world around it what
 it does without recomputation.
 
-A block stands aside, and runs as it is, where its caller checkpoints it, or it checkpoints parts of itself: that is the
-author's choice of what to compute again.
+A block runs as it is where its caller checkpoints it, or it checkpoints parts of itself: that is the author's choice of
+what to compute again. So it does inside of transforms of ``torch.func``, and where tensors take the place of its
+parameters, as by ``torch.func.functional_call``: both have ended when its backward comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -20,11 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_3d.activations.block_state import BlockState, StateBefore
 from lightning_3d.activations.kept_tensor import Keep, KeptTensor
-from lightning_3d.activations.observing_hooks import Observers, observers_noted, without_observers
+from lightning_3d.activations.observing_hooks import ObservingHooks
 from lightning_3d.activations.selective import KeptResults
-from lightning_3d.activations.shared_memory import Stretch, stretches
-from lightning_3d.activations.torch_settings import TorchSettings
-from lightning_3d.activations.transforms import transforms_refused
 from lightning_3d.distributed.rng import Generators
 from lightning_3d.errors import StepError
 from lightning_3d.model.block_runner import Call
@@ -36,8 +34,9 @@ from lightning_3d.torch_internals.autograd import (
     is_in_backward,
     next_node_number,
 )
+from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
-from lightning_3d.torch_internals.tensors import storage_of, untransformed, version_of
+from lightning_3d.torch_internals.tensors import are_transforms_active, storage_of, untransformed, version_of
 
 _NOT_COMPILED = (
     "activations.recompute runs blocks eagerly inside of code that torch.compile made. Compile the blocks by"
@@ -79,11 +78,11 @@ class Recomputation:
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of the block."""
         stands_aside = self.checkpoints_itself or is_in_backward() or is_checkpointing()
-        if stands_aside or not torch.is_grad_enabled():
+        if stands_aside or not torch.is_grad_enabled() or are_transforms_active() or self._has_other_weights():
             return call(*args, **kwargs)
         is_first, first_node = self.changed_inputs is None, next_node_number()
         run = _Run(self, call, args, kwargs)
-        with checkpoints_noted() as made, self._inputs(), transforms_refused(self.fqn):
+        with checkpoints_noted() as made, self._inputs():
             output = checkpoint(
                 run, *run.kept(), use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
             )
@@ -92,6 +91,10 @@ class Recomputation:
             self.checkpoints_itself = len(made) > 1 or has_reentrant_checkpoints(outputs, first_node)
         self.changed_inputs = run.changed_inputs
         return output
+
+    def _has_other_weights(self) -> bool:
+        weights = (weight for module in self.modules for weight in parameters_of(module).values())
+        return any(not isinstance(weight, nn.Parameter) for weight in weights if weight is not None)
 
 
 class _Run:
@@ -102,53 +105,24 @@ class _Run:
         self._given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)  # until the forward has run
         leaves, self._with_leaves = flatten_call(args, kwargs)
         self._leaves = [owner.whole(leaf) for leaf in leaves]
+        firsts: dict[Hashable, int] = {}
+        self._same = [firsts.setdefault(_place(leaf), i) for i, leaf in enumerate(self._leaves)]
         self.changed_inputs: Set[int] = frozenset()
         self._state: StateBefore
-        self._settings = TorchSettings()
-        self._observers: Observers = []
+        self._hooks = ObservingHooks(owner.modules, owner.generators)
         self._results = KeptResults(owner.keep) if owner.mode == "selective" else None
-        self._stretches: Sequence[Stretch] = ()
-        self._of_block: dict[int, Tensor] = {}  # arguments in the memory of the block's own tensors
 
     def kept(self) -> list[Any]:
-        """Leaves of the arguments for the recomputation: copies of what the forward changes."""
-        if not any(map(self._may_change, range(len(self._leaves)))):
-            return cast(list[Any], as_called(self._leaves))
-        own = self._owner.state.storages()
-        self._of_block = {i: leaf for i, leaf in enumerate(self._leaves) if _is_in(leaf, own) and self._may_change(i)}
-        leaves = [None if i in self._of_block else leaf for i, leaf in enumerate(self._leaves)]
-        self._stretches = stretches(leaves, self._may_change, self._owner.fqn)
-        kept = [_copied(leaf) if self._may_change(i) else leaf for i, leaf in enumerate(leaves)]
-        for stretch in self._stretches:
-            for part in stretch.parts:
-                kept[part.at] = None
-            kept[stretch.parts[0].at] = stretch.copied(leaves)
+        """Leaves of the arguments for the recomputation: copies of what the forward may change."""
+        known = self._owner.changed_inputs
+        kept = [_copied(leaf) if known is None or i in known else leaf for i, leaf in enumerate(self._leaves)]
         return cast(list[Any], as_called(kept))
-
-    def _may_change(self, i: int) -> bool:
-        changed = self._owner.changed_inputs
-        return changed is None or i in changed
-
-    def _leaves_of(self, kept: Sequence[Any], again: Callable[[Any, Set[int]], Any]) -> list[Any]:
-        """The leaves of the arguments.
-
-        Args:
-            again: Applied to each tensor that was kept, and the indices of the leaves that are in it.
-        """
-        leaves = [again(leaf, {i}) for i, leaf in enumerate(kept)]
-        for stretch in self._stretches:
-            parts = {part.at for part in stretch.parts}
-            for i, leaf in stretch.views(again(kept[stretch.parts[0].at], parts)):
-                leaves[i] = leaf
-        for i, leaf in self._of_block.items():
-            leaves[i] = leaf.detach()
-        return leaves
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Around the forward, and around its recomputations."""
         if self._results is None:
             return nullcontext(), nullcontext()
-        return self._results.keeping(), _Anew(self._results.giving)
+        return self._results.keeping(), self._results.giving()
 
     def __call__(self, *kept: Any) -> Any:
         if self._given is None:
@@ -156,68 +130,67 @@ class _Run:
         (args, kwargs), self._given = self._given, None
         leaves, self._leaves = self._leaves, []
         versions = [version_of(leaf) if _is_versioned(leaf) else None for leaf in leaves]
-        with (
-            self._owner.state.before() as self._state,
-            observers_noted(self._owner.modules, self._owner.generators) as self._observers,
-        ):
+        with self._owner.state.before() as self._state, self._hooks.noted():
             output = self._call(*args, **kwargs)
         pairs = enumerate(zip(leaves, versions, strict=True))
         changed = {i for i, (leaf, version) in pairs if version is not None and version_of(leaf) != version}
-        self._check_copied(changed)
-        if self._owner.changed_inputs is None:  # also what torch does not count: collectives, `tensor.data`
-            before = self._leaves_of(kept, lambda leaf, _: leaf)
-            changed.update(i for i, copy in enumerate(before) if _is_other(copy, leaves[i]))
-        self.changed_inputs = changed | (self._owner.changed_inputs or frozenset())
+        known = self._owner.changed_inputs
+        if known is None:  # also what torch does not count: collectives, `tensor.data`
+            changed.update(i for i, copy in enumerate(kept) if _is_other(copy, leaves[i]))
+        self._check_copied(changed, leaves)
+        self.changed_inputs = changed | (known or frozenset())
         if self._results is not None:
             self._results.leave(output)
         return output
 
-    def _check_copied(self, changed: set[int]) -> None:
-        known = self._owner.changed_inputs
+    def _check_copied(self, changed: Set[int], leaves: Sequence[Any]) -> None:
+        known, fqn = self._owner.changed_inputs, self._owner.fqn
         if known is not None and not changed <= known:
             raise StepError(
-                f"{self._owner.fqn} changed an argument in place, which its first training step left alone, so that its"
-                " forward can't be computed again. Leave the block out of activations.blocks."
+                f"{fqn} changed an argument in place, which its first training step left alone, so that its forward"
+                " can't be computed again. Leave the block out of activations.blocks."
             )
+        own = self._owner.state.storages() if changed else frozenset[int]()
+        for i in changed:
+            others = (leaf for leaf, first in zip(leaves, self._same, strict=True) if first != self._same[i])
+            if storage_of(leaves[i]) in own or any(_is_overlapping(leaves[i], leaf) for leaf in others):
+                raise StepError(
+                    f"{fqn} changes an argument in place that lies in the memory of another one, or of a buffer of its"
+                    " own, so that its forward can't be computed again. Give it a clone, or leave the block out of"
+                    " activations.blocks."
+                )
 
     def _again(self, kept: Sequence[Any]) -> Any:
-        leaves = self._leaves_of(kept, self._to_change)
-        args, kwargs = self._with_leaves(as_called(leaves))
-        with self._settings.back(), self._state.back(), without_observers(self._observers):
+        made = [kept[i].clone() if i in self.changed_inputs else _apart(kept[i]) for i in range(len(kept))]
+        args, kwargs = self._with_leaves(cast(list[Any], as_called([made[first] for first in self._same])))
+        with self._state.back(), self._hooks.left_out(self._owner.fqn):
             return self._call(*args, **kwargs)
-
-    def _to_change(self, kept: Any, within: Set[int]) -> Any:
-        """A leaf that was kept, apart from the graph before it, or a copy of it where the forward changes it."""
-        if kept is None or self.changed_inputs.isdisjoint(within):
-            return _apart(kept)
-        return kept.clone()
-
-
-class _Anew(AbstractContextManager[None]):
-    """A context that is made anew each time that it is entered.
-
-    Args:
-        make: Makes it.
-    """
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make, self._entered = make, list[ExitStack]()
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        stack.enter_context(self._make())
-        self._entered.append(stack)
-
-    def __exit__(self, *exc: Any) -> bool | None:
-        return self._entered.pop().__exit__(*exc)
 
 
 def _is_versioned(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
-def _is_in(leaf: Any, storages: Set[int]) -> bool:
-    return bool(storages) and type(leaf) is Tensor and storage_of(leaf) in storages
+def _place(leaf: Any) -> Hashable:
+    """Equal for a tensor that is given several times."""
+    if type(leaf) is not Tensor or (storage := storage_of(leaf)) is None:
+        return id(leaf)
+    return storage, int(leaf.storage_offset()), leaf.shape, leaf.stride(), leaf.dtype
+
+
+def _is_overlapping(one: Tensor, other: Any) -> bool:
+    """Whether two tensors lie in the same memory, at least between the ends of theirs."""
+    if not isinstance(other, Tensor) or storage_of(one) is None or storage_of(one) != storage_of(other):
+        return False
+    (first, end), (other_first, other_end) = _span(one), _span(other)
+    return first < other_end and other_first < end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte in its storage, and that behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    return first, first + (last + 1) * tensor.itemsize
 
 
 def _copied(leaf: Any) -> Any:

@@ -230,7 +230,11 @@ class _Keeping(CollectiveMode):
 class _Giving(CollectiveMode):
     def __init__(self, results: KeptResults) -> None:
         super().__init__()
-        self._results, self._numbers = results, Counter[OpOverload | None]()
+        self._results = results
+
+    def __enter__(self) -> Any:
+        self._numbers = Counter[OpOverload | None]()  # a graph may be run backwards several times
+        return super().__enter__()  # type: ignore[no-untyped-call]  # torch 2.13
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not is_costly(func):

@@ -1,46 +1,24 @@
 """Copies between the device and pinned host memory, on streams beside the one that computes.
 
-They are ordered by events: a copy begins when what was computed before is done, and ``Transfer.wait`` lets what is
-computed afterwards begin when the copy is done. The memory of both ends is not let go before, so that no allocator
+They are ordered by events: a copy begins when what was computed before is done, and `Wait` lets what is computed
+afterwards begin when the copy is done. The memory of both ends is not let go before, so that no allocator
 hands it out while it is read or written.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lightning_3d.errors import OffloadError
 
-
-class Transfer(Protocol):
-    """A copy that was begun."""
-
-    @abstractmethod
-    def wait(self) -> Tensor:
-        """The copy. What is computed from now on comes after it."""
+Wait = Callable[[], Tensor]
+"""Gives a copy that was begun. What is computed from then on comes after it."""
 
 
-class Transfers(Protocol):
-    """Begins copies."""
-
-    @abstractmethod
-    def to_host(self, tensor: Tensor) -> Transfer:
-        """Begin to copy a tensor of the device.
-
-        Raises:
-            OffloadError: the host has no room for it.
-        """
-
-    @abstractmethod
-    def to_device(self, tensor: Tensor) -> Transfer:
-        """Begin to copy a tensor of the host back."""
-
-
-class SideStreams(Transfers):
+class SideStreams:
     """A stream for each direction, as both run at once.
 
     Args:
@@ -51,7 +29,12 @@ class SideStreams(Transfers):
         self._device = device
         self._leaving, self._coming = torch.Stream(device), torch.Stream(device)
 
-    def to_host(self, tensor: Tensor) -> Transfer:
+    def to_host(self, tensor: Tensor) -> Wait:
+        """Begin to copy a tensor of the device.
+
+        Raises:
+            OffloadError: the host has no room for it.
+        """
         try:
             host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         except RuntimeError as error:
@@ -62,11 +45,12 @@ class SideStreams(Transfers):
             ) from error
         return _StreamCopy(tensor, host, self._leaving, self._device)
 
-    def to_device(self, tensor: Tensor) -> Transfer:
+    def to_device(self, tensor: Tensor) -> Wait:
+        """Begin to copy a tensor of the host back."""
         return _StreamCopy(tensor, torch.empty_like(tensor, device=self._device), self._coming, self._device)
 
 
-class _StreamCopy(Transfer):
+class _StreamCopy:
     """A copy on a stream of its own."""
 
     def __init__(self, source: Tensor, target: Tensor, stream: torch.Stream, device: torch.device) -> None:
@@ -77,7 +61,7 @@ class _StreamCopy(Transfer):
             target.copy_(source, non_blocking=True)
         self._done = stream.record_event()
 
-    def wait(self) -> Tensor:
+    def __call__(self) -> Tensor:
         torch.accelerator.current_stream(self._device).wait_event(self._done)
         return self._ends[1]
 

@@ -90,10 +90,10 @@ class Snapshot:
         owners = any(not _is_filled_with(self._kept(attributes), before) for attributes, before in self._owners)
         return owners or any(saved is not None and saved.is_changed() for saved in self._saved.values())
 
-    def leave_unchanged(self) -> None:
-        """Let go of the data of the tensors that did not change since."""
+    def leave_unchanged(self, is_kept: Callable[[Tensor], bool]) -> None:
+        """Let go of the data of the tensors that did not change since, but for those that are kept nevertheless."""
         self._saved = {
-            key: None if isinstance(saved, _Data) and not saved.is_changed() else saved
+            key: None if isinstance(saved, _Data) and not (saved.is_changed() or is_kept(saved.tensor)) else saved
             for key, saved in self._saved.items()
         }
 
@@ -185,15 +185,15 @@ class _Data:
     """A tensor and its data."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self.data, self._version = tensor, tensor.detach().clone(), version_of(tensor)
+        self.tensor, self.data, self._version = tensor, tensor.detach().clone(), version_of(tensor)
 
     def is_changed(self) -> bool:
-        return version_of(self._tensor) != self._version
+        return version_of(self.tensor) != self._version
 
     def restore(self, *, unseen: bool) -> None:
         if unseen or self.is_changed():
-            self._tensor.detach().copy_(self.data)
-            self._version = version_of(self._tensor)
+            self.tensor.data.copy_(self.data)  # for autograd, which may have saved the tensor, nothing changes
+            self._version = version_of(self.tensor)
 
 
 @contextmanager

@@ -150,11 +150,6 @@ def is_cast_of_leaf(tensor: Tensor) -> bool:
     return source is not None and source.name().endswith("AccumulateGrad")
 
 
-def is_refusal_of_hooks(error: RuntimeError) -> bool:
-    """Whether torch raised it because hooks see the tensors that the graph keeps."""
-    return str(error).startswith("torch.func.") and "saved tensor hooks" in str(error)
-
-
 def is_in_backward() -> bool:
     """Whether this thread runs a backward now."""
     return torch._C._current_graph_task_id() != -1

@@ -376,7 +376,7 @@ def _keep_little(
         runner.recomputed, runner.recomputed_eagerly = (None, recomputed) if is_left else (recomputed, None)
         runner.offloaded = None
         if offload is not None and block.is_offloaded:
-            runner.offloaded = partial(offload.call, block.fqn, own[block.fqn])
+            runner.offloaded = partial(offload.call, own[block.fqn])
 
 
 def _pipeline_stages(plan: Plan, blocks: Mapping[str, nn.Module]) -> dict[nn.Parameter, int]:

@@ -166,7 +166,11 @@ MODELS = {
         skips=frozenset({"inline", "manual", "adversaries"}),
     ),
     "argument-views": Model(
-        job=Job(model=OfViews, data=features, num_val_batches=1), lr=0.01, families=TP, fits=_whole
+        job=Job(model=OfViews, data=features, num_val_batches=1),
+        lr=0.01,
+        families=TP,
+        fits=_whole,
+        skips=frozenset({"recomputed", "selective", "partitioned", "sequence-recomputed", "budget"}),  # refused
     ),
     "habits": Model(job=Job(model=Habits, data=features, num_val_batches=1), families=TP, fits=_whole, traits=NORMS),
     "norms-everywhere": Model(
