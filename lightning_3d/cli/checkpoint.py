@@ -12,9 +12,9 @@ from lightning_3d.checkpoint.loading import verify_checkpoint
 HELP = "Convert and verify checkpoints."
 
 
-def add_commands(group: ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Give the parser of this group its commands."""
-    commands = group.add_subcommands(dest="command")
+    commands = parser.add_subcommands(dest="command")
     commands.add_subcommand("export", _export_parser(), help="Convert a checkpoint to the format of others.")
     commands.add_subcommand("verify", _verify_parser(), help="Compare a checkpoint with its checksums.")
 

@@ -8,10 +8,10 @@ from importlib.metadata import version
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_3d.cli import checkpoint, training
+from lightning_3d.cli import checkpoint, plan, training
 from lightning_3d.errors import ThreeDError
 
-_GROUPS = {"checkpoint": checkpoint}
+_GROUPS = {"checkpoint": checkpoint, "plan": plan}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, group in _GROUPS.items():
         of_group = ArgumentParser(description=group.HELP)
         groups.add_subcommand(name, of_group, help=group.HELP)  # before its own commands
-        group.add_commands(of_group)
+        group.add_arguments(of_group)
     chosen: Namespace = parser.parse_args(arguments)
     try:
         _GROUPS[chosen.group].run(chosen[chosen.group])

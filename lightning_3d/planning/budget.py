@@ -93,9 +93,9 @@ class Budget:
         mine = (mesh.pp_rank, own, config.activations.budget_bytes(total_memory(device, num_ranks), available))
         dist.all_gather_object(everyone, mine)
         held, budgets = _by_stage(everyone, mesh.shape.pp)
-        return on_one_rank(lambda: self._decide(plan, plan.blocks_in(module), config, held, budgets))
+        return on_one_rank(lambda: self.decide(plan, plan.blocks_in(module), config, held, budgets))
 
-    def _decide(
+    def decide(
         self,
         plan: Plan,
         blocks: Mapping[str, nn.Module],
@@ -103,6 +103,7 @@ class Budget:
         held: Sequence[HeldMemory],
         budgets: Sequence[int],
     ) -> Plan:
+        """The same by what the ranks of the pp axis hold anyway and may take, in bytes; without communication."""
         modes = {block.fqn: block.recompute for block in plan.blocks}
         if config.activations.recompute == "auto":
             # Compiled blocks on shards keep inputs in full, too.

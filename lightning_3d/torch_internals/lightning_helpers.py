@@ -305,10 +305,15 @@ def fetches_itself(step: Callable[..., Any]) -> bool:
 
 def further_arguments(trainer: Trainer, step: Callable[..., Any]) -> tuple[int, ...]:
     """The arguments after the batch in the first call of a step that a loop makes."""
-    index = (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+    index = (0,) if takes_batch_index(step) else ()
     loaders = active_loaders(trainer)
     tells_loader = trainer.state.fn != TrainerFn.FITTING and loaders is not None and len(loaders.flat) > 1
     return (*index, 0) if tells_loader and loaders is not None and loaders.is_sequential else index
+
+
+def takes_batch_index(step: Callable[..., Any]) -> bool:
+    """Whether a loop calls a step with the number of the batch."""
+    return bool(is_param_in_hook_signature(step, "batch_idx", min_args=2))
 
 
 def make_optimizers(module: LightningModule) -> tuple[list[Optimizer], list[LRSchedulerConfig]]:

@@ -190,7 +190,11 @@ def bucket_bytes(shards: Iterable[RankShard]) -> float:
     """Bytes of parameters per bucket where nobody sets them: 25 MiB as in DDP, but several buckets of at least 1 MiB in
     a small model, since only those before the last are reduced while the backward runs.
     """
-    total = sum(plain(shard.parameter).nbytes for shard in shards)
+    return bucket_bytes_of(sum(plain(shard.parameter).nbytes for shard in shards))
+
+
+def bucket_bytes_of(total: int) -> float:
+    """The same for so many bytes of parameters."""
     return min(_LARGEST, max(_SMALLEST, total / _LEAST_NUMBER))
 
 

@@ -1,0 +1,98 @@
+"""The memory that the ranks of a plan hold whatever they compute, from the plan alone: what `memory/held` measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.device_memory import workspaces
+from lightning_3d.memory.held import bytes_of
+from lightning_3d.memory.rank_memory import HeldMemory
+from lightning_3d.planning.plan import Plan
+from lightning_3d.zero.buckets import bucket_bytes_of
+from lightning_3d.zero.master_weights import is_half
+
+_WIDE = 4  # bytes of a number of fp32
+
+
+class HeldAhead:
+    """What the ranks of a plan hold.
+
+    Args:
+        module: The whole model; its weights may be on the meta device.
+        num_states: Numbers that the optimizer keeps for each parameter.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, config: ThreeDConfig, num_states: int) -> None:
+        self._module, self._plan, self._zero, self._num_states = module, plan, config.zero, num_states
+        self._has_masters = config.precision.updates != "direct"
+        self._num_batches = config.num_microbatches
+        dp = plan.shape.dp
+        self.num_sharing = dp if config.zero.shard_size == "auto" else config.zero.shard_size
+        """Ranks that share the training state of a replica's weights."""
+        if config.zero.stage == 0:
+            self.num_sharing = 1
+        self._tp = {
+            f"{block.fqn}.{weight.fqn}": plan.shape.tp
+            for block in plan.blocks
+            for weight in (() if block.tensor is None else block.tensor.weights)
+            if weight.shard_dim is not None
+        }
+
+    def weights(self, pp_rank: int) -> int:
+        """Bytes of the trained weights of a rank of the pp axis, before ZeRO."""
+        return sum(num * parameter.itemsize for parameter, num in self._trained(pp_rank))
+
+    def of_rank(self, pp_rank: int, microbatch: Any, device: torch.device) -> HeldMemory:
+        """Of a rank of the pp axis, on a device of this kind."""
+        plan, zero, sharing = self._plan, self._zero, self.num_sharing
+        trained = list(self._trained(pp_rank))
+        whole = sum(num * p.itemsize for p, num in trained)
+        gradients = whole + self._has_masters * sum(num * p.itemsize for p, num in trained if is_half(p))
+        states = sum(num * self._bytes_of_states(p) for p, num in trained)
+        weights = sum(num * p.itemsize for p, num in self._present(pp_rank))
+        buffers = sum(b.nbytes for fqn, b in self._module.named_buffers() if plan.holds(pp_rank, fqn))
+        largest = max((num * max(p.itemsize, _WIDE) for p, num in trained), default=0) // sharing
+        every = sum(num * max(p.itemsize, _WIDE) for p, num in trained) // sharing
+        return HeldMemory(
+            weights=0 if zero.offload_params != "none" else weights // (sharing if zero.stage == 3 else 1) + buffers,
+            gradients=gradients // sharing,
+            optimizer_states=0 if zero.offload_optimizer != "none" else states // sharing,
+            batch=self._num_batches * bytes_of(microbatch),
+            communication=self._buffers(pp_rank, whole),
+            workspaces=workspaces(device),
+            step=2 * largest if device.type == "cpu" else every,
+        )
+
+    def _bytes_of_states(self, parameter: nn.Parameter) -> int:
+        """For each of its elements."""
+        if is_half(parameter) and self._has_masters:
+            return (self._num_states + 1) * _WIDE
+        return self._num_states * parameter.itemsize
+
+    def _buffers(self, pp_rank: int, whole: int) -> int:
+        """Of collectives over the replicas."""
+        if self._plan.shape.dp == 1:
+            return 0
+        if self._zero.stage < 3:
+            size = self._zero.bucket_size
+            return int(bucket_bytes_of(whole) if size == "auto" else 2**20 * size)
+        units = sorted((self._of_block(block.fqn) for block in self._plan.blocks_on(pp_rank)), reverse=True)
+        return 2 * sum(units[:1]) + sum(units[:2])  # two units are whole at once, and gradients of one, twice
+
+    def _of_block(self, fqn: str) -> int:
+        block = self._module.get_submodule(fqn)
+        return sum(p.nbytes // self._tp.get(f"{fqn}.{name}", 1) for name, p in block.named_parameters())
+
+    def _trained(self, pp_rank: int) -> Iterator[tuple[nn.Parameter, int]]:
+        return ((parameter, num) for parameter, num in self._present(pp_rank) if parameter.requires_grad)
+
+    def _present(self, pp_rank: int) -> Iterator[tuple[nn.Parameter, int]]:
+        """The parameters of a rank, and how many elements of each are its own before ZeRO."""
+        for fqn, parameter in self._module.named_parameters():
+            if self._plan.holds(pp_rank, fqn):
+                yield parameter, -(-parameter.numel() // self._tp.get(fqn, 1))

@@ -1,0 +1,162 @@
+"""Planning a training on any number of ranks in one process, which needs neither the ranks nor the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from rich.console import Group, RenderableType
+
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.distributed.mesh import resolve_mesh_shape
+from lightning_3d.errors import PlanError
+from lightning_3d.memory.rank_memory import size_text
+from lightning_3d.pipeline.effects.step_effects import StepEffects
+from lightning_3d.pipeline.microbatches import split_batch
+from lightning_3d.planning.budget import Budget
+from lightning_3d.planning.held_ahead import HeldAhead
+from lightning_3d.planning.inline_mode import reason_for_inline
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.planner import ExampleStep, Observation, Observer, decide
+from lightning_3d.planning.step_memory import StepMemory
+from lightning_3d.planning.timing import makespan, sent_bytes
+from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.torch_internals.lightning_helpers import takes_batch_index
+
+_UNLIMITED = 2**20  # GiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedAhead:
+    """A plan, and what it is predicted to take."""
+
+    plan: Plan
+    """With the memory of the ranks, unless activations are offloaded."""
+    idle: float
+    """The part of a step in which ranks of the pipeline wait for others, on average."""
+    load: float
+    """Of a step, waiting included, in the unit of the plan's loads."""
+    sent: dict[str, int]
+    """Axis of the mesh -> the most bytes that a rank sends over it in a step."""
+
+    def __rich__(self) -> RenderableType:
+        lines = [f"ranks of the pipeline wait {self.idle:.1%} of a step"] if self.plan.shape.pp > 1 else []
+        lines += [f"a rank sends at most {size_text(size)} over {axis} in a step" for axis, size in self.sent.items()]
+        return Group(self.plan, *lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; sizes in bytes."""
+        shape, plan = self.plan.shape, self.plan
+        return {
+            "world_size": shape.world_size,
+            "pipeline_parallel_size": shape.pp,
+            "data_parallel_size": shape.dp,
+            "tensor_parallel_size": shape.tp,
+            "zero_stage": plan.zero_stage,
+            "stages": [[block.fqn for block in plan.blocks_of(stage)] for stage in range(plan.num_stages)],
+            "inline": plan.inline,
+            "memory": [
+                {
+                    "weights": rank.held.weights,
+                    "gradients": rank.held.gradients,
+                    "optimizer_states": rank.held.optimizer_states,
+                    "peak": rank.peak,
+                }
+                for rank in plan.memory
+            ],
+            "idle": self.idle,
+            "load": self.load,
+            "load_unit": plan.load_unit,
+            "sent": self.sent,
+        }
+
+
+def plan_ahead(
+    module: LightningModule,
+    batch: Any,
+    config: ThreeDConfig,
+    world_size: int,
+    *,
+    precision: ThreeDPrecision,
+    memory: float | None = None,
+    num_states: int = 2,
+    accumulates: bool = False,
+) -> PlannedAhead:
+    """Plan the training of a model, whose weights may be on the meta device, on so many ranks.
+
+    Blocks are looked at as the CPU computes them, and tensor-parallel plans are not proved.
+
+    Args:
+        batch: The batch of one replica.
+        memory: GiB of a device; None if it is not limited.
+        num_states: Numbers that the optimizer keeps for each parameter: 2 for AdamW.
+        accumulates: Whether gradients of several batches are accumulated.
+
+    Raises:
+        ConfigError: the sizes do not fit the number of ranks.
+        PlanError: no layout of this model fits the mesh, or a rank does not fit its memory.
+        TraceError: with ``pipeline.mode="microbatched"``, the stages can't follow the step.
+    """
+    shape, device = resolve_mesh_shape(config, world_size), torch.device("cpu")
+    if (why := reason_for_inline(module, config)) is not None:
+        raise PlanError(f"{type(module).__name__}'s steps run inline, {why}: only microbatched steps are planned ahead")
+    precision.convert(module, config.precision, device)
+    if not config.activations.offload:
+        budget = _UNLIMITED if memory is None else memory
+        config = replace(config, activations=replace(config.activations, budget=budget))
+    step = _step(module, batch, config, precision)
+    observed = Observer(module, step, device, StepEffects).observe(config, shape)
+    with precision.dtype_of_steps():
+        plan = decide(observed, config, shape, device)
+    held = HeldAhead(module, plan, config, num_states)
+    if config.activations.plans_memory:
+        plan = _with_memory(plan, observed, held, config, device, accumulates=accumulates)
+        if memory is None:
+            plan = plan.with_memory(tuple(replace(rank, budget=None) for rank in plan.memory))
+    times = [float(stage.load) / shape.tp for stage in plan.stages]
+    idle, total = 0.0, sum(times)
+    if shape.pp > 1:
+        total, idle = makespan(plan.schedule, plan.stage_ranks, plan.num_microbatches, times)
+    weights = [held.weights(rank) for rank in range(shape.pp)]
+    gathers_again = config.zero.reshard_after_forward is True or (
+        config.zero.reshard_after_forward == "auto" and shape.pp == 1
+    )
+    sent = sent_bytes(plan, weights, num_sharing=held.num_sharing, gathers_again=gathers_again)
+    return PlannedAhead(plan=plan, idle=idle, load=total, sent=sent)
+
+
+def _step(module: LightningModule, batch: Any, config: ThreeDConfig, precision: ThreeDPrecision) -> ExampleStep:
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with torch.enable_grad(), precision.forward_context():
+            yield
+
+    microbatch = split_batch(precision.convert_input(batch), config.num_microbatches)[0].batch
+    rest = (0,) if takes_batch_index(module.training_step) else ()
+    return ExampleStep(name="training_step", microbatch=microbatch, modes=modes, rest=rest)
+
+
+def _with_memory(
+    plan: Plan, observed: Observation, held: HeldAhead, config: ThreeDConfig, device: torch.device, *, accumulates: bool
+) -> Plan:
+    blocks, step = plan.blocks_in(observed.module), observed.step
+    assert observed.trace is not None
+    with step.modes():
+        memory = StepMemory(
+            plan,
+            blocks,
+            observed.trace,
+            device,
+            accumulates=accumulates,
+            fuses_loss=config.activations.fused_loss == "auto",
+            is_unsplit=config.compile.enabled,
+            cuts_inputs=config.activations.partition,
+            num_sharing=held.num_sharing,
+        )
+    ranks = [held.of_rank(rank, step.microbatch, device) for rank in range(plan.shape.pp)]
+    budgets = [config.activations.budget_bytes(0, 0)] * plan.shape.pp
+    return Budget(step=memory, batch=step.microbatch).decide(plan, blocks, config, ranks, budgets)

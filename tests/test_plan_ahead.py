@@ -1,0 +1,100 @@
+"""Plans that are made ahead, in one process and without weights, against those of the ranks that run them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_3d.cli import main
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.errors import ConfigError, PlanError
+from lightning_3d.planning.plan import Plan
+from lightning_3d.planning.timing import makespan
+from lightning_3d.precision.plugin import ThreeDPrecision
+from lightning_3d.trainer.ahead import plan_ahead
+from tests.models import TinyGPT
+from tests.parity import Layout
+from tests.test_budget import GPT, LARGE, _plan, long_tokens
+from tests.workers import WorkerPools
+
+LAYOUTS: dict[str, tuple[Layout, str]] = {
+    "pp2-dp2-zero1": (Layout(pp=2, dp=2, num_microbatches=2, zero=1), "32-true"),
+    "zero2": (Layout(dp=2, zero=2), "bf16-true"),
+    "zero3": (Layout(dp=2, zero=3), "32-true"),
+    "tp2-interleaved": (Layout(pp=2, tp=2, num_microbatches=2, schedule="interleaved"), "bf16-mixed"),
+}
+
+
+def _run(layout: Layout, precision: str) -> Plan:
+    return _plan(layout, GPT, precision=precision)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_it_is_the_plan_that_runs(workers: WorkerPools, name: str) -> None:
+    layout, precision = LAYOUTS[name]
+    layout = Layout(**{**vars(layout), "activations": LARGE})
+    runs = workers(layout.world_size).run(_run, layout, precision)[0]
+    with torch.device("meta"):
+        module = GPT()
+    tokens, targets = zip(*[long_tokens(8 // layout.dp)[i] for i in range(8 // layout.dp)], strict=True)
+    planned = plan_ahead(
+        module,
+        (torch.stack(tokens), torch.stack(targets)),
+        layout.strategy().config,
+        layout.world_size,
+        precision=ThreeDPrecision(precision),  # type: ignore[arg-type]
+    )
+    assert (planned.plan.blocks, planned.plan.stages) == (runs.blocks, runs.stages)
+    for ahead, row in zip(planned.plan.memory, runs.memory, strict=True):
+        for kind in ("weights", "gradients", "optimizer_states", "batch"):
+            assert getattr(ahead.held, kind) == pytest.approx(getattr(row.held, kind), rel=0.02), kind
+        assert ahead.peak == pytest.approx(row.peak, rel=0.05)  # which test_budget compares with what is measured
+
+
+def test_idle_time_is_that_of_the_schedule() -> None:
+    """The bubbles of Narayanan et al. 2021."""
+    for num_ranks, num in ((2, 4), (4, 8)):
+        ranks = list(range(num_ranks))
+        for schedule in ("gpipe", "1f1b"):
+            total, idle = makespan(schedule, ranks, num, [3.0] * num_ranks)
+            assert total == pytest.approx(3.0 * (num + num_ranks - 1))
+            assert idle == pytest.approx((num_ranks - 1) / (num + num_ranks - 1))
+        _, idle = makespan("interleaved", ranks * 2, num, [1.5] * 2 * num_ranks)
+        assert idle == pytest.approx((num_ranks - 1) / 2 / (num + (num_ranks - 1) / 2))
+        assert makespan("zbv", [*ranks, *reversed(ranks)], num, [1.5] * 2 * num_ranks)[1] < idle
+
+
+def a_batch() -> Any:
+    """For the command."""
+    return torch.zeros(8, 16, dtype=torch.long), torch.zeros(8, 16, dtype=torch.long)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    arguments = ["plan", "tests.models.TinyGPT", "tests.test_plan_ahead.a_batch", "--world-size", "16"]
+    arguments += ["--set", "pipeline_parallel_size=2", "tensor_parallel_size=2", "zero.stage=3"]
+    main([*arguments, "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["data_parallel_size"], len(planned["stages"]), len(planned["memory"])) == (4, 2, 2)
+    assert set(planned["sent"]) == {"pp", "tp", "dp"}
+    main(arguments)
+    assert "ranks of the pipeline wait" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*arguments, "--memory", "0.0001"])
+    assert "activations.budget is 104.9 KiB" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "tests.models.Nothing", "tests.test_plan_ahead.a_batch", "--world-size", "16"])
+    assert "tests.models.Nothing can't be imported" in capsys.readouterr().err
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    planned = partial(plan_ahead, TinyGPT(), a_batch(), precision=ThreeDPrecision())
+    with pytest.raises(ConfigError, match="world size 3 is not divisible"):
+        planned(ThreeDConfig(pipeline_parallel_size=2), 3)
+    with pytest.raises(PlanError, match="inline"):
+        planned(ThreeDConfig.from_mapping({"pipeline_parallel_size": 2, "pipeline": {"mode": "inline"}}), 2)
