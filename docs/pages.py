@@ -59,10 +59,10 @@ def settings_page() -> str:
     """One heading for each setting, with its values, its default and its docstring."""
     parts = [
         "# Every setting",
-        "The same keys are arguments of `ThreeDStrategy(...)` and lines of a YAML file: `zero.stage` is"
-        ' `zero={"stage": 2}` in Python and `zero: {stage: 2}` in YAML. A key that does not exist raises a'
-        " `ConfigError` that names the nearest one that does, and a value that is not allowed one that names those that"
-        " are.",
+        "The same keys are arguments of `ThreeDStrategy(...)`, lines of a YAML file and overrides of its"
+        ' `from_config`: `zero.stage` is `zero={"stage": 2}` in Python, `zero: {stage: 2}` in YAML and'
+        " `zero.stage=2` as an override. A key that does not exist raises a `ConfigError` that names the nearest"
+        " one that does, and a value that is not allowed one that names those that are.",
         "## Sizes and checkpoints",
     ]
     sections = []

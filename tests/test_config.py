@@ -5,15 +5,48 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from lightning_3d import ThreeDStrategy
+from lightning_3d.config.pipeline import PipelineConfig
 from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.config.tensor import TensorConfig
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.errors import ConfigError
+
+FILE = """
+pipeline_parallel_size: 2
+data_parallel_size: auto
+tensor_parallel_size: 2
+zero: {stage: 1}
+pipeline: {num_microbatches: 4, partition: parameters, schedule: 1f1b}
+"""
+CONFIG = ThreeDConfig(
+    pipeline_parallel_size=2,
+    data_parallel_size="auto",
+    tensor_parallel_size=2,
+    zero=ZeroConfig(stage=1),
+    pipeline=PipelineConfig(num_microbatches=4, partition="parameters", schedule="1f1b"),
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A YAML file of CONFIG."""
+    path = tmp_path / "layout.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def test_overrides_change_exactly_what_they_name(file: Path) -> None:
+    overrides = ["zero.stage=2", "pipeline.num_microbatches=6", "pipeline.num_microbatches=8"]
+    config = ThreeDConfig.from_file(file, overrides)
+    pipeline = dataclasses.replace(CONFIG.pipeline, num_microbatches=8)
+    assert config == dataclasses.replace(CONFIG, zero=ZeroConfig(stage=2), pipeline=pipeline)
 
 
 def test_sections_as_mapping_dataclass_or_omegaconf_node() -> None:
@@ -21,6 +54,18 @@ def test_sections_as_mapping_dataclass_or_omegaconf_node() -> None:
     for section in ({"stage": 3}, ZeroConfig(stage=3), OmegaConf.create({"stage": 3})):
         assert ThreeDConfig.from_mapping({"zero": section}) == expected
     assert ThreeDConfig.from_mapping(OmegaConf.create({"zero": {"stage": 3}})) == expected
+
+
+def test_interpolations_floats_and_lists_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "pipeline_parallel_size: 2\n"
+        "pipeline: {num_microbatches: '${pipeline_parallel_size}', partition: [layers.4]}\n"
+        "tensor: {verify_tolerance: 1e-5}\n"
+    )
+    config = ThreeDConfig.from_file(file)
+    assert config.pipeline == PipelineConfig(num_microbatches=2, partition=("layers.4",))
+    assert config.tensor == TensorConfig(verify_tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +141,45 @@ def test_a_wrong_keyword_of_the_strategy_names_the_nearest(key: str, nearest: st
         ThreeDStrategy(**{key: 2})
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("zero.stge=2", "unknown config key 'zero.stge': the nearest valid key is 'zero.stage'"),
+        ("zero.stage=9", "zero.stage=9 is not allowed"),
+        ("zero.stage", "override 'zero.stage' is no assignment"),
+        ("zero.stage=[1", "can't read the config"),
+        ("zero=2", "zero=2 is not allowed"),
+        ("zero.stage=${nowhere}", "'nowhere' not found"),
+    ],
+)
+def test_wrong_overrides_name_the_file_and_the_overrides(override: str, message: str, file: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        ThreeDConfig.from_file(file, [override])
+    assert str(file) in str(caught.value)
+    assert override in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"- 1\n", "no mapping at its top level"),
+        (b"zero: [1\n", "while parsing a flow sequence"),
+        (b"zero: 1\nzero: 2\n", "found duplicate key zero"),
+        (b"\xd0\x00", "can't decode"),
+        (b"tensor_parallel_size: ???\n", "Missing mandatory value: tensor_parallel_size"),
+    ],
+)
+def test_unreadable_files_are_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        ThreeDConfig.from_file(file)
+    assert str(file) in str(caught.value)
+
+
 def test_config_is_frozen_and_pickles() -> None:
-    config = ThreeDConfig(pipeline_parallel_size=2, zero=ZeroConfig(stage=2))
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.tensor_parallel_size = 4  # type: ignore[misc]  # the mistake under test
-    assert pickle.loads(pickle.dumps(config)) == config
+        CONFIG.tensor_parallel_size = 4  # type: ignore[misc]  # the mistake under test
+    assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG

@@ -64,7 +64,7 @@ def test_settings_parse(page: Path) -> None:
         settings = yaml.safe_load(code)
         if "trainer" in settings:  # of LightningCLI
             settings = settings["trainer"]["strategy"]["init_args"]
-        ThreeDStrategy(**settings)
+        ThreeDStrategy.from_config(settings)
 
 
 @each_page

@@ -225,8 +225,8 @@ def test_a_config_is_what_it_was_given_and_goes_through_yaml(mapping: dict[str, 
     except ConfigError:  # settings that contradict each other
         assume(False)
     assert _is_within(mapping, asdict(config))
-    node = OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(asdict(config))))  # as Hydra hands it on
-    assert ThreeDConfig.from_mapping(node) == config
+    text = OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    assert ThreeDConfig.from_mapping(OmegaConf.create(text)) == config
 
 
 SECTIONS = [(name, hint) for name, hint in _hints(ThreeDConfig).items() if is_dataclass(hint)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, get_origin, get_type_hints
 
 from lightning_3d.config.values import AtLeast, accepts, describe
@@ -41,6 +40,6 @@ def check_values(config: Any) -> None:
 
 def _plain(value: Any) -> Any:
     """A value from Python or YAML as configs hold it."""
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):  # a list, or Hydra's own kind of one
+    if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -1,15 +1,18 @@
-"""Strategies made from DeepSpeed's settings."""
+"""Strategies made from files: of this package's settings, or of DeepSpeed's."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Self
 
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_3d.config.deepspeed import FromDeepSpeed, read_deepspeed
+from lightning_3d.config.settings import ThreeDConfig
+from lightning_3d.errors import ConfigError
 
 
 class Configured:
@@ -17,6 +20,25 @@ class Configured:
 
     deepspeed: FromDeepSpeed | None = None
     """The DeepSpeed config that it was made from."""
+
+    @classmethod
+    def from_config(cls, config: str | os.PathLike[str] | Mapping[str, Any], overrides: Sequence[str] = ()) -> Self:
+        """Make a strategy from a YAML file or a mapping (a dict or an OmegaConf node).
+
+        Args:
+            config: Path of a YAML file with the keys of ``ThreeDConfig``, or such a mapping.
+            overrides: Assignments such as ``"zero.stage=2"`` to the file's values, applied in order.
+
+        Raises:
+            ConfigError: an unknown key or a value that is not allowed.
+        """
+        if isinstance(config, (str, os.PathLike)):
+            read = ThreeDConfig.from_file(config, overrides)
+        elif overrides:
+            raise ConfigError(f"overrides {list(overrides)} apply to a file; change the mapping itself instead")
+        else:
+            read = ThreeDConfig.from_mapping(config)
+        return cls(**{field.name: getattr(read, field.name) for field in fields(read)})
 
     @classmethod
     def from_deepspeed(

@@ -1,6 +1,6 @@
 """The settings of a 3D-parallel run: typed, frozen and checked, wherever they come from.
 
-Python, `LightningCLI` and Hydra all end in one :class:`ThreeDConfig`. Every value is
+Python, YAML files, dotlist overrides, `LightningCLI` and Hydra all end in one :class:`ThreeDConfig`. Every value is
 checked against the annotation of its field when the object is made, so no later code meets an unknown key, a
 misspelt choice or a size of 0. What depends on the world size or on the model is decided elsewhere.
 """
@@ -10,9 +10,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, Literal, ParamSpec, get_type_hints
+from pathlib import Path
+from typing import Any, ClassVar, Literal, ParamSpec, cast, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]  # PyYAML ships no types; omegaconf depends on it
 
 from lightning_3d.config.activations import ActivationsConfig
 from lightning_3d.config.checkpoint import CheckpointConfig
@@ -114,8 +120,8 @@ class ThreeDConfig:
         """Read a config from nested mappings.
 
         Args:
-            mapping: The keys of this class. A section (``zero``, ``pipeline``, ...) is a mapping, its dataclass, or
-                ``None`` for its defaults.
+            mapping: The keys of this class. A section (``zero``, ``pipeline``, ...) is a mapping, an OmegaConf node,
+                its dataclass, or ``None`` for its defaults.
 
         Raises:
             ConfigError: an unknown key (names the nearest valid one) or a value that is not allowed.
@@ -123,6 +129,34 @@ class ThreeDConfig:
         """
         config: ThreeDConfig = _read_section(cls, mapping)
         return config
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ThreeDConfig:
+        """Read a YAML file, then apply overrides.
+
+        Args:
+            path: A YAML file with the keys of this class at the top level. Interpolations are resolved.
+            overrides: Dotted assignments such as ``"zero.stage=2"``; later ones win.
+
+        Raises:
+            ConfigError: the file can't be read, an override is no assignment, an unknown key or a value that is not
+                allowed; names the file and the overrides.
+
+        """
+        source = f"{os.fspath(path)} with overrides {list(overrides)}" if overrides else os.fspath(path)
+        try:
+            for override in overrides:
+                if "=" not in override:
+                    raise ConfigError(f"override {override!r} is no assignment: write key=value, such as zero.stage=2")
+            merged = OmegaConf.load(Path(path))
+            if not isinstance(merged, DictConfig):
+                raise ConfigError("the file holds no mapping at its top level: write lines such as zero: {stage: 2}")
+            merged.merge_with(OmegaConf.from_dotlist(list(overrides)))
+            return cls.from_mapping(merged)
+        except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+            raise ConfigError(f"can't read the config {source}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from error
 
     @property
     def num_microbatches(self) -> int:
@@ -138,11 +172,13 @@ _SECTIONS: tuple[Any, ...] = tuple(kind for kind in get_type_hints(ThreeDConfig)
 
 
 def _read_section(cls: Any, source: object) -> Any:
-    """Make the config dataclass `cls` from a mapping, an instance of it or None (defaults)."""
+    """Make the config dataclass `cls` from a mapping, an OmegaConf node, an instance of it or None (defaults)."""
     if source is None:
         return cls()
     if isinstance(source, cls):
         return source
+    if OmegaConf.is_config(source):
+        source = _plain_container(source)
     if not isinstance(source, Mapping):
         raise ConfigError(f"{cls.section or 'config'}={source!r} is not allowed: use a mapping or a {cls.__name__}")
     annotations = get_type_hints(cls, include_extras=True)
@@ -151,6 +187,14 @@ def _read_section(cls: Any, source: object) -> Any:
         annotation = annotations.get(key)
         values[str(key)] = _read_section(annotation, value) if is_dataclass(annotation) else value
     return cls(**values)
+
+
+def _plain_container(node: object) -> object:
+    """The dicts and lists of an OmegaConf node, with interpolations resolved."""
+    try:
+        return OmegaConf.to_container(cast(Any, node), resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the config can't be resolved: {error}") from error
 
 
 def unknown_keys_named(init: Callable[P, None], section: str = "") -> Callable[P, None]:
