@@ -86,7 +86,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert "ranks of the pipeline wait" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main([*arguments, "--memory", "0.0001"])
-    assert "activations.budget is 104.9 KiB" in capsys.readouterr().err
+    assert "but activations.budget is 0.1 MiB" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", "tests.models.Nothing", "tests.test_plan_ahead.a_batch", "--world-size", "16"])
     assert "tests.models.Nothing can't be imported" in capsys.readouterr().err

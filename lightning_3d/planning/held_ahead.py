@@ -20,7 +20,7 @@ _WIDE = 4  # bytes of a number of fp32
 
 
 class HeldAhead:
-    """What the ranks of a plan hold.
+    """The memory that the ranks of a plan hold.
 
     Args:
         module: The whole model; its weights may be on the meta device.
@@ -48,7 +48,7 @@ class HeldAhead:
         return sum(num * parameter.itemsize for parameter, num in self._trained(pp_rank))
 
     def of_rank(self, pp_rank: int, microbatch: Any, device: torch.device) -> HeldMemory:
-        """Of a rank of the pp axis, on a device of this kind."""
+        """The memory of a rank of the pp axis, on a device of this kind."""
         plan, zero, sharing = self._plan, self._zero, self.num_sharing
         trained = list(self._trained(pp_rank))
         whole = sum(num * p.itemsize for p, num in trained)
@@ -75,7 +75,7 @@ class HeldAhead:
         return self._num_states * parameter.itemsize
 
     def _buffers(self, pp_rank: int, whole: int) -> int:
-        """Of collectives over the replicas."""
+        """Buffers of collectives over the replicas."""
         if self._plan.shape.dp == 1:
             return 0
         if self._zero.stage < 3:

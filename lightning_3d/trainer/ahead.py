@@ -39,7 +39,7 @@ class PlannedAhead:
     idle: float
     """The part of a step in which ranks of the pipeline wait for others, on average."""
     load: float
-    """Of a step, waiting included, in the unit of the plan's loads."""
+    """The time of a step, waiting included, in the unit of the plan's loads."""
     sent: dict[str, int]
     """Axis of the mesh -> the most bytes that a rank sends over it in a step."""
 
