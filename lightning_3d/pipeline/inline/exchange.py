@@ -123,7 +123,7 @@ class Exchange:
     ) -> tuple[Any, Any]:
         token, entered = None, list[Tensor]()
         if inputs:
-            token, *entered = enter(self._line(fqn, home), inputs)
+            token, *entered = enter(self._line(fqn, home), inputs[0].new_zeros(()), inputs)
         replaced = {id(leaf): tensor for leaf, tensor in zip(inputs, entered, strict=True)}
         given = [replaced.get(id(leaf), leaf) for leaf in leaves]
         found: list[Any] = []
@@ -228,7 +228,7 @@ class Exchange:
         sent = [None if gradient is None else gradient.contiguous() for gradient in gradients]
         for gradient in sent:
             if gradient is not None:
-                self._broadcast(gradient.to(self._device), home)
+                self._broadcast(gradient.detach().to(self._device), home)
         return sent
 
     def _receive_gradients(self, home: int, of: Sequence[About]) -> list[Tensor | None]:

@@ -13,19 +13,18 @@ that comes to an output, as ``remote`` does, also where no gradient flows throug
 [Note: gradients of gradients]
 With ``create_graph=True`` the backward is a call of the block, too: from the gradients of its outputs to those of its
 inputs. So its own backward sends the gradients of the former, and those of the inputs come once more, by the nodes of
-the forward, which tokens lead to.
+the forward, which tokens lead to. The same nodes stand around both, and so for gradients of any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from lightning_3d.errors import StepError
 
 About = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
@@ -49,13 +48,17 @@ class Line:
     receive: Callable[[Sequence[About]], list[Tensor | None]]
 
 
-def enter(line: Line, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """A token, and the inputs for the block."""
-    entered: tuple[Tensor, ...] = _Enter.apply(line, *inputs)  # type: ignore[no-untyped-call]  # torch 2.13
+def enter(line: Line, anchor: Tensor, inputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """A token, and the inputs for the block.
+
+    Args:
+        anchor: A scalar like the token. It may require a gradient, so that the token does where no input does.
+    """
+    entered: tuple[Tensor, ...] = _Enter.apply(line, anchor, *inputs)  # type: ignore[no-untyped-call]  # torch 2.13
     return entered
 
 
-def leave(line: Line, token: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def leave(line: Line, token: Tensor, outputs: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """The outputs of the block, which depend on the token."""
     left: tuple[Tensor, ...] = _Leave.apply(line, token, *outputs)  # type: ignore[no-untyped-call]
     return left
@@ -63,10 +66,10 @@ def leave(line: Line, token: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor,
 
 def remote(
     line: Line,
-    values: Callable[[], tuple[Tensor, ...]],
+    values: Callable[[], Sequence[Tensor | None]],
     are_trained: Sequence[bool],
     anchor: Tensor,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | None],
 ) -> tuple[Tensor, ...]:
     """The outputs of a block that is elsewhere.
 
@@ -81,26 +84,28 @@ def remote(
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: Line, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, line: Line, anchor: Tensor, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.line = line
-        token = inputs[0].new_zeros(())
+        token = anchor.clone()
         ctx.save_for_backward(token)
-        return (token, *(tensor.detach() for tensor in inputs))  # views could not be changed in place
+        return (token, *map(_detached, inputs))
 
     @staticmethod
     def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
-        if not torch.is_grad_enabled():
-            return (None, *ctx.line.send(gradients))
-        return (None, *_SentGradients.apply(ctx.line, *ctx.saved_tensors, of_token, *gradients))  # type: ignore[no-untyped-call]
+        sent = ctx.line.send(gradients)
+        if torch.is_grad_enabled():
+            (token,) = ctx.saved_tensors
+            sent = leave(ctx.line, token if of_token is None else token + of_token, sent)
+        return (None, None, *sent)
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: Line, token: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, line: Line, token: Tensor, *outputs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
         ctx.line, ctx.token = line, (token.dtype, token.device)
-        return tuple(tensor.detach() for tensor in outputs)
+        return tuple(map(_detached, outputs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -108,8 +113,8 @@ class _Leave(torch.autograd.Function):
         of_token = torch.zeros((), dtype=dtype, device=device)
         if not torch.is_grad_enabled():
             return (None, of_token, *gradients)
-        of_token.requires_grad_()  # so that there is a node on all ranks, where the gradients have no graph, too
-        return (None, *_EnteredGradients.apply(ctx.line, of_token, *gradients))  # type: ignore[no-untyped-call]
+        # So that there is a node on all ranks, where the gradients have no graph, too.
+        return (None, *enter(ctx.line, of_token.requires_grad_(), gradients))
 
 
 class _Remote(torch.autograd.Function):
@@ -117,82 +122,35 @@ class _Remote(torch.autograd.Function):
     def forward(
         ctx: Any,
         line: Line,
-        values: Callable[[], tuple[Tensor, ...]],
+        values: Callable[[], Sequence[Tensor | None]],
         are_trained: Sequence[bool],
         anchor: Tensor,
-        *inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
+        *inputs: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        ctx.line, ctx.inputs = line, [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        ctx.line, ctx.are_trained, ctx.inputs = line, are_trained, list(map(_about, inputs))
         token, outputs = anchor.new_zeros(()), values()
         pairs = zip(outputs, are_trained, strict=True)
-        ctx.mark_non_differentiable(*(tensor for tensor, is_trained in pairs if not is_trained))
+        ctx.mark_non_differentiable(*(tensor for tensor, is_trained in pairs if not is_trained and tensor is not None))
         ctx.save_for_backward(token)
         return (token, *outputs)
 
     @staticmethod
     def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
-        received: Any = []
+        (token,) = ctx.saved_tensors
+        received: Sequence[Tensor | None] = ()
         if ctx.inputs and not torch.is_grad_enabled():
             received = ctx.line.receive(ctx.inputs)
         elif ctx.inputs:
-            received = _RemoteGradients.apply(ctx.line, ctx.inputs, *ctx.saved_tensors, *gradients)  # type: ignore[no-untyped-call]
-        return (None, None, None, None, *received)
+            given = [g for g, is_trained in zip(gradients, ctx.are_trained, strict=True) if is_trained]
+            values, are_trained = partial(ctx.line.receive, ctx.inputs), [True] * len(ctx.inputs)
+            received = remote(ctx.line, values, are_trained, token, given)
+        return (None, None, None, torch.zeros_like(token), *received)
 
 
-class _EnteredGradients(torch.autograd.Function):
-    """Where the block is: gradients of its outputs, before its backward, which is differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, line: Line, token: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.line = line
-        return (token.clone(), *(None if gradient is None else gradient.detach() for gradient in gradients))
-
-    @staticmethod
-    def backward(ctx: Any, of_token: Tensor | None, *gradients: Tensor | None) -> tuple[Any, ...]:
-        _refuse_third(ctx.line)
-        return (None, None, *ctx.line.send(gradients))
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()  # views could not be changed in place
 
 
-class _SentGradients(torch.autograd.Function):
-    """Where the block is: gradients of its inputs, after its backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, line: Line, token: Tensor, of_token: Tensor | None, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.line, ctx.tokens = line, (token.new_zeros(()), None if of_token is None else of_token.new_zeros(()))
-        return tuple(None if gradient is None else gradient.detach() for gradient in line.send(gradients))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        _refuse_third(ctx.line)
-        return (None, *ctx.tokens, *gradients)
-
-
-class _RemoteGradients(torch.autograd.Function):
-    """Elsewhere: from the gradients of the outputs to those of the inputs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, line: Line, inputs: Sequence[About], token: Tensor, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.line, ctx.token = line, token.new_zeros(())
-        ctx.about = [_NONE if g is None else (g.shape, g.dtype, g.device) for g in gradients]
-        return tuple(line.receive(inputs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        _refuse_third(ctx.line)
-        return (None, None, ctx.token, *ctx.line.receive(ctx.about))
-
-
-def _refuse_third(line: Line) -> None:
-    if torch.is_grad_enabled():
-        raise StepError(
-            f"A gradient of a gradient through {line.fqn} was taken with create_graph=True, but with a pipeline ranks"
-            " keep the graphs of gradients no further. Use pipeline_parallel_size=1."
-        )
+def _about(tensor: Tensor | None) -> About:
+    return _NONE if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
