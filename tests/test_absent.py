@@ -67,19 +67,6 @@ def test_changes_of_absent_tensors_by_parameters_of_this_stage_raise(name: str) 
         CROSSING[name](model[0].weight, model[1].weight)  # type: ignore[arg-type]
 
 
-@torch.no_grad()
-def test_parameters_are_known_by_memory_that_they_got_since() -> None:
-    model = _model()
-    absent, present = model[0].weight, model[1].weight
-    assert isinstance(absent, Tensor)
-    assert isinstance(present, Tensor)
-    for _ in range(2):
-        absent.copy_(torch.ones(3, 3))
-        with pytest.raises(StepError, match=r"changes 0\.weight by a parameter"):
-            absent.copy_(present.detach())
-        present.data = present.data.clone()
-
-
 def test_files_hold_tensors_of_torch() -> None:
     model, file = _model(), io.BytesIO()
     torch.save([model.state_dict(), model[0].weight], file)

@@ -130,7 +130,7 @@ def _load_and_convert(strategy: ThreeDStrategy, module: L.LightningModule, train
         module.load_state_dict({**trained, "norm.weight": torch.ones(3)})
     module.blocks[0].load_state_dict(other.blocks[0].state_dict())  # type: ignore[operator,index,union-attr]
     with strategy.summon_full_params():
-        assert torch.equal(module.blocks[0].attention.qkv.weight, other.blocks[0].attention.qkv.weight)  # type: ignore[union-attr,index,operator]
+        assert torch.equal(module.blocks[0].qkv.weight, other.blocks[0].qkv.weight)  # type: ignore[union-attr,index,operator]
     module.load_state_dict(trained)
     module.to("cpu")
 

@@ -15,25 +15,10 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 
+from tests.law.models.spellings import FusedQKV
 from tests.models import ADAM_EPS, TinyGPT, TinyMLP, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
 from tests.workers import WorkerError, WorkerPools
-
-
-class FusedAttention(nn.Module):
-    """Causal self-attention with one projection, whose weight tensor parallel keeps in another order."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.register_buffer("scale", torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (t.view(batch, length, self.num_heads, -1).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        y = nn.functional.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
 class Model(TinyGPT):
@@ -41,9 +26,9 @@ class Model(TinyGPT):
 
     def __init__(self) -> None:
         super().__init__(width=16, num_heads=2, num_layers=2)
+        self.blocks = nn.ModuleList(FusedQKV(width=16, num_heads=2) for _ in range(2))
         for block in self.blocks:
-            assert isinstance(block, nn.Module)
-            block.attention = FusedAttention(16, 2)
+            block.register_buffer("scale", torch.tensor(0.5))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=ADAM_EPS)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_3d import ConfigError, ThreeDStrategy
+from tests.law import habits
 from tests.law.models.inline import Carrying, Penalised, Reading
 from tests.models import TinyMLP, features
 from tests.parity import Layout, assert_same_state, fitted, whole_state
@@ -25,18 +26,12 @@ def _reason(model: Callable[[], L.LightningModule], mode: Any = "auto") -> str |
     return trainer.strategy.plan.inline
 
 
-class Manual(TinyMLP):
+class Manual(habits.Manual, TinyMLP):
     """Steps by hand."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+        self.add_to()
 
 
 REASONS: dict[Callable[[], L.LightningModule], str | None] = {

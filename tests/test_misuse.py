@@ -95,12 +95,6 @@ def item_in_the_middle(self: Any, x: Tensor) -> Tensor:
     return self.layers[1:](x) * scale  # type: ignore[no-any-return]
 
 
-def built_by_values(self: Any) -> None:
-    """A ``configure_model`` that reads a weight."""
-    self.wide = nn.Linear(128, 128)
-    self.wide.weight.data.div_(self.wide.weight.std().item())
-
-
 def wrong_shape(self: Any, x: Tensor) -> Tensor:
     return self.layers[1](self.layers[0](x)[:, :5])  # type: ignore[no-any-return]
 
@@ -244,6 +238,25 @@ class SettingGPT(TinyGPT):
         self.blocks = nn.ModuleList(SettingWeights(32, 4) for _ in range(2))
 
 
+class SharesBytes(nn.Module):
+    """Changes an argument of which another one, of another dtype, shows the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
+        pairs.mul_(0.5)
+        y: Tensor = self.linear(x)
+        return y
+
+
+def two_dtypes(self: Any, x: Tensor) -> Tensor:
+    h = self.layers[0](x).clone()
+    y = self.between(h, torch.view_as_complex(h.view(len(h), -1, 2)))
+    return self.layers[1:](y)  # type: ignore[no-any-return]
+
+
 class WithoutBlocks(L.LightningModule):
     """All its parameters are used by glue."""
 
@@ -383,12 +396,6 @@ MISUSES = {
         r" generate\(\) does .* Do it in a hook",
         only_rank=1,
     ),
-    "weights that depend on values in configure_model": Misuse(
-        model(configure_model=built_by_values),
-        "PlanError",
-        r"item needs the values of Linear.weight, .* while the model was built in configure_model",
-        only_rank=1,
-    ),
     "barrier in a step": Misuse(model(training_step=waits), "StepError", "strategy.barrier was called in a step"),
     "logging in a group": Misuse(
         model(training_step=logs_in_group), "StepError", r"self.log\('loss', sync_dist_group=...\)"
@@ -474,6 +481,12 @@ MISUSES = {
     "sparse table": Misuse(SparseTable, "StepError", r"tokens is an Embedding\(sparse=True\)", data=_text, strategy=TP),
     "data of a shard": Misuse(
         SettingGPT, "PlanError", r"parameter.data = ... inside of a block", data=_text, strategy=TP
+    ),
+    "one memory of two dtypes": Misuse(
+        model(lambda made: setattr(made, "between", SharesBytes()), forward=two_dtypes),
+        "StepError",
+        "changes an argument in place that lies in the memory of another one of another dtype",
+        strategy={"activations": {"recompute": "full"}},
     ),
     "empty dataloader": Misuse(TinyMLP, "BatchError", "A dataloader is empty", data=_empty),
 }
