@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
 import pytest
+import torch
 from hydra.utils import instantiate
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
@@ -155,3 +157,18 @@ def test_typos_through_hydra_give_our_error() -> None:
     with pytest.raises(Exception, match=message) as caught:
         instantiate({"_target_": "lightning_3d.ThreeDStrategy", "zero": {"stge": 2}})
     assert isinstance(caught.value.__cause__, ConfigError)  # Hydra wraps what a constructor raises
+
+
+def test_the_doctor_reports_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["communication"]["gloo"] == "available"
+    assert report["problems"] == []
+    monkeypatch.setattr("lightning_3d.cli.doctor.version", {"pytorch-lightning": "1.9.0"}.get)
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "problem: torch is not installed" in out
+    assert "beside pytorch-lightning 1.9.0" in out

@@ -1,6 +1,7 @@
 """The versions of torch and Lightning that the tests run with; others may have changed what adapters rely on."""
 
 import warnings
+from collections.abc import Iterator
 
 import lightning
 import torch
@@ -13,14 +14,20 @@ _TESTED = {"torch": ((2, 13), (2, 15)), "lightning": ((2, 6), (2, 6))}
 warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
 
 
-def warn_of_untested(torch_version: str = torch.__version__, lightning_version: str = lightning.__version__) -> None:
-    """Warn on rank 0 of each package that has another version."""
+def warn_of_untested(*installed: str) -> None:
+    """Warn on rank 0 of each package that has another version; takes what `untested` does."""
+    for text in untested(*installed):
+        rank_zero_warn(text)
+
+
+def untested(torch_version: str = torch.__version__, lightning_version: str = lightning.__version__) -> Iterator[str]:
+    """A line for each package that has another version."""
     for package, installed in {"torch": torch_version, "lightning": lightning_version}.items():
         first, last = _TESTED[package]
         major, minor, *_ = installed.split(".")
         if not first <= (int(major), int(minor)) <= last:
             tested = " to ".join(f"{major}.{minor}" for major, minor in dict.fromkeys((first, last)))
-            rank_zero_warn(
+            yield (
                 f"lightning_3d uses private symbols of {package} and is tested with {package} {tested}, but {installed}"
                 f" is installed, which may have changed them. If something fails, install"
                 f" '{package}=={last[0]}.{last[1]}.*'."
