@@ -46,10 +46,6 @@ def ignoring(outputs: Outputs, labels: Tensor) -> Tensor:
     return _flat(outputs, labels)
 
 
-def ignoring_one(outputs: Outputs, labels: Tensor) -> Tensor:
-    return _flat(outputs, labels.masked_fill(labels == IGNORED, 0), ignore_index=0)
-
-
 def class_weighted(outputs: Outputs, labels: Tensor) -> Tensor:
     return _flat(outputs, labels.clamp(min=0), weight=torch.linspace(0.5, 3, CLASSES, device=labels.device))
 
@@ -57,11 +53,6 @@ def class_weighted(outputs: Outputs, labels: Tensor) -> Tensor:
 def selected(outputs: Outputs, labels: Tensor) -> Tensor:
     losses = _flat(outputs, labels, reduction="none")
     return losses[labels.flatten() != IGNORED].mean()
-
-
-def picked(outputs: Outputs, labels: Tensor) -> Tensor:
-    is_valid = labels != IGNORED
-    return F.cross_entropy(outputs["logits"][is_valid], labels[is_valid])
 
 
 def divided(outputs: Outputs, labels: Tensor) -> Tensor:
@@ -78,12 +69,6 @@ def contrastive(outputs: Outputs, labels: Tensor) -> Tensor:
     logits = z @ F.normalize(outputs["logits"].mean(1) @ z.new_ones(CLASSES, WIDTH).tril(), dim=-1).T / 0.1
     targets = torch.arange(len(z), device=z.device)
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
-
-
-def sigmoid_contrastive(outputs: Outputs, labels: Tensor) -> Tensor:
-    z = F.normalize(outputs["pooled"], dim=-1)
-    logits = z @ z.roll(1, -1).T
-    return -F.logsigmoid(logits * (2 * torch.eye(len(z), device=z.device) - 1)).sum() / len(z)
 
 
 def ctc(outputs: Outputs, labels: Tensor, reduction: str = "sum") -> Tensor:
@@ -113,14 +98,11 @@ LOSSES: dict[str, Callable[[Outputs, Tensor], Tensor]] = {
         mean,
         summed,
         ignoring,
-        ignoring_one,
         class_weighted,
         selected,
-        picked,
         divided,
         smoothed,
         contrastive,
-        sigmoid_contrastive,
         ctc,
         balanced,
         of_several_tasks,

@@ -58,7 +58,10 @@ class Lion(ByHand):
 
 
 class ScheduleFree(ByHand):
-    """Counts steps and sums weights in its groups; Defazio et al. 2024, https://arxiv.org/abs/2405.15682."""
+    """Counts steps and sums weights in its groups; Defazio et al. 2024, https://arxiv.org/abs/2405.15682.
+
+    Its state is another tensor after each step.
+    """
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, lr=lr, num_steps=0, sum_of_weights=0.0)
@@ -71,7 +74,7 @@ class ScheduleFree(ByHand):
         base = self.kept(parameter, "base", parameter)
         parameter.lerp_(base, group["num_steps"] ** 0.5 / group["sum_of_weights"])
         parameter.sub_(gradient, alpha=0.1 * group["lr"])
-        base.sub_(gradient, alpha=group["lr"])
+        self.state[parameter]["base"] = base.sub(gradient, alpha=group["lr"])
 
 
 class Derived(AdamW):

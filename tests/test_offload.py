@@ -23,7 +23,6 @@ from lightning_3d import ThreeDStrategy
 from lightning_3d.errors import OffloadError
 from lightning_3d.zero.offload import steps
 from lightning_3d.zero.offload.store import Advice, Store
-from lightning_3d.zero.offload.windows import Part
 from tests.models import TinyGPT, TinyMLP, features
 from tests.optimizers import ByHand, ClippingAdam
 from tests.parity import QUIET, Layout, fitted
@@ -221,53 +220,3 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     store.advise([kept], Advice.NOT_FOR_A_WHILE)
     assert kept.sum() == 4096
     assert os.listdir(tmp_path) == []
-
-
-class _Odd(torch.optim.Optimizer):
-    """Makes a state late, nests states, replaces one in every step, and counts in a plain number."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                state["count"] = state.get("count", 0) + 1
-                state["mean"] = 0.5 * state.get("mean", 0.0) + parameter.grad
-                if state["count"] >= 2:
-                    nested = state.setdefault("late", {"of": [torch.zeros_like(parameter)]})
-                    nested["of"][0].add_(state["mean"])
-                    parameter.sub_(nested["of"][0], alpha=group["lr"])
-                parameter.sub_(state["mean"], alpha=group["lr"] / state["count"])
-
-
-def test_states_of_any_kind_come_home(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    start = [torch.randn(size) for size in ((3000, 2), (7,), (), (2500,))]
-    plain, offloaded = ([nn.Parameter(values.clone()) for values in start] for _ in range(2))
-    expected, optimizer = _Odd(plain), _Odd(offloaded)
-    store, device = Store(tmp_path), torch.device("cpu")
-    stepping = steps.OffloadedSteps(store, store, window_bytes=4000, device=device, kinds={optimizer: "rows"})
-    for step in range(4):
-        for one, other in zip(plain, offloaded, strict=True):
-            one.grad = torch.randn_like(one)
-            other.grad = None if step == 1 and other.dim() == 0 else one.grad.clone()
-            one.grad = None if other.grad is None else one.grad
-        expected.step()
-        parts = [Part(parameter=p, values=p, gradient=p.grad, group=0) for p in offloaded if p.grad is not None]
-        window = stepping.enter(optimizer, parts)
-        assert len(optimizer.param_groups[0]["params"]) < 4
-        optimizer.step()
-        window.back()
-        assert optimizer.param_groups[0]["params"] == offloaded
-        assert set(optimizer.state) <= set(offloaded)
-    for one, other in zip(plain, offloaded, strict=True):
-        torch.testing.assert_close(other, one)
-        assert str(optimizer.state[other]) == str(expected.state[one])
-        if other.numel() > 2000:
-            assert store.holds(optimizer.state[other]["mean"])
-            assert store.holds(optimizer.state[other]["late"]["of"][0])

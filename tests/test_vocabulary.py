@@ -4,7 +4,6 @@ that need not be.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,29 +30,23 @@ def _mesh() -> DeviceMesh:
 
 # ----------------------------------------------------------------------------------------------- logits on shards
 
-Use = Callable[[Tensor], Any]
 
-
-def _compare(full: Tensor, use: Use, mesh: DeviceMesh, *, collectives: int | None = None) -> None:
-    """`use` of logits on shards gives the value and the gradient that it gives of plain ones, equally on all ranks."""
+def _compare(full: Tensor, use: Callable[[Tensor], Tensor], mesh: DeviceMesh) -> None:
+    """`use` of logits on shards sends twice, and gives the value and the gradient that it gives of plain ones."""
     start, stop = shard_bounds(full.shape[-1], mesh)
     dense = full.clone().requires_grad_()
     local = full[..., start:stop].clone().requires_grad_()
     expected = use(dense)
     with Collectives() as counted:
         result = use(as_logits(local, mesh, full.shape[-1]))
-        if result.requires_grad:
-            seed = torch.linspace(0.5, 1.5, expected.numel()).reshape(expected.shape).to(expected.dtype)
-            expected.backward(seed)
-            result.backward(seed)
-    if collectives is not None:
-        assert sum(counted.counts.values()) == collectives, counted.counts
+        expected.backward()
+        result.backward()
+    assert sum(counted.counts.values()) == 2, counted.counts
     assert result.dtype == expected.dtype
     torch.testing.assert_close(plain(result), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
-    if expected.requires_grad:
-        assert local.grad is not None
-        assert dense.grad is not None
-        torch.testing.assert_close(local.grad, dense.grad[..., start:stop], rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert local.grad is not None
+    assert dense.grad is not None
+    torch.testing.assert_close(local.grad, dense.grad[..., start:stop], rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def _cross_entropies(num_classes: int) -> None:
@@ -61,24 +54,13 @@ def _cross_entropies(num_classes: int) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(6, num_classes, generator=generator)
     targets = torch.tensor([0, num_classes - 1, 3, -100, 1, 2])
-    weight = torch.rand(num_classes, generator=generator)
-    options = itertools.product(("mean", "sum", "none"), (0.0, 0.3), (None, weight), (-100, 2))
-    for reduction, smoothing, weights, ignored in options:
-        target = targets if ignored == -100 else targets.clamp(min=0)
-        keywords = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
-
-        def use(x: Tensor, target: Tensor = target, weights: Any = weights, keywords: Any = keywords) -> Tensor:
-            return F.cross_entropy(x, target, weights, **keywords)
-
-        _compare(logits, use, mesh, collectives=2)
-        _compare(logits.double(), lambda x: F.cross_entropy(x, target, **keywords), mesh, collectives=2)  # noqa: B023
-    _compare(logits[:2], lambda x: F.cross_entropy(x, torch.tensor([-100, -100])), mesh, collectives=2)  # NaN
+    _compare(logits.double(), lambda x: F.cross_entropy(x, targets, label_smoothing=0.3), mesh)
+    _compare(logits[:2], lambda x: F.cross_entropy(x, torch.tensor([-100, -100])), mesh)  # NaN
     masked = logits.clone()
     masked[:, 2] = float("-inf")
-    _compare(masked[:3], lambda x: F.cross_entropy(x, targets[:3]), mesh, collectives=2)
+    _compare(masked[:3], lambda x: F.cross_entropy(x, targets[:3]), mesh)
     masked[0] = float("nan")
-    _compare(masked[:3], lambda x: F.cross_entropy(x, targets[:3]), mesh, collectives=2)
-    _compare(masked[:3], lambda x: F.cross_entropy(x, targets[:3], ignore_index=0), mesh, collectives=2)
+    _compare(masked[:3], lambda x: F.cross_entropy(x, targets[:3], ignore_index=0), mesh)
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):  # on every rank
         F.cross_entropy(
             as_logits(logits[..., slice(*shard_bounds(num_classes, mesh))], mesh, num_classes),
@@ -86,9 +68,8 @@ def _cross_entropies(num_classes: int) -> None:
         )
 
 
-def test_cross_entropy_with_every_option(workers: WorkerPools) -> None:
-    for size, num_classes in ((2, 7), (4, 10)):
-        workers(size).run(_cross_entropies, num_classes)
+def test_cross_entropy_of_what_is_no_number_or_no_class(workers: WorkerPools) -> None:
+    workers(2).run(_cross_entropies, 7)
 
 
 # ------------------------------------------------------------------------------------------------------- training

@@ -8,11 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.scripts import start
 from tests.workers import WorkerError, WorkerPools
@@ -31,19 +29,9 @@ def _fail_on(bad_rank: int) -> None:
     dist.barrier()
 
 
-def _fail_everywhere() -> None:
-    raise ValueError("the same everywhere")
-
-
 def _hang_on(bad_rank: int) -> None:
     if dist.get_rank() == bad_rank:
         time.sleep(600)
-
-
-def _crash_after_training() -> None:
-    trainer = L.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, logger=False, enable_progress_bar=False)
-    trainer.fit(BoringModel())
-    os.abort()
 
 
 def _leave_traces() -> tuple[str, str | None, list[str], int]:
@@ -67,23 +55,11 @@ def test_failing_rank_is_reported_and_pool_works_afterwards(workers: WorkerPools
     assert [rank for rank, _ in workers(2).run(_rank_and, torch.ones(1))] == [0, 1]
 
 
-def test_same_failure_everywhere_is_shown_once(workers: WorkerPools) -> None:
-    with pytest.raises(WorkerError, match="--- ranks 0, 1:") as caught:
-        workers(2).run(_fail_everywhere)
-    assert str(caught.value).count("ValueError: the same everywhere") == 1
-    assert set(caught.value.failures) == {0, 1}
-
-
 def test_hanging_rank_times_out_and_pool_works_afterwards(workers: WorkerPools) -> None:
     with pytest.raises(WorkerError, match="not finished after 2 s") as caught:
         workers(2).run(_hang_on, 1, timeout=2.0)
     assert "_hang_on" in str(caught.value)  # the stack of the hanging rank
     assert [rank for rank, _ in workers(2).run(_rank_and, torch.ones(1))] == [0, 1]
-
-
-def test_a_rank_that_crashes_shows_its_stacks(workers: WorkerPools) -> None:
-    with pytest.raises(WorkerError, match=r"SIGABRT[\s\S]*Fatal Python error: Aborted[\s\S]*in _crash_after_training"):
-        workers(1).run(_crash_after_training)
 
 
 def test_runs_share_processes_but_no_directory_and_no_environment(workers: WorkerPools) -> None:

@@ -271,14 +271,6 @@ class CallsOutside(Noting):
         self.note("loss of the batch", trainer.strategy.reduce(loss, reduce_op="mean"))
 
 
-class Gradients(Noting):
-    """Notes how large gradients are, in all and of some parameters, after each backward."""
-
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        norm = nn.utils.clip_grad_norm_(pl_module.parameters(), 1e9)
-        self.note("norm", norm)
-
-
 class Summons(Noting):
     """Reads whole weights after a step, and writes to them."""
 
@@ -544,7 +536,6 @@ HABITS = {
         skips=_OTHER_OPTIMIZERS | {"fp16"},
     ),
     "evaluated": Habit(mixin=Evaluated, after=_evaluate, needs="compute_loss"),
-    "gradients": Habit(callbacks=lambda: [Gradients()], skips=frozenset({"unseen"})),
     "by-hand": Habit(callbacks=lambda: [ByHand()], skips=frozenset({"unseen"}) | _RESUMED),
     "reads": Habit(callbacks=lambda: [Reads()], fits=_without_pipelines),
     "reads-late": Habit(

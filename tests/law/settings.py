@@ -20,7 +20,7 @@ from torch.optim import SGD, AdamW, NAdam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from tests.law.models.row import Model
-from tests.optimizers import ClippingAdam, Derived, Lars, Odd, Sam, ScheduleFree, Shampoo
+from tests.optimizers import Derived, Lars, Odd, Sam, ScheduleFree, Shampoo
 from tests.parity import Layout
 
 
@@ -90,11 +90,6 @@ def lars(module: LightningModule, lr: float) -> Any:
 def shampoo(module: LightningModule, lr: float) -> Any:
     """Has states of other shapes than its parameters."""
     return Shampoo(_trained(module), lr=lr)
-
-
-def clipping(module: LightningModule, lr: float) -> Any:
-    """Clips all gradients together in its step."""
-    return ClippingAdam(_trained(module), lr=0.1 * lr, eps=1e-4)
 
 
 def sam(module: LightningModule, lr: float) -> Any:
@@ -268,7 +263,6 @@ SETTINGS = {
     "schedule-free": Setting(optimizer=schedule_free, fits=_by_replicas),
     "nadam": Setting(optimizer=nadam, tolerance=1e-2, fits=_at_stage_3),
     "lars": Setting(optimizer=lars, tolerance=1e-2, fits=_on_whole_parameters, job={"gradient_clip_val": 0.1}),
-    "lars-resumed": Setting(optimizer=lars, tolerance=1e-2, fits=_on_whole_parameters, epochs=2, is_resumed=True),
     "shampoo-resumed": Setting(
         optimizer=shampoo,
         tolerance=1e-2,
@@ -277,7 +271,6 @@ SETTINGS = {
         is_resumed=True,
         layout={"save_distributed_checkpoint": True},
     ),
-    "clipping": Setting(optimizer=clipping, tolerance=1e-2, fits=_by_replicas_alone),
     "sam": Setting(optimizer=sam, tolerance=1e-2, fits=_by_replicas_alone),
     "small-buckets": Setting(layout={"zero_settings": {"bucket_size": 0.001}}, fits=_in_buckets),
     "incomplete-window": Setting(job={"accumulate_grad_batches": 2, "num_missing": 8}, fits=_in_buckets),

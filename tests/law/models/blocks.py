@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from abc import ABC
 from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -88,63 +85,16 @@ class HookedBlocks(a.Trained):
         return F.mse_loss(self.head(x), batch[1])
 
 
-class Drawing(nn.Module):
-    """Draws from generators of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.of_python, self.of_numpy, self.old = random.Random(3), np.random.default_rng(4), np.random.RandomState(5)
-        self.of_torch = torch.Generator().manual_seed(6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        drawn = self.of_python.random() + self.of_numpy.random() + self.old.rand()
-        output: Tensor = torch.tanh(self.linear(x))
-        return output * (drawn + torch.rand((), generator=self.of_torch))
-
-
-class DrawingBlocks(a.Trained):
-    """Blocks that draw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.blocks = nn.ModuleList(Drawing() for _ in range(3))
-
-    def compute_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x = torch.sin(self.embed(batch[0]))
-        for block in self.blocks:
-            x = block(x) + 0.3 * x
-        return F.mse_loss(self.head(x), batch[1])
-
-
 @dataclass(frozen=True)
 class Signal:
-    """Changes what it gets, and needs more than its fields."""
+    """Rows and their spectrum."""
 
     values: Tensor
-    factor: InitVar[float]
-    spectrum: Tensor = field(init=False)
-
-    def __post_init__(self, factor: float) -> None:
-        object.__setattr__(self, "values", self.values * factor)
-        object.__setattr__(self, "spectrum", torch.fft.rfft(self.values.float()))
+    spectrum: Tensor
 
 
-class Registered(type):
-    """A metaclass that knows all classes, and asks something of each."""
-
-    known: ClassVar[dict[str, type]] = {}
-
-    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
-        super().__init__(name, bases, namespace)
-        assert "forward" in namespace or name.startswith("FSDP")  # torch makes these
-        assert name not in cls.known
-        cls.known[name] = cls
-
-
-class Filter(nn.Module, metaclass=Registered):
-    """Gives a dataclass, and has buffers of rare dtypes."""
+class Filter(nn.Module):
+    """Gives a frozen dataclass, and has buffers of rare dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,11 +104,10 @@ class Filter(nn.Module, metaclass=Registered):
         self.register_buffer("bank", torch.empty(0, WIDTH))
 
     def forward(self, x: Tensor) -> Signal:
-        signal = Signal(x, 1.0)
-        assert signal.spectrum.is_complex()
-        turned = torch.fft.irfft(signal.spectrum * self.turn, n=WIDTH).to(signal.values.dtype)
-        rows = torch.cat([self.bank.to(signal.values.dtype), signal.values + self.linear(turned)])  # type: ignore[operator]
-        return Signal(rows, 0.5)
+        spectrum = torch.fft.rfft(x.float())
+        turned = torch.fft.irfft(spectrum * self.turn, n=WIDTH).to(x.dtype)
+        rows = 0.5 * torch.cat([self.bank.to(x.dtype), x + self.linear(turned)])  # type: ignore[operator]
+        return Signal(rows, torch.fft.rfft(rows.float()))
 
 
 class WithMask(nn.Module):
@@ -175,13 +124,7 @@ class WithMask(nn.Module):
         return {"y": y, "rest": (self.norm(y), mask, None), "bias": bias}
 
 
-class Abstract(ABC, nn.Module):
-    """A base class with a metaclass and slots."""
-
-    __slots__ = ("gain",)
-
-
-class Noting(Abstract):
+class Noting(nn.Module):
     """Takes keywords, keeps its output and a square, and adds to a list that it is given."""
 
     def __init__(self) -> None:
@@ -330,11 +273,6 @@ MODELS = {
         warns=LEFT_DENSE,
     ),
     "hooked-blocks": Model(job=Job(model=HookedBlocks, data=features, num_val_batches=1), families=frozenset({"pp"})),
-    "drawing-blocks": Model(
-        job=Job(model=DrawingBlocks, data=features, num_val_batches=0),
-        families=frozenset({"tp"}),
-        traits=frozenset({"draws"}),
-    ),
     "odd-gpt": Model(
         job=Job(model=OddGPT, num_val_batches=1),
         families=frozenset({"pp", "tp", "dp"}),

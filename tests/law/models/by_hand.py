@@ -34,11 +34,15 @@ class Normed(a.Trained):
 
 
 class Drawing(Block):
-    """Draws by Python and NumPy."""
+    """Draws by Python and NumPy, and by generators of its own."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__(width, num_heads)
+        self.of_numpy, self.of_torch = np.random.default_rng(4), torch.Generator().manual_seed(6)
 
     def forward(self, x: Tensor) -> Tensor:
-        factor = random.random() + float(np.random.rand()) if self.training else 1.0
-        return x + factor * super().forward(x)
+        factor = random.random() + float(np.random.rand()) + self.of_numpy.random() if self.training else 1.0
+        return x + factor * super().forward(x) + torch.rand((), generator=self.of_torch)
 
 
 class Dropping(TinyGPT):

@@ -49,17 +49,6 @@ class Copying(Layers):
         return output
 
 
-class OfTwo(Layers):
-    """Changes two arguments."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        before = torch.sin(x.clone())
-        y.mul_(self.half(y.clone()) + 0.5)
-        x.mul_(torch.sigmoid(self.first(x.clone())))
-        y.add_(0.1)
-        return before + torch.cos(x) + torch.cat([y, y], 1)
-
-
 class OfSame(Layers):
     """May get one tensor twice."""
 
@@ -177,30 +166,6 @@ class Changed(Regression):
         output = self.part(h)
         output *= 1.5
         made: Tensor = self.head(torch.cat([output, output], 1) + h)
-        return made
-
-
-class OfViews(Regression):
-    """Blocks that get views of one tensor; what shares memory on one stage does not on another."""
-
-    lr = 0.05
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inlet, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.changing, self.returning, self.overlapping, self.keywords = Changing(), Returning(), OfTwo(), OfTwo()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.sin(self.inlet(x))
-        for block in (self.changing, self.returning):
-            wide = torch.cat([h, torch.cos(h.clone())], 1)
-            view = wide[:, 4 : 4 + WIDTH]
-            output = block(view)
-            h = wide[:, :WIDTH] + output + view * 0.3
-        wide = torch.cat([h, torch.cos(h.clone())], 1)
-        output = self.overlapping(wide[:, 4 : 4 + WIDTH], wide[:, 8 : 8 + WIDTH // 2])
-        h = 0.3 * (output + wide[:, :WIDTH] + wide[:, WIDTH:])
-        made: Tensor = self.head(self.keywords(y=h[:, 4:12], x=h) + 0.3 * h)
         return made
 
 

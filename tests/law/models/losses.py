@@ -12,18 +12,11 @@ from tests.law.models.row import COUPLED, Model
 from tests.losses import LossNet, labelled
 from tests.parity import Job
 
-LOSSES = ("mean", "summed", "ignoring", "class_weighted", "selected", "divided", "smoothed", "contrastive", "ctc")
+LOSSES = (
+    *("mean", "summed", "ignoring", "class_weighted", "selected", "divided", "smoothed", "contrastive", "ctc"),
+    *("balanced", "of_several_tasks"),
+)
 """Of tests/losses.py; all but the mean weigh samples, or couple them."""
-
-FURTHER = {
-    "ignoring_one": "ignoring",
-    "picked": "selected",
-    "sigmoid_contrastive": "contrastive",
-    "balanced": None,
-    "of_several_tasks": None,
-    "triplet": "contrastive",
-}
-"""Others, and which of the first they are alike."""
 
 
 class TwoViews(LossNet):
@@ -50,14 +43,13 @@ class WarmedUp(LossNet):
         return loss
 
 
-def _row(name: str, alike: str | None = None, net: type[LossNet] = LossNet) -> Model:
+def _row(name: str, net: type[LossNet] = LossNet) -> Model:
     job = Job(model=partial(net, name), data=labelled, num_val_batches=1)
     is_plain = net is not TwoViews
     skips = frozenset[str]() if is_plain else frozenset({"fp16"})
     return Model(
         job=job,
         traits=COUPLED,
-        alike=alike and f"loss-{alike}",
         has_plain_step=is_plain,
         skips=skips,
         families=frozenset({"pp"}),
@@ -66,7 +58,6 @@ def _row(name: str, alike: str | None = None, net: type[LossNet] = LossNet) -> M
 
 MODELS = {
     **{f"loss-{name}": _row(name) for name in LOSSES},
-    **{f"loss-{name}": _row(name, alike) for name, alike in FURTHER.items()},
     "loss-two-views": _row("mean", net=TwoViews),
     "loss-warmed-up": _row("mean", net=WarmedUp),
 }

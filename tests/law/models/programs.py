@@ -228,7 +228,6 @@ class Bookkeeping(L.LightningModule):
         self.outputs: list[Tensor] = []
         self.by_loader: dict[str, list[Any]] = defaultdict(list)
         self.by_class: Counter[int] = Counter()
-        self.counts = {"batches": 0, "samples": 0, "pairs": 0}
         self.num_batches, self.num_samples, self.total, self.classes = 0, 0, 0.0, set[int]()
         self.running: Tensor | None = None
         self.register_buffer("average", torch.zeros(()))
@@ -248,8 +247,8 @@ class Bookkeeping(L.LightningModule):
         correct = (logits.argmax(1) == classes).sum()
         self.log(f"{kind}_correct", correct, reduce_fx="sum", on_step=False, on_epoch=True, **sync)
         self.log(f"{kind}_sized", loss, batch_size=len(batch[0]), on_step=False, on_epoch=True, **sync)
-        for size in (1, 8):  # the latter could count the samples of two microbatches
-            self.log(f"{kind}_weighing_{size}", loss, batch_size=size, on_step=False, on_epoch=True, **sync)
+        # Eight could be the samples of two microbatches.
+        self.log(f"{kind}_weighing", loss, batch_size=8, on_step=False, on_epoch=True, **sync)
         self.log(f"{kind}_number", 3.0, on_step=False, on_epoch=True, prog_bar=True, **sync)
         return loss, logits, classes
 
@@ -271,20 +270,13 @@ class Bookkeeping(L.LightningModule):
         pairs = classes * CLASSES + logits.argmax(1)
         self.confusion += torch.bincount(pairs, minlength=CLASSES**2).view(CLASSES, CLASSES)
         self.register_buffer("positions", torch.arange(5.0), persistent=False)  # as caches of biases are
-        pair, times = (
-            (classes, loss.detach() * 2),
-            [torch.stack([i * logits.detach() for i in range(n)]) for n in (3, 4)],
-        )
-        return {"loss": loss, "logits": logits, "pair": pair, "correct": (classes > 1).sum(), "times": times}
+        pair = (classes, loss.detach() * 2)
+        return {"loss": loss, "logits": logits, "pair": pair, "correct": (classes > 1).sum()}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         classes, double = outputs["pair"]
         for name, value in (("logits", outputs["logits"].sum()), ("classes", classes.sum()), ("double", double)):
             self.notes.append((name, float(value)))
-        for made in outputs["times"]:  # of which the second dimension has the samples, as many as there are times
-            self.notes.append(
-                ("times", float((made * torch.arange(made.numel(), device=made.device).view(made.shape)).sum()))
-            )
         self.notes += [("correct", float(outputs["correct"])), ("rows", float(len(outputs["logits"])))]
 
     def on_train_epoch_end(self) -> None:

@@ -80,8 +80,7 @@ def _by_two(layout: Layout) -> bool:
 
 
 RESUMED = frozenset(
-    {"resumed", "resumed-folder", "lars-resumed", "shampoo-resumed"}
-    | {f"{name}-resumed" for name in ("offloaded", "hybrid")}
+    {"resumed", "resumed-folder", "shampoo-resumed"} | {f"{name}-resumed" for name in ("offloaded", "hybrid")}
 )
 
 MODELS = {

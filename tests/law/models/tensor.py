@@ -17,7 +17,7 @@ from tests.law.models import convolutions as c
 from tests.law.models import dropping as d
 from tests.law.models import experts as e
 from tests.law.models import spellings as b
-from tests.law.models.compiled import Changed, Habits, OfViews
+from tests.law.models.compiled import Changed, Habits
 from tests.law.models.normed import NormNet, scaled_features
 from tests.law.models.row import COUPLED, IN_HALVES, LOOPS, NORMS, Family, Model, Trait
 from tests.models import TinyGPT, features
@@ -164,13 +164,6 @@ MODELS = {
         job=Job(model=Changed, data=features, num_val_batches=1),
         lr=0.01,
         skips=frozenset({"inline", "manual", "adversaries"}),
-    ),
-    "argument-views": Model(
-        job=Job(model=OfViews, data=features, num_val_batches=1),
-        lr=0.01,
-        families=TP,
-        fits=_whole,
-        skips=frozenset({"recomputed", "selective", "partitioned", "sequence-recomputed", "budget"}),  # refused
     ),
     "habits": Model(job=Job(model=Habits, data=features, num_val_batches=1), families=TP, fits=_whole, traits=NORMS),
     "norms-everywhere": Model(

@@ -214,10 +214,6 @@ MODELS = {
         job=hf_job("MambaConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=16, num_hidden_layers=3, state_size=4),
         skips=LOOPS,
     ),
-    "rwkv": Model(
-        job=hf_job("RwkvConfig", CLM, vocab_size=a.VOCABULARY, hidden_size=16, num_hidden_layers=3, context_length=32),
-        skips=LOOPS,
-    ),
     "albert": Model(job=hf_job("AlbertConfig", MLM, **TEXT, embedding_size=8)),
     "whisper": Model(
         job=hf_job(
