@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,34 +35,6 @@ LAYOUTS = [
 
 
 trained = partial(fitted, data=features)
-
-
-def same_everywhere(
-    workers: WorkerPools, script: Callable[[Layout | None], dict[str, Any]], expected: Mapping[str, Any]
-) -> None:
-    """Compare what a script gives on every rank of every layout with what it gave in one process."""
-    for of_rank in workers(2).run(_in_layouts, script):
-        for layout, found in of_rank.items():
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():
-                if isinstance(value, dict):
-                    assert_same_state([found[name]], value)
-                else:
-                    assert found[name] == value, f"{layout}: {name}"
-
-
-def _in_layouts(script: Callable[[Layout | None], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    results = {}
-    for i, layout in enumerate(LAYOUTS):
-        Path(str(i)).mkdir(exist_ok=True)
-        dist.barrier()
-        with contextlib.chdir(str(i)):
-            results[f"{layout}, folders={layout.save_distributed_checkpoint}"] = script(layout)
-    return results
-
-
-def alone(workers: WorkerPools, script: Callable[[Layout | None], dict[str, Any]]) -> dict[str, Any]:
-    return workers(1).run(script, None)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------- hooks
@@ -135,12 +107,29 @@ def renames(layout: Layout | None) -> dict[str, Any]:
     }
 
 
+def renames_in_layouts() -> dict[str, dict[str, Any]]:
+    results = {}
+    for i, layout in enumerate(LAYOUTS):
+        Path(str(i)).mkdir(exist_ok=True)
+        dist.barrier()
+        with contextlib.chdir(str(i)):
+            results[f"{layout}, folders={layout.save_distributed_checkpoint}"] = renames(layout)
+    return results
+
+
 def test_hooks_change_what_is_saved_and_loaded(workers: WorkerPools) -> None:
-    expected = alone(workers, renames)
+    (expected,) = workers(1).run(renames, None)
     assert expected["seen"][3] == [0.0, 1.0, 2.0]
     assert not torch.equal(expected["before"]["layers.0.weight"], expected["after"]["layers.0.weight"])
     assert_same_state([expected["evaluated"]], expected["before"])
-    same_everywhere(workers, renames, expected)
+    for of_rank in workers(2).run(renames_in_layouts):
+        for layout, found in of_rank.items():
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                if isinstance(value, dict):
+                    assert_same_state([found[name]], value)
+                else:
+                    assert found[name] == value, f"{layout}: {name}"
 
 
 class ReadsValues(TinyMLP):

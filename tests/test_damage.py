@@ -64,60 +64,45 @@ def _alike(found: Any) -> Any:
     return found
 
 
-def _flips_in_folders(folder: Path) -> None:
-    path, places = folder / "saved", random.Random(0)
-    _saved(path)
-    files = sorted(path.iterdir())
+def _flips(path: Path, as_file: bool) -> None:
+    places, num_found = random.Random(0), 0
+    _saved(path, as_file=as_file)
+    files = [path] if as_file else sorted(path.iterdir())
+    read: Callable[[], Any] = lambda: (  # noqa: E731
+        read_checkpoint(path, staged()[0], weights_only=True) if as_file else restore(path, staged()[0])
+    )
+    right, contents = read(), {file: file.read_bytes() for file in files}
     for number in range(NUM_FLIPS):
         file = files[number % len(files)]
-        position, bit = places.randrange(file.stat().st_size), places.randrange(8)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            whole = file.read_bytes()
-            _flip(file, position, bit)
-        dist.barrier()
-        said = _alike(_tried(lambda: restore(path, staged()[0])))
-        assert isinstance(said, str), f"bit {bit} of byte {position} of {file.name} is not noticed"
-        assert f"{path} is damaged: {file.name} " in said
-        assert "Load another checkpoint" in said
-        dist.barrier()
-        if dist.get_rank() == 0:
-            file.write_bytes(whole)
-    dist.barrier()
-    assert restore(path, staged()[0]) == {"epoch": 3}
-
-
-def _flips_in_files(folder: Path) -> None:
-    path, places = folder / "saved.ckpt", random.Random(1)
-    _saved(path, as_file=True)
-    right = torch.load(path, weights_only=True)
-    whole, num_found = path.read_bytes(), 0
-    for _ in range(NUM_FLIPS):
+        whole = contents[file]
         position, bit = places.randrange(len(whole)), places.randrange(8)
         dist.barrier()
         if dist.get_rank() == 0:
-            _flip(path, position, bit)
+            _flip(file, position, bit)
         dist.barrier()
-        found = _tried(lambda: read_checkpoint(path, staged()[0], weights_only=True))
+        found = _tried(read)
         if isinstance(_alike(found if isinstance(found, str) else None), str):
-            assert "saved.ckpt" in found
+            assert ("saved" if as_file else f"{path} is damaged: {file.name} ") in found
+            assert as_file or "Load another checkpoint" in found
             num_found += 1
-        else:  # between the records, where nothing is
+        else:  # between the records of a file, where nothing is
+            assert as_file, f"bit {bit} of byte {position} of {file.name} is not noticed"
             torch.testing.assert_close(found, right, rtol=0, atol=0)
         dist.barrier()
         if dist.get_rank() == 0:
-            path.write_bytes(whole)
-        dist.barrier()
+            file.write_bytes(whole)
     assert num_found > NUM_FLIPS // 4
-    if dist.get_rank() == 0:
+    dist.barrier()
+    if as_file and dist.get_rank() == 0:
         path.write_bytes(whole[:-100])
     dist.barrier()
-    assert "saved.ckpt was cut off" in _alike(_tried(lambda: read_checkpoint(path, staged()[0], weights_only=True)))
+    found = _tried(read)
+    assert "saved was cut off" in _alike(found) if as_file else found == {"epoch": 3}
 
 
-@pytest.mark.parametrize("flips", [_flips_in_folders, _flips_in_files])
-def test_one_bit(workers: WorkerPools, tmp_path: Path, flips: Callable[[Path], None]) -> None:
-    workers(2).run(flips, tmp_path)
+@pytest.mark.parametrize("as_file", [False, True], ids=["folder", "file"])
+def test_one_bit(workers: WorkerPools, tmp_path: Path, as_file: bool) -> None:
+    workers(2).run(_flips, tmp_path / "saved", as_file)
 
 
 def _truncate(path: Path) -> str:

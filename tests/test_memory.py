@@ -158,7 +158,8 @@ def fresh_workers() -> Iterator[WorkerPools]:
 def test_peak_is_the_stage_and_one_block(fresh_workers: WorkerPools, where: Where, zero: int, pp: int) -> None:
     for growth, held in fresh_workers(4).run(_growth, where, zero, pp)[1:]:
         assert held == pytest.approx(NUM_BLOCKS / pp * BLOCK, rel=0.01)
-        assert growth <= held + BLOCK + SLACK, f"peak {growth:.0f} MiB over the start for a stage of {held:.0f} MiB"
+        told = f"peak {growth:.0f} MiB over the start for a stage of {held:.0f} MiB"
+        assert held - SLACK <= growth <= held + BLOCK + SLACK, told
 
 
 def _saved(path: Path) -> None:
@@ -174,12 +175,8 @@ def test_a_model_on_meta_is_held_whole_by_no_rank(
     workers(4).run(_saved, tmp_path / "saved")
     for growth, held in fresh_workers(4).run(_growth, "meta", 1, 4, tmp_path / "saved"):
         assert held == pytest.approx(NUM_BLOCKS / 4 * BLOCK, rel=0.01)
-        assert growth <= held + BLOCK + SLACK, f"peak {growth:.0f} MiB over the start for a stage of {held:.0f} MiB"
-
-
-def test_the_measure_sees_a_whole_copy(fresh_workers: WorkerPools) -> None:
-    for growth, _ in fresh_workers(4).run(_growth, "before", 1, 4):
-        assert growth >= NUM_BLOCKS * BLOCK
+        told = f"peak {growth:.0f} MiB over the start for a stage of {held:.0f} MiB"
+        assert held - SLACK <= growth <= held + BLOCK + SLACK, told
 
 
 def test_proof_of_a_head_takes_no_more_than_training(fresh_workers: WorkerPools) -> None:
