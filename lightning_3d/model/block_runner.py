@@ -93,7 +93,7 @@ class BlockRunner:
         """The same for calls that are not compiled; those that are keep no more than these by themselves."""
         self.offloaded: Callable[[], AbstractContextManager[None]] | None = None
         """Makes the context of a call that moves what its backward needs to the host."""
-        self.joined: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.joined: Callable[[BlockRunner, Call, tuple[Any, ...], dict[str, Any]], Any] | None = None
         """Runs calls outside of steps together with other pipeline stages, of which one has the block."""
         self.meet: Callable[[str], None] | None = None
         """Called before its forward where that takes other ranks; raises if they run something else."""
@@ -171,10 +171,10 @@ class BlockRunner:
                 f"{self.fqn} was exported, but the ranks hold parts of the model: export the module on every rank"
                 f" {SUMMON}."
             )
-        return call(*args, **kwargs) if self.joined is None else self.joined(call, args, kwargs)
+        return call(*args, **kwargs) if self.joined is None else self.joined(self, call, args, kwargs)
 
     def _call_alone(self, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self.block, FSDPModule):
+        if not isinstance(self.block, FSDPModule) or self.joined is not None:
             return self._call_hooked(*args, **kwargs)
         self._meet_others()  # before the hooks gather
         if not (containers := argument_containers(args, kwargs)):

@@ -44,6 +44,7 @@ from lightning_3d.parts.layout import Layout, lay_out
 from lightning_3d.parts.module import answer_for_parts, holds_parts
 from lightning_3d.parts.stages import PipelineStages
 from lightning_3d.pipeline.engine import PipelineEngine
+from lightning_3d.pipeline.inline.between_steps import CallsBetweenSteps
 from lightning_3d.pipeline.inline.exchange import Exchange
 from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.planning.budget import Budget, accumulates
@@ -58,7 +59,6 @@ from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_dev
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
 from lightning_3d.trainer.shared_buffers import SharedBuffers
-from lightning_3d.trainer.stage_calls import StageCalls
 from lightning_3d.trainer.step_planner import Planned, StepPlanner
 from lightning_3d.trainer.step_runner import PipelineRunner, StepRunner, WholeModelRunner
 from lightning_3d.trainer.tensor_parallel import apply_blocks, prove_blocks
@@ -295,11 +295,12 @@ class _Making:
     def _inline(self, plan: Plan, router: Router, zero: Zero) -> InlineStep:
         """Let calls of blocks, between steps and in those that run inline, come to where their weights are."""
         homes = {block.fqn: plan.stage_ranks[block.stages[0]] for block in plan.blocks}
-        exchange = Exchange(self._mesh, self._device)
-        calls = StageCalls(exchange, self._sharing(zero), self._rendezvous, has_backward=plan.inline is not None)
-        for fqn, home in homes.items():
-            running(self.blocks[fqn]).joined = partial(calls.run, fqn, home)
-        return InlineStep(self._module, router, exchange, homes)
+        inline = InlineStep(self._module, router, Exchange(self._mesh, self._device), homes)
+        has_backward = plan.inline is not None
+        calls = CallsBetweenSteps(inline, self._sharing(zero), self._rendezvous, has_backward=has_backward)
+        for fqn in homes:
+            running(self.blocks[fqn]).joined = calls.run
+        return inline
 
     def _sharing(self, zero: Zero) -> list[int]:
         """The ranks that have the model among them, with this one."""

@@ -97,11 +97,11 @@ class InlineStep:
         return call(*args, **kwargs)
 
     def on_block(self, runner: BlockRunner, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the call of a block where it is."""
+        """Run the call of a block where it is, in a step or between steps."""
         if is_in_backward():  # computed again, where it is
             return call(*args, **kwargs)
         fqn, block = runner.fqn, runner.block
-        self._router.step = None
+        step, self._router.step = self._router.step, None
         try:
             run = partial(self._run, runner, call)
             (packed, logs), left = self._exchange.run(fqn, self._homes[fqn], run, args, kwargs)
@@ -109,7 +109,7 @@ class InlineStep:
             for name, value in left.values.items():
                 set_attribute(block, name, value)
         finally:
-            self._router.step = self
+            self._router.step = step
         for given in logs:
             self._module.log(**given)
         if runner.is_absent:  # else they were called in the block
