@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.models import TinyGPT, TinyMLP, features
@@ -72,6 +72,24 @@ def test_validation_between_steps(workers: WorkerPools) -> None:
         assert (num_seen > 6, num_gathered) == (True, 0)
         assert found == pytest.approx(loss, abs=1e-5)
         assert_same_state([trained], weights)
+
+
+class Rectified(TinyMLP):
+    """A block changes its argument in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = nn.Sequential(nn.ReLU(inplace=True), self.layers[2])
+
+
+def _change_argument() -> None:
+    fitted(Layout(dp=2, zero=3), Rectified, data=features)
+
+
+def test_blocks_that_change_arguments_in_place_are_refused(workers: WorkerPools) -> None:
+    with pytest.raises(WorkerError, match=r"StepError: layers\.2 changes an argument in place, which no block") as e:
+        workers(2).run(_change_argument)
+    assert e.value.failures.keys() == {0, 1}
 
 
 class _Transposes(L.Callback):

@@ -36,6 +36,7 @@ from lightning_3d.errors import StepError
 from lightning_3d.model.pytrees import Container, argument_containers, changed_containers
 from lightning_3d.model.snapshot import refill
 from lightning_3d.torch_internals.capture import NotCompilable
+from lightning_3d.torch_internals.fsdp import is_refusal_of_changes
 from lightning_3d.torch_internals.modules import CALL, call_of, is_wrapper_of_compiler, parameters_of
 
 _FORWARD = "forward"
@@ -210,7 +211,16 @@ class BlockRunner:
         call = call_of(self.block)
         if CALL in self._hidden:
             call = self._recomputing(self._hidden[CALL])
-        return (call if self.deferred is None else self._deferring(call, self.deferred))(*args, **kwargs)
+        call = call if self.deferred is None else self._deferring(call, self.deferred)
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError as error:
+            if not is_refusal_of_changes(error):
+                raise
+            raise StepError(
+                f"{self.fqn} changes an argument in place, which no block does whose weights FSDP2 gathers. Let it"
+                " change a clone, or use a zero.stage below 3."
+            ) from error
 
     def _check_own_weights(self) -> None:
         """Refuse tensors in place of parameters: hooks put gathered parameters there before the forward."""

@@ -103,6 +103,16 @@ def move_shards(unit: FSDPModule, memory: Callable[[torch.Size, torch.dtype], Te
             sharded.sharded_param._local_tensor = padded.narrow(dim, 0, length)
 
 
+def gather_in_backward(unit: FSDPModule, tensor: Tensor) -> None:
+    """Have a unit gathered when the gradient of a tensor comes, as FSDP2 does for those that a unit returns."""
+    tensor.register_hook(fully_shard.state(unit)._pre_backward)  # type: ignore[attr-defined]
+
+
+def is_refusal_of_changes(error: RuntimeError) -> bool:
+    """Whether torch raised it because a unit changed an argument in place, of which FSDP2 gives it a view."""
+    return "RegisterPostBackwardFunction" in str(error)
+
+
 def when_gathered(unit: FSDPModule, gathered: Callable[[list[Tensor]], None]) -> None:
     """Call a function with the memory of a unit's shards whenever they have been copied to be gathered.
 

@@ -27,9 +27,6 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a view was made of, for autograd; None for what is no view."""
 
-is_view: Callable[[Tensor], bool] = Tensor._is_view
-"""Whether autograd holds a tensor for a view of another."""
-
 
 def make_wrapper_like(cls: type[Tensor], like: Tensor, *, dtype: torch.dtype, requires_grad: bool = False) -> Any:
     """A tensor of a subclass that lies in memory as another one does, and has none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.mesh import Mesh
-from lightning_3d.torch_internals.fsdp import reset
-from lightning_3d.torch_internals.fsdp_changes import ChangeableArguments
+from lightning_3d.torch_internals.fsdp import gather_in_backward, reset
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pipelining import finish_backward
 from lightning_3d.torch_internals.pytree import tree_leaves
+from lightning_3d.torch_internals.tensors import base_of
 from lightning_3d.zero.buckets import bucket_bytes, make_buckets, reduce_dtype
 from lightning_3d.zero.engine import Zero
 from lightning_3d.zero.half_weights import HalfWeights
@@ -86,8 +86,7 @@ class FullySharded(Zero):
                 block = cast(nn.Module, unit)
                 block.register_forward_pre_hook(self._reads.read_arguments, prepend=True, with_kwargs=True)
                 block.register_forward_hook(self._written[block].take_after, prepend=True)
-                block.register_forward_hook(self._watch_backward)
-                ChangeableArguments(unit, self._watch_backward_of)
+                block.register_forward_hook(self._watch_backward, with_kwargs=True)
         self._half: HalfWeights | None = None
         if casts_to is not None and self._replicas.num_shards > 1:
             self._half = HalfWeights(self._units, self._replicas, casts_to, device, self._reads.value)
@@ -227,13 +226,14 @@ class FullySharded(Zero):
         if self._reducer is not None:
             self._reducer.begin_backward()
 
-    def _watch_backward(self, unit: nn.Module, args: object, output: object) -> None:
+    def _watch_backward(self, unit: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = {id(_history_of(leaf)) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self._watch_backward_of(leaf)
-
-    def _watch_backward_of(self, tensor: Tensor) -> None:
-        tensor.register_hook(self._keep_for_second)
+                leaf.register_hook(self._keep_for_second)
+                base = _history_of(leaf)  # which has its hook still when a view that is returned is changed in place
+                if base is not leaf and base.grad_fn is not None and id(base) not in given:
+                    gather_in_backward(_unit(unit), base)
 
     def _keep_for_second(self, _: Tensor) -> None:
         """In a backward whose graph is kept for a second one, which reads the same gathered parameters."""
@@ -287,6 +287,12 @@ def _receive(shard: RankShard, gradient: Tensor) -> None:
 def _slots(module: nn.Module, parameters: Set[nn.Parameter]) -> list[Slot]:
     slots = [(owner, name, p) for owner in module.modules() for name, p in parameters_of(owner).items()]
     return [(owner, name) for owner, name, parameter in slots if parameter in parameters]
+
+
+def _history_of(tensor: Tensor) -> Tensor:
+    """The tensor that has the history of all its views."""
+    base = base_of(tensor)
+    return tensor if base is None else base
 
 
 def _unit(module: nn.Module) -> FSDPModule:

@@ -21,20 +21,6 @@ from tests.parity import Job
 WIDTH = 16
 
 
-class InPlace(nn.Module):
-    """Changes its input in place, and its caller changes what it returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x += 0.5
-        x.mul_(torch.sigmoid(self.first(x.detach().clone())))
-        output: Tensor = self.second(torch.tanh(x))
-        return output
-
-
 class Checkpointing(nn.Module):
     """Checkpoints a residual branch."""
 
@@ -145,7 +131,7 @@ class OddBlocks(a.Trained):
         super().__init__()
         self.fixed = nn.Linear(8, WIDTH).requires_grad_(False)
         self.embed = nn.Linear(8, WIDTH)
-        self.in_place, self.hooking = InPlace(), Hooking()
+        self.hooking = Hooking()
         self.checkpoints = nn.ModuleList([Checkpointing(False), Checkpointing(True)])
         self.filters = nn.ModuleList([Filter(), Filter()])
         self.aside = nn.Linear(8, WIDTH)
@@ -156,7 +142,6 @@ class OddBlocks(a.Trained):
         (device,) = {parameter.device for parameter in self.parameters()}
         inputs, targets = (tensor.to(next(self.parameters()).device) for tensor in batch)
         x = self.embed(inputs) + torch.tanh(self.fixed(inputs))
-        x = x + self.in_place(x * 1.0)
         x = 0.5 * x + self.hooking(torch.tanh(x))
         for block in self.checkpoints:
             x = block(x)

@@ -136,6 +136,11 @@ def _whole(layout: Layout) -> bool:
     return layout.pp == 1
 
 
+def _in_place(layout: Layout) -> bool:
+    """FSDP2 refuses blocks that change their arguments in place."""
+    return layout.zero < 3
+
+
 TP: frozenset[Family] = frozenset({"tp"})
 DRAWS = frozenset[Trait]({"draws"})
 
@@ -163,6 +168,7 @@ MODELS = {
     "changed-arguments": Model(
         job=Job(model=Changed, data=features, num_val_batches=1),
         lr=0.01,
+        fits=_in_place,
         skips=frozenset({"inline", "manual", "adversaries"}),
     ),
     "habits": Model(job=Job(model=Habits, data=features, num_val_batches=1), families=TP, fits=_whole, traits=NORMS),
