@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_3d import ConfigError
 from lightning_3d.checkpoint import read_folder, trainer_io
-from lightning_3d.checkpoint.checksums import damage
+from lightning_3d.checkpoint.loading import verify_checkpoint
 from lightning_3d.checkpoint.trainer_io import is_too_large
 from lightning_3d.checkpoint.writing import write_folder
 from lightning_3d.errors import CheckpointError
@@ -81,7 +81,7 @@ def _saved_in_both_ways(layout: Layout) -> None:
     assert _names("async-True") == _names("async-False")
     assert len(_names("async-True")) == NUM_STEPS
     for name in _names("async-True"):
-        assert damage(Path("async-True", name)) == []
+        verify_checkpoint(Path("async-True", name))
         first, second = _weights(Path("async-False", name)), _weights(Path("async-True", name))
         assert first.keys() == second.keys()
         assert all(torch.equal(first[fqn], second[fqn]) for fqn in first), "training did not change it"
@@ -144,7 +144,7 @@ def _goes_on(layout: Layout) -> None:
     assert held.ended == held.began == 2, "the end of the fit waits for the last"
     (name,) = _names()
     assert name.startswith("step=4"), "top 1"
-    assert damage(Path("saved", name)) == []
+    verify_checkpoint(Path("saved", name))
 
 
 def test_training_goes_on(workers: WorkerPools) -> None:
@@ -170,7 +170,7 @@ def _waits_for_it(layout: Layout) -> None:
         _fit(layout, _every_step(), _Raise())
     assert [name for name in _names() if name.startswith(".")] == []
     for name in _names():
-        assert damage(Path("saved", name)) == []
+        verify_checkpoint(Path("saved", name))
 
 
 def test_exceptions_wait_for_it(workers: WorkerPools) -> None:
@@ -187,7 +187,7 @@ class _SaveIn(Callback):
 def _at_the_end(layout: Layout, hook: str) -> None:
     with patch.object(trainer_io, "write_folder", _Slow()):
         _fit(layout, _SaveIn(hook), enable_checkpointing=False)
-    assert damage(Path("saved.ckpt")) == []
+    verify_checkpoint(Path("saved.ckpt"))
     assert Path("saved.ckpt").exists()
 
 
@@ -233,7 +233,7 @@ def _on_a_full_disk(layout: Layout, rank: int) -> str:
         _fit(layout, _FullDisk(rank, 2, 2), _every_step())
     (name,) = _names()
     assert name.startswith("step=1"), "the one before is kept, and nothing of the other is left"
-    assert damage(Path("saved", name)) == []
+    verify_checkpoint(Path("saved", name))
     return str(raised.value)
 
 

@@ -11,7 +11,6 @@ If the process is killed between the renames, ``completed`` finds the folder bef
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -25,8 +24,6 @@ META = "meta.pt"
 
 MANIFEST = "manifest.json"
 """File with the sizes and checksums of the others. Folders that Lightning wrote have none."""
-
-_LONGEST = 200  # bytes of a name, to which others are added; systems take 255
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
@@ -64,7 +61,7 @@ def check_no_others(path: Path) -> None:
 def aside(path: Path) -> Path:
     """Where a checkpoint is written that goes to this path."""
     name = path.name.replace("ckpt_", "ckpt%5F")  # Lightning takes names with `hpc_ckpt_` for such checkpoints
-    return path.with_name(f".{_shortened(name)}.saving")
+    return path.with_name(f".{name}.saving")
 
 
 def completed(path: Path) -> Path:
@@ -128,14 +125,7 @@ def remove(path: Path) -> None:
 
 
 def _before(path: Path) -> Path:
-    stem = _shortened(path.name).removesuffix(path.suffix)
-    return path.with_name(f"{stem}.before-replacement{path.suffix}")
-
-
-def _shortened(name: str) -> str:
-    """A name, or a digest of it that leaves room for additions."""
-    encoded = os.fsencode(name)
-    return name if len(encoded) <= _LONGEST else hashlib.sha256(encoded).hexdigest()
+    return path.with_name(f"{path.stem}.before-replacement{path.suffix}")
 
 
 def _is_folder(path: Path) -> bool:

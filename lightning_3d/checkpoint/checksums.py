@@ -1,22 +1,18 @@
-"""Whether the files of a checkpoint are as they were written: by the manifest of a folder, or a file's own checksums.
+"""Whether the files of a checkpoint folder are as they were written, by its manifest.
 
-    __0_0.distcp     tensors and other values that rank 0 wrote, and so on for every rank
-    .metadata        the index of torch.distributed.checkpoint
-    meta.pt          the rest of the Trainer's checkpoint
-    manifest.json    {"files": {"__0_0.distcp": {"size": 4096, "xxh3_64": "..."}, ...}, "xxh3_64": "..."}
-
-The manifest's last entry is the checksum of its others, so that a damaged one blames no other file. A `.ckpt` file is a
-zip archive, with a checksum of each record.
+__0_0.distcp     tensors and other values that rank 0 wrote, and so on for every rank
+.metadata        the index of torch.distributed.checkpoint
+meta.pt          the rest of the Trainer's checkpoint
+manifest.json    {"files": {"__0_0.distcp": {"size": 4096, "xxh3_64": "..."}, ...}}
 """
 
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch.distributed as dist
@@ -92,7 +88,7 @@ class ChecksummedFile:
 def manifest_of(files: Mapping[str, Checksum]) -> str:
     """The text of a manifest of these files, by name."""
     listed = {name: asdict(files[name]) for name in sorted(files)}
-    return json.dumps({"files": listed, "xxh3_64": _of_listed(listed)}, indent=1)
+    return json.dumps({"files": listed}, indent=1)
 
 
 def read_manifest(folder: Path) -> dict[str, Checksum] | None:
@@ -102,13 +98,7 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
         ValueError: The manifest is damaged.
     """
     try:
-        found = json.loads((folder / MANIFEST).read_bytes())
-        listed = found["files"]
-        if found["xxh3_64"] != _of_listed(listed):
-            raise ValueError("its checksum is another")
-        for name in listed:
-            if not name or "\0" in name or PurePath(name).name != name:
-                raise ValueError(f"it names {name!r}, which is no file of its folder")
+        listed = json.loads((folder / MANIFEST).read_bytes())["files"]
         return {name: Checksum(**entry) for name, entry in listed.items()}
     except FileNotFoundError:
         return None
@@ -116,15 +106,11 @@ def read_manifest(folder: Path) -> dict[str, Checksum] | None:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from None
 
 
-def _of_listed(listed: Mapping[str, Mapping[str, Any]]) -> str:
-    return xxhash.xxh3_64(json.dumps(listed, sort_keys=True).encode()).hexdigest()
-
-
 # --------------------------------------------------------------------------------------------------------------- damage
 
 
 def check_files(path: Path, *, is_shared: bool = False) -> None:
-    """Check all files of a checkpoint, a folder or a `.ckpt` file.
+    """Check all files of a checkpoint folder.
 
     Args:
         is_shared: Whether each is read by one of the ranks, which all call it.
@@ -144,28 +130,18 @@ def check_files(path: Path, *, is_shared: bool = False) -> None:
 
 
 def damage(path: Path, *, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """The problems of a checkpoint folder or `.ckpt` file, a line each.
-
-    Folders without a manifest and files that are no zip archives have no checksums, and so no problems.
+    """The problems of a checkpoint folder, a line each; one without a manifest has none.
 
     Args:
-        rank: Reads every file, or record in a file, from this one on whose turn it is.
+        rank: Reads every file from this one on whose turn it is.
         num_ranks: As many read the others.
     """
-    if not path.is_dir():
-        return list(_in_file(path, rank, num_ranks))
     try:
         files = read_manifest(path) or {}
     except (OSError, ValueError) as error:
         return [str(error)]
     names = sorted(files)[rank::num_ranks]
     return [f"{name} {problem}" for name in names if (problem := _problem(path / name, files[name]))]
-
-
-def is_zip(path: Path) -> bool:
-    """Whether a file begins as an archive that torch.save writes, with checksums."""
-    with path.open("rb") as file:
-        return file.read(2) == b"PK"
 
 
 def _problem(path: Path, listed: Checksum) -> str | None:
@@ -180,27 +156,3 @@ def _problem(path: Path, listed: Checksum) -> str | None:
     except OSError as error:
         return f"can't be read ({error})"
     return None if is_as_written else "has another content than was written (its checksum differs)"
-
-
-def _in_file(path: Path, rank: int, num_ranks: int) -> Iterator[str]:
-    """The records of a zip archive, as torch writes it, that differ from their CRC-32."""
-    try:
-        if not is_zip(path):
-            return
-        with zipfile.ZipFile(path) as archive:
-            records = [record for record in archive.infolist() if record.CRC != 0]  # else it was not computed
-            for record in records[rank::num_ranks]:
-                try:
-                    with archive.open(record) as content:
-                        while content.read(_CHUNK):
-                            pass
-                except OSError:
-                    raise
-                except Exception as error:
-                    yield f"the record {record.filename} in {path.name} has another content than was written ({error})"
-    except FileNotFoundError:
-        return  # who opens it next says so
-    except OSError as error:
-        yield f"{path.name} can't be read ({error})"
-    except Exception as error:  # of many kinds, where an archive was altered
-        yield f"{path.name} was cut off or altered ({error})"

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile, is_zipfile
 
 import torch
 from torch import Tensor, nn
 
 from lightning_3d.checkpoint.atomic import MANIFEST, META, completed
 from lightning_3d.checkpoint.box import Share
-from lightning_3d.checkpoint.checksums import check_files, is_zip, read_manifest
+from lightning_3d.checkpoint.checksums import check_files, read_manifest
 from lightning_3d.checkpoint.content import MODEL, OPTIMIZERS, Content, TreePath, in_place, joined, sections, states_of
 from lightning_3d.checkpoint.fail_alike import failing_alike
 from lightning_3d.checkpoint.folder import TIED, Folder, is_of_optimizer, is_sharded_checkpoint
@@ -46,7 +47,8 @@ def read_checkpoint(path: Path, module: nn.Module, *, weights_only: bool | None)
         CheckpointError: It can't be read; on all ranks.
 
     """
-    check_files(path, is_shared=True)
+    if path.is_dir():
+        check_files(path, is_shared=True)
     checkpoint: dict[str, Any] = {}
     with failing_alike(f"read the checkpoint {path}"):
         if path.is_dir():
@@ -107,9 +109,10 @@ def checked(path: Path) -> Path:
         raise CheckpointNotFoundError(f"there is no checkpoint {path}")
     if path.is_dir() and not is_sharded_checkpoint(path):
         raise CheckpointError(f"{path} is no checkpoint: a folder of one has the file {META}")
-    if path.is_file() and not is_zip(path):
+    if path.is_file() and not is_zipfile(path):
         raise CheckpointError(f"{path} is no checkpoint: torch.save writes zip files, and it is none")
-    check_files(path)
+    if path.is_dir():
+        check_files(path)
     return path
 
 
@@ -126,6 +129,10 @@ def verify_checkpoint(location: str | PathLike[str]) -> str:
     """
     path = checked(Path(location))
     if path.is_file():
+        with unpickling(path), ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"{path} is damaged: its record {damaged} has another content than was written")
         return f"one file, {path.stat().st_size} bytes"
     if (files := read_manifest(path)) is None:
         raise CheckpointError(f"{path} has no checksums to compare it with: folders of Lightning have no {MANIFEST}")
