@@ -42,7 +42,6 @@ from lightning_3d.parts.layout import (
     leave_layouts,
     summoned,
 )
-from lightning_3d.ranks.same_settings import check_same_training
 from lightning_3d.torch_internals import lightning_helpers
 from lightning_3d.trainer.compiled_code import uncompile, warn_of_compiled
 from lightning_3d.trainer.parallel_model import ParallelModel, make_parallel
@@ -190,7 +189,6 @@ class ThreeDStrategy(Configured, StepsStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == TrainerFn.FITTING
-        check_same_training(self._module)
         self.config.precision.check_for(self._precision.precision)
         if is_fit:
             self.check_deepspeed(trainer, self._precision.precision, self.mesh.shape.dp)

@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -28,44 +27,21 @@ DIFFERING: dict[str, tuple[dict[str, Any], str]] = {
         "callbacks: none of these on rank 0, ModelCheckpoint{",
     ),
     "kind of checkpoint": ({"save_distributed_checkpoint": False}, "strategy: "),
-    "optimizer": ({"optimizer": torch.optim.SGD}, "optimizers: AdamW, group 0 of 1: lr=0.01, "),
-    "groups": ({"num_groups": 2}, "optimizers: AdamW, group 0 of 1: lr=0.01, "),
-    "learning rate": ({"lr": 0.1}, "optimizers: AdamW, group 0 of 1: lr=0.01, "),
-    "frozen": ({"frozen": ["layers.0.bias"]}, "frozen parameters: none of these on rank 0, layers.0.bias on rank 1"),
 }
-
-
-class WithGroups(TinyMLP):
-    """Trained by a given optimizer, in some groups."""
-
-    def __init__(self, optimizer: type[torch.optim.Optimizer], num_groups: int, lr: float) -> None:
-        super().__init__()
-        self.stepped_by = optimizer, num_groups, lr
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        (optimizer, num, lr), parameters = self.stepped_by, list(self.parameters())
-        return optimizer([{"params": parameters[i::num]} for i in range(num)], lr=lr)  # type: ignore[call-arg]
 
 
 def _fit(
     layout: dict[str, Any],
     *,
-    frozen: tuple[str, ...] = (),
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
-    num_groups: int = 1,
-    lr: float = 0.01,
     save_distributed_checkpoint: bool = True,
     **flags: Any,
 ) -> int:
-    model = WithGroups(optimizer, num_groups, lr)
-    for fqn in frozen:
-        model.get_parameter(fqn).requires_grad_(False)
     settings = {"max_steps": 2, "enable_checkpointing": False, **flags}
     strategy = ThreeDStrategy(**layout, save_distributed_checkpoint=save_distributed_checkpoint)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_progress_bar=False, **settings
     )
-    trainer.fit(model, loader(features(32), global_batch_size=8))
+    trainer.fit(TinyMLP(), loader(features(32), global_batch_size=8))
     return trainer.global_step
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
-import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer, callbacks
-from torch.optim import Optimizer
+from lightning.pytorch import Trainer, callbacks
 
 from lightning_3d.config.settings import ThreeDConfig
-from lightning_3d.distributed.agreement import gather_numbers
 from lightning_3d.errors import ConfigError
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 
@@ -35,66 +30,25 @@ _OF_EACH_RANK = {"logger", "default_root_dir", "log_every_n_steps"}
 
 
 def check_same_settings(trainer: Trainer, config: ThreeDConfig) -> None:
-    """Check that all ranks have the same settings, before hooks rely on it.
+    """Check that all ranks have the same settings, before hooks rely on it; every rank calls it.
 
     Raises:
-        ConfigError: as ``check_same``.
+        ConfigError: names the setting, what differs and the ranks; on all ranks.
     """
     shared = [callback.state_key for callback in callbacks_of(trainer) if isinstance(callback, _OF_ALL_RANKS)]
     names = [name for name in inspect.signature(Trainer).parameters if name not in _OF_EACH_RANK]
     flags = {name: getattr(trainer, name, None) for name in names}
     plain = {f"Trainer({name}=...)": [str(v)] for name, v in flags.items() if isinstance(v, int | float | str | None)}
-    check_same(
-        {"strategy": [str(config)], "what the Trainer runs": [str(trainer.state.fn)], "callbacks": shared} | plain
-    )
-
-
-def check_same_training(module: LightningModule) -> None:
-    """Check that all ranks train the same parameters in the same way, as hooks have left them.
-
-    Raises:
-        ConfigError: as ``check_same``.
-    """
-    frozen = [fqn for fqn, parameter in module.named_parameters() if not parameter.requires_grad]
-    check_same({"frozen parameters": frozen, "automatic_optimization": [str(module.automatic_optimization)]})
-
-
-def check_same_optimizers(optimizers: Sequence[Optimizer]) -> None:
-    """Check that all ranks step in the same way.
-
-    Raises:
-        ConfigError: as ``check_same``.
-    """
-    groups = [
-        f"{type(optimizer).__name__}, group {index} of {len(optimizer.param_groups)}: {_settings(group)}"
-        for optimizer in optimizers
-        for index, group in enumerate(optimizer.param_groups)
-    ]
-    check_same({"optimizers": groups})
-
-
-def _settings(group: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in group.items() if isinstance(value, int | float | str | tuple))
-
-
-def check_same(mine: Mapping[str, Sequence[str]]) -> None:
-    """Compare settings (name -> lines) over all ranks; every rank calls it.
-
-    Raises:
-        ConfigError: names the setting, the lines that differ and the ranks; on all ranks.
-    """
-    sums = gather_numbers(zlib.crc32(json.dumps(mine).encode()))
-    other = next((rank for rank, value in enumerate(sums) if value != sums[0]), None)
-    if other is None:
-        return
-    everyone: list[Mapping[str, Sequence[str]]] = [{} for _ in sums]
+    mine = {"strategy": [str(config)], "what the Trainer runs": [str(trainer.state.fn)], "callbacks": shared} | plain
+    everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    first, second = everyone[0], everyone[other]
-    name = next(name for name in first if first[name] != second[name])
-    raise ConfigError(
-        f"The ranks were given different settings: {name}: {_without(first[name], second[name])} on rank 0,"
-        f" {_without(second[name], first[name])} on rank {other}. Give every rank the same."
-    )
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        if name := next((name for name in first if first[name] != theirs[name]), None):
+            raise ConfigError(
+                f"The ranks were given different settings: {name}: {_without(first[name], theirs[name])} on rank 0,"
+                f" {_without(theirs[name], first[name])} on rank {rank}. Give every rank the same."
+            )
 
 
 def _without(lines: Sequence[str], others: Sequence[str]) -> str:

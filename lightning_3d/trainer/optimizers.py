@@ -24,7 +24,6 @@ from lightning_3d.memory.held import bytes_now
 from lightning_3d.memory.meter import MemoryMeter
 from lightning_3d.planning.optimizer_plan import KindFound, plan_optimizer
 from lightning_3d.precision.plugin import ThreeDPrecision
-from lightning_3d.ranks.same_settings import check_same_optimizers
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of
 from lightning_3d.torch_internals.modules import attributes_replaced
 from lightning_3d.trainer.offload import offloaded_steps
@@ -69,7 +68,6 @@ class TrainedOptimizers:
         zero, shows = parallel.zero, config.zero.show_gradients
         zero.shows_gradients = gradients_seen(trainer, module) if shows == "auto" else shows
         _replace_early(optimizers, early, module)
-        check_same_optimizers(optimizers)
         kinds = check_optimizers(optimizers, module, mesh, config.zero, device)
         with ExitStack() as undone:
             zero.divide(kinds)
