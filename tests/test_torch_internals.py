@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import importlib
 import inspect
 import logging
@@ -17,7 +16,6 @@ import signal
 import subprocess
 import sys
 import typing
-import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -34,9 +32,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,7 +45,6 @@ from lightning_3d.torch_internals import (
     capture,
     dispatch,
     distributions,
-    dtensor,
     fake_tensors,
     joint_graph,
     lightning_helpers,
@@ -59,7 +54,6 @@ from lightning_3d.torch_internals import (
     tensors,
     versions,
 )
-from tests.workers import WorkerPools
 
 
 def canary(adapter: ModuleType, *symbols: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -292,23 +286,6 @@ def test_failures_on_fake_tensors_are_logged_there(caplog: pytest.LogCaptureFixt
             torch.zeros(2, 3) @ torch.zeros(2, 3)
         assert log.disabled
     assert (log.disabled, log.name, caplog.records) == (False, "torch._subclasses.fake_tensor", [])
-
-
-def _meshes_forgotten() -> tuple[bool, bool]:
-    mesh = init_device_mesh("cpu", (2,))
-    gone, tensor = weakref.ref(mesh), DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-    (tensor.cos() * 2).redistribute(placements=[Replicate()]).sum().full_tensor()
-    del mesh, tensor
-    gc.collect()
-    is_held = gone() is not None
-    dtensor.clear_caches()
-    gc.collect()
-    return is_held, gone() is None
-
-
-@canary(dtensor, "clear_caches")
-def test_meshes_are_forgotten(workers: WorkerPools) -> None:
-    assert workers(2).run(_meshes_forgotten) == [(True, True)] * 2
 
 
 @canary(pipelining, "splittable")

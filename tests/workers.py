@@ -43,7 +43,6 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from lightning_3d.torch_internals.dtensor import clear_caches
 from lightning_3d.torch_internals.process_groups import one_gloo_thread
 
 Result = TypeVar("Result")
@@ -206,7 +205,6 @@ def _collect(num_modules: int) -> None:
     """Collect what a run has left. What it imported is set aside for good: searching it would take each later
     collection a third of a second, and there are several in a run.
     """
-    clear_caches()  # of DTensor, which have meshes
     gc.collect()
     if len(sys.modules) > num_modules:
         gc.freeze()

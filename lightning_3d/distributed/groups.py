@@ -26,7 +26,6 @@ class MeshGroups:
 
     def __init__(self, timeout: timedelta | None = None, device_type: str = "cpu") -> None:
         self._timeout, self._device_type = timeout, device_type
-        self._made: list[dist.ProcessGroup] = []
         self._shared: dict[tuple[tuple[tuple[int, ...], ...], bool], dist.ProcessGroup | None] = {}
         self._has_default = False
 
@@ -50,7 +49,6 @@ class MeshGroups:
                 group = dist.new_group([dist.get_rank()], timeout=self._timeout)
             else:
                 group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sets], timeout=self._timeout)
-        self._made += [] if group is None else [group]
         return group
 
     def make_once(self, sets: Sequence[Sequence[int]], *, runs_callbacks: bool = False) -> dist.ProcessGroup | None:
@@ -59,8 +57,3 @@ class MeshGroups:
         if wanted not in self._shared:
             self._shared[wanted] = self.make(sets, runs_callbacks=runs_callbacks)
         return self._shared[wanted]
-
-    def destroy(self) -> None:
-        """Destroy them all; every rank calls it, where none uses them any more."""
-        for group in self._made:
-            dist.destroy_process_group(group)

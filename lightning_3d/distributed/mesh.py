@@ -7,8 +7,6 @@ parallel stays inside a node. Nothing here communicates beyond making groups.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -23,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from lightning_3d.config.settings import ThreeDConfig
 from lightning_3d.distributed.groups import MeshGroups
 from lightning_3d.errors import ConfigError
-from lightning_3d.torch_internals.dtensor import clear_caches
 
 AxisName = Literal["pp", "dp", "cp", "tp"]
 
@@ -89,7 +86,7 @@ class MeshShape:
         return [[stage * ranks_per_stage + index for stage in range(self.pp)] for index in range(ranks_per_stage)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
     """The mesh as seen by this process: its coordinate, and a process group along every axis."""
 
@@ -271,65 +268,27 @@ def _own(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-@dataclass(slots=True)
-class _Made:
-    """A mesh of this process, and whether something still uses it: a Trainer, a model or a DTensor."""
-
-    key: tuple[object, ...]
-    mesh: weakref.ref[Mesh]
-    device_mesh: weakref.ref[DeviceMesh]
-    groups: MeshGroups
-
-    is_spoilt: bool = False
-    """Whether a run that failed may have left messages in its groups."""
-
-
-_made: list[_Made] = []
-"""In the same order on all ranks."""
-
-_last: list[tuple[object, Mesh]] = []
-"""Key and mesh of the last run, which the next one probably uses again."""
+_meshes: dict[tuple[object, ...], Mesh] = {}
+"""Meshes of earlier runs, by their settings and default process group; the same on all ranks."""
 
 
 def shared_mesh(
     shape: MeshShape, *, device_type: str, zero_stage: int, shard_size: int | Literal["auto"], timeout: timedelta
 ) -> Mesh:
-    """The mesh of an earlier run, if it is still there on all ranks, or else a new one. Every rank calls it.
-
-    It destroys the groups of meshes that no rank uses any more. That is a collective, so it is never left to the
-    garbage collector of one rank.
-    """
+    """The mesh of an earlier run, or else a new one, whose groups stay while the process lives; every rank calls it."""
     key = (shape, device_type, zero_stage, shard_size, timeout, dist.group.WORLD)
-    _made[:] = [made for made in _made if made.key[-1] is key[-1]]  # else the groups ended with the default one
-    _last[:] = [last for last in _last if last[0] == key]
-    if any(made.device_mesh() is not None and (made.key != key or made.is_spoilt) for made in _made):
-        clear_caches()  # perhaps it is only in what DTensor remembers of operators, and in garbage
-        gc.collect()
-    mine = [(made.device_mesh() is not None, made.mesh() is not None, made.is_spoilt) for made in _made]
-    everyone = [mine] * shape.world_size
-    dist.all_gather_object(everyone, mine)
-    if len({len(states) for states in everyone}) > 1:  # a run failed while groups were made
-        _made.clear()
-    mesh: Mesh | None = None
-    for made, states in zip(_made.copy(), zip(*everyone, strict=True) if _made else (), strict=True):
-        if not any(is_used for is_used, _, _ in states):
-            made.groups.destroy()
-            _made.remove(made)
-        elif made.key == key and all(is_there and not is_spoilt for _, is_there, is_spoilt in states):
-            mesh = made.mesh()
-    if mesh is None:
-        mesh = build_mesh(shape, zero_stage=zero_stage, device_type=device_type, shard_size=shard_size, timeout=timeout)
-        references = weakref.ref(mesh), weakref.ref(mesh.device_mesh)
-        _made.append(_Made(key, *references, mesh.groups))
-    _last[:] = [(key, mesh)]
-    return mesh
+    for other in [other for other in _meshes if other[-1] is not key[-1]]:  # its groups ended with the default one
+        del _meshes[other]
+    if key not in _meshes:
+        _meshes[key] = build_mesh(
+            shape, zero_stage=zero_stage, device_type=device_type, shard_size=shard_size, timeout=timeout
+        )
+    return _meshes[key]
 
 
 def forget_meshes() -> None:
     """Let later runs make groups of their own, as those of a run that failed may still hold its messages."""
-    _last.clear()
-    for made in _made:
-        made.is_spoilt = True
+    _meshes.clear()
 
 
 def is_shard(tensor: Tensor, axis: Literal["dp_shard", "tp"] = "dp_shard") -> bool:

@@ -19,11 +19,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single, all_reduce, reduce_scatter_single
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema
-from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -57,14 +54,6 @@ def placed(
     """A DTensor of a local tensor wherever that lies; ``from_local`` would move it to the mesh's device."""
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
-
-
-def clear_caches() -> None:
-    """Forget what operators and redistributions gave for earlier DTensors, which holds their meshes; in this thread."""
-    _clear_sharding_prop_cache()
-    clear_redistribute_planner_cache()
-    _gen_transform_infos.cache_clear()
-    MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 class NoRule(Exception):
