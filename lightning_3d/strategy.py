@@ -363,5 +363,5 @@ class ThreeDStrategy(Configured, StepsStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         lightning_helpers.load_loader_states(self._module.trainer)  # planning has made them before loops were restored
         self._resumes = checkpoint.get(RUN)
-        self._precision.tell_other_scales(checkpoint)
+        self._precision.take_other_scale(checkpoint)
         self._checkpoints.load_optimizers(checkpoint)

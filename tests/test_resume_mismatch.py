@@ -1,8 +1,7 @@
-"""States of other parameter groups are named, and not loaded, and so are states of other scalers of losses."""
+"""States of other parameter groups are named, and not loaded."""
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -52,26 +51,3 @@ def test_states_of_other_groups_are_refused(workers: WorkerPools, model: type[Gr
     first, second = workers(2).run(_resumed, model)
     assert first == second
     assert (first is None) if model is Anew else (first is not None and "parameter groups" in first)
-
-
-def _with_precision(before: str, after: str) -> list[str]:
-    first, _ = trained(Layout(), TinyMLP, epochs=1, precision=before)
-    first.save_checkpoint("first.ckpt")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trained(Layout(), TinyMLP, epochs=2, precision=after, ckpt_path="first.ckpt")
-    return [str(warning.message) for warning in caught if "loss scale" in str(warning.message)]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "words"),
-    [
-        ("16-true", "bf16-true", "has no use for"),
-        ("bf16-true", "16-true", "has no loss scale"),
-        ("16-true", "16-true", None),
-    ],
-)
-def test_other_scalers_are_named(workers: WorkerPools, before: str, after: str, words: str | None) -> None:
-    (messages,) = workers(1).run(_with_precision, before, after)
-    assert len(messages) == (0 if words is None else 1)
-    assert words is None or words in messages[0]

@@ -9,7 +9,6 @@ from typing import Any, get_args
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -209,19 +208,11 @@ class ThreeDPrecision(Precision):
         return self._lightnings.module_init_context()
 
     @override
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        with self._computing():
-            try:
-                yield
-            except RuntimeError as error:
-                if self.scales_losses and "not implemented for 'Half'" in str(error):
-                    error.add_note(
-                        f"precision={self.precision!r} computes in fp16, for which torch lacks this on"
-                        f" {self._device.type}: use a bf16 precision, or name the module that calls it in"
-                        " precision.keep_fp32."
-                    )
-                raise
+    def forward_context(self) -> AbstractContextManager[Any]:
+        if self.precision not in _AUTOCAST:
+            return self._lightnings.forward_context()
+        # Kept casts would outlive a step of their weights in this context; a pipeline keeps them among microbatches.
+        return torch.autocast(self._device.type, dtype=_AUTOCAST[self.precision], cache_enabled=False)
 
     @contextmanager
     def dtype_of_steps(self) -> Iterator[None]:
@@ -234,12 +225,6 @@ class ThreeDPrecision(Precision):
             yield
         finally:
             torch.set_default_dtype(before)
-
-    def _computing(self) -> AbstractContextManager[Any]:
-        if self.precision not in _AUTOCAST:
-            return self._lightnings.forward_context()
-        # Kept casts would outlive a step of their weights in this context; a pipeline keeps them among microbatches.
-        return torch.autocast(self._device.type, dtype=_AUTOCAST[self.precision], cache_enabled=False)
 
     # ---- backward and step
 
@@ -312,25 +297,9 @@ class ThreeDPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         return {} if self._scaling is None else self._scaling.scale.state_dict()
 
-    def tell_other_scales(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take the state of Lightning's own scaler; warn where a checkpoint and this run do not both scale losses.
-
-        Every rank calls it before training.
-        """
-        of_lightning = checkpoint.get(MixedPrecision.__qualname__, {})
-        is_scaled = "scale" in of_lightning or "scale" in checkpoint.get(type(self).__qualname__, {})
-        if self._scaling is None and is_scaled:
-            rank_zero_warn(
-                f"The checkpoint is of a run in fp16, and has a loss scale, which precision="
-                f"{self.precision!r} has no use for: it is not loaded."
-            )
-        elif self._scaling is not None and not is_scaled:
-            rank_zero_warn(
-                f"The checkpoint has no loss scale, so that precision={self.precision!r} begins with"
-                f" {self.loss_scale:g}."
-            )
-        else:
-            self.load_state_dict(of_lightning)
+    def take_other_scale(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from the scale of Lightning's own scaler, if a checkpoint has one."""
+        self.load_state_dict(checkpoint.get(MixedPrecision.__qualname__, {}))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
