@@ -107,7 +107,9 @@ class DrawingNet(Regression):
         return output
 
 
-@pytest.mark.parametrize(("model", "told"), [(Habits, []), (DrawingNet, ["draws random numbers into a view"])])
+@pytest.mark.parametrize(
+    ("model", "told"), [(Habits, 2 * ["adds with a factor"]), (DrawingNet, ["draws random numbers into a view"])]
+)
 def test_what_compilers_get_wrong_is_as_in_one_process(
     workers: WorkerPools, model: Callable[[], Any], told: list[str]
 ) -> None:

@@ -46,13 +46,13 @@ def _backend(backend: str, mode: str, is_kept: IsKept | None) -> Callable[..., A
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._inductor import list_mode_options
 
-    from lightning_3d.torch_internals.joint_graph import JointGraphPass, PlainSums, refuse_other_draws
+    from lightning_3d.torch_internals.joint_graph import JointGraphPass, refuse_wrong_code
 
     marks = JointGraphPass(is_kept)
     if backend != "inductor":
 
         def without_backward(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            refuse_other_draws(graph.graph)
+            refuse_wrong_code(graph.graph)
             run: Callable[..., Any] = boxed_nop(graph, inputs)
             return run
 
@@ -63,6 +63,5 @@ def _backend(backend: str, mode: str, is_kept: IsKept | None) -> Callable[..., A
             keep_inference_input_mutations=True,
         )
     inductor: Callable[..., Any] = lookup_backend(backend)
-    passes = {"joint_custom_pre_pass": PlainSums(), "joint_custom_post_pass": marks}
-    options = {**list_mode_options(mode), "fallback_random": True, **passes}
+    options = {**list_mode_options(mode), "fallback_random": True, "joint_custom_post_pass": marks}
     return partial(inductor, config_patches=options)

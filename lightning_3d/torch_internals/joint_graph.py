@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,45 +41,6 @@ _ORIGINS = "desc"
 """Which input or result of the function a placeholder is, or each result of the graph."""
 
 
-class PlainSums(CustomGraphPass):
-    """Writes sums with a factor (``torch.add(x, y, alpha=0.1)``) as products and sums, before inductor sees the graph.
-
-    Some of its patterns take such a sum for a plain one: ``torch.add(x, a @ b, alpha=0.1)`` becomes ``x + a @ b``.
-    """
-
-    def __call__(self, graph: Graph) -> None:
-        """Rewrite the sums of a graph."""
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor):
-            first, second = node.args
-            factor: Any = node.kwargs.get("alpha", 1)
-            if isinstance(factor, int | float) and factor == 1:
-                continue
-            with graph.inserting_before(node):
-                scaled = (
-                    _scaled(graph, node, second, factor) if isinstance(second, Node) else cast(Any, second) * factor
-                )
-            node.args, node.kwargs = (first, scaled), {}
-
-    def uuid(self) -> Any:
-        """Part of the key by which compiled code is found again."""
-        return get_hash_for_files((__file__,))
-
-
-def _scaled(graph: Graph, total: Node, value: Node, factor: Any) -> Node:
-    """A factor times what is added, in the dtype of the sum."""
-    dtype = total.meta["val"].dtype
-    if value.meta["val"].dtype != dtype:
-        value = _called(graph, total, torch.ops.prims.convert_element_type.default, value, dtype)
-    return _called(graph, total, torch.ops.aten.mul.Tensor, value, factor)
-
-
-def _called(graph: Graph, like: Node, operator: OpOverload, *args: Any) -> Node:
-    made = graph.call_function(operator, args)
-    values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
-    made.meta = {**like.meta, "val": operator(*values)}
-    return made
-
-
 class JointGraphPass(CustomGraphPass):
     """Marks nodes, the last thing before the graph is cut.
 
@@ -95,9 +56,9 @@ class JointGraphPass(CustomGraphPass):
         """Mark the nodes of a graph; one without a backward is left as it is.
 
         Raises:
-            RuntimeError: it draws random numbers otherwise than eager code.
+            RuntimeError: compiled code would give other numbers than eager code.
         """
-        refuse_other_draws(graph)
+        refuse_wrong_code(graph)
         if not any(map(_is_tangent, graph.nodes)):
             return
         _copy_changing_inputs(graph)
@@ -117,16 +78,21 @@ class JointGraphPass(CustomGraphPass):
         return cut
 
 
-def refuse_other_draws(graph: Graph) -> None:
-    """Refuse to compile what fills a part of a tensor, element by element, that is not one stretch of memory.
+def refuse_wrong_code(graph: Graph) -> None:
+    """Refuse to compile what would give other numbers than eager code.
 
-    Eager code draws in another order there than what is compiled.
+    Sums with a factor: some of inductor's patterns leave it out, as in ``torch.add(x, a @ b, alpha=0.1)``. Random
+    numbers that fill a part of a tensor that is not one stretch of memory: eager code draws in another order there.
 
     Raises:
-        RuntimeError: the graph does.
+        RuntimeError: the graph has one of them.
     """
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _FILLS or not isinstance(node.args[0], Node):
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.aten.add.Tensor and node.kwargs.get("alpha", 1) != 1:
+            raise RuntimeError("it adds with a factor (alpha), which compiled code may leave out: multiply, then add")
+        if node.target not in _FILLS or not isinstance(node.args[0], Node):
             continue
         filled = node.args[0].meta["val"]
         if not is_non_overlapping_and_dense_or_false(filled):
