@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -47,7 +46,6 @@ class Saves:
     def __init__(self, settings: CheckpointConfig, timeout: timedelta) -> None:
         self._settings, self._timeout = settings, timeout
         self._group: _Group = None  # of all ranks, for the background
-        self._staging = Staging()
         self._thread: threading.Thread | None = None  # that writes, or has written, one in the background
         self._error: Exception | None = None  # that it ran into
         self._due: list[Callable[[], None]] | None = None  # removals, until it is written
@@ -69,7 +67,7 @@ class Saves:
             return
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-        self._due, act = [], partial(write, self._staging.copied(content), self._group)
+        self._due, act = [], partial(write, _copied(content), self._group)
         self._thread = threading.Thread(target=self._run, args=[act], name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -118,50 +116,30 @@ class Saves:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-        self._staging = Staging()
 
 
-class Staging:
-    """Memory of the host for one copy of nested containers at a time, that is used again for the next."""
+@torch.no_grad()
+def _copied(tree: _Content) -> _Content:
+    """Copies of the tensors on the CPU, pinned where they come from CUDA, whose allocator keeps them for the next save;
+    and of everything else. A tensor in several places has one copy.
+    """
+    copies: dict[int, Tensor] = {}
 
-    def __init__(self) -> None:
-        self._free: defaultdict[Any, list[Tensor]] = defaultdict(list)
-        self._used: list[Tensor] = []
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Share):
+            return replace(leaf, tensor=copied(leaf.tensor))
+        if not isinstance(leaf, Tensor):
+            return deepcopy(leaf)
+        if id(leaf) not in copies:
+            copies[id(leaf)] = _on_host(leaf.detach())
+        return copies[id(leaf)]
 
-    @torch.no_grad()
-    def copied(self, tree: _Content) -> _Content:
-        """Copies of the tensors on the CPU, and of everything else; the copy before must not be needed any more.
-
-        A tensor in several places has one copy.
-        """
-        for tensor in self._used:
-            self._free[_kind(tensor)].append(tensor)
-        self._used = []
-        copies: dict[int, Tensor] = {}
-
-        def copied(leaf: Any) -> Any:
-            if isinstance(leaf, Share):
-                return replace(leaf, tensor=copied(leaf.tensor))
-            if not isinstance(leaf, Tensor):
-                return deepcopy(leaf)
-            if id(leaf) not in copies:
-                copies[id(leaf)] = self._on_host(leaf.detach())
-            return copies[id(leaf)]
-
-        found: _Content = tree_map(copied, tree)
-        self._free.clear()  # of what is saved no more
-        return found
-
-    def _on_host(self, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            local = self._on_host(tensor.to_local())
-            return placed(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        free = self._free[_kind(tensor)]
-        is_pinned = tensor.device.type == "cuda"
-        copy = free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
-        self._used.append(copy)
-        return copy.copy_(tensor)
+    found: _Content = tree_map(copied, tree)
+    return found
 
 
-def _kind(tensor: Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.dtype
+def _on_host(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        local = _on_host(tensor.to_local())
+        return placed(local, tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
