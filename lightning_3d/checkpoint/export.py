@@ -26,7 +26,6 @@ from lightning_3d.checkpoint.writing import write_file
 from lightning_3d.errors import CheckpointError
 
 Format = Literal["safetensors", "file", "folder", "fsdp"]
-FORMATS: tuple[Format, ...] = get_args(Format)
 
 _OF_TRAINING = (OPTIMIZERS, "lr_schedulers", "callbacks")
 """Entries that Lightning leaves out with ``save_weights_only``."""
@@ -68,8 +67,8 @@ def export_checkpoint(
 
     """
     path, there = _local(target), _local(source)
-    if format not in FORMATS:
-        raise CheckpointError(f"format {format!r} is none of {', '.join(FORMATS)}")
+    if format not in get_args(Format):
+        raise CheckpointError(f"format {format!r} is none of {', '.join(get_args(Format))}")
     shard_size = _num_bytes(max_shard_size)
     if optimizer_states is not None and format != "file":
         raise CheckpointError(f"optimizer_states={optimizer_states} is for format 'file', and this is {format!r}")
@@ -108,7 +107,7 @@ def _check_target(path: Path, source: Path, format: Format, *, overwrite: bool) 
     if not there.exists():
         return
     if not overwrite:
-        raise CheckpointError(f"{path} is there already: export to another path, or set overwrite=True (--overwrite)")
+        raise CheckpointError(f"{path} is there already: export to another path, or set overwrite=True")
     is_part = is_exported if format == "safetensors" else is_own
     is_such = any(map(is_part, there.iterdir())) if there.is_dir() else format == "file" and zipfile.is_zipfile(there)
     if not is_such:

@@ -133,10 +133,10 @@ def verify_checkpoint(location: str | PathLike[str]) -> str:
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"{path} is damaged: its record {damaged} has another content than was written")
-        return f"one file, {path.stat().st_size} bytes"
+        return f"{location} is whole: one file, {path.stat().st_size} bytes"
     if (files := read_manifest(path)) is None:
         raise CheckpointError(f"{path} has no checksums to compare it with: folders of Lightning have no {MANIFEST}")
-    return f"{len(files)} files, {sum(file.size for file in files.values())} bytes"
+    return f"{location} is whole: {len(files)} files, {sum(file.size for file in files.values())} bytes"
 
 
 def lazy_checkpoint(path: Path, *, weights_only: bool | None, leave_out: str = "") -> dict[str, Any]:

@@ -52,7 +52,7 @@ def unpickling(path: Path) -> Iterator[None]:
         if isinstance(error, pickle.UnpicklingError) and "weights_only" in str(error):
             raise CheckpointError(
                 f"{path} holds objects of classes that are not unpickled, as they may run code: where you trust it, set"
-                " weights_only=False (--trusted)"
+                " weights_only=False"
             ) from error
         line = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} is no checkpoint, or damaged: {line}") from error

@@ -1,4 +1,4 @@
-"""The command ``lightning-3d``: one file per group of subcommands."""
+"""The command ``lightning-3d``."""
 
 from __future__ import annotations
 
