@@ -144,7 +144,7 @@ class Groups(TinyGPT):
 
 def test_a_folder_becomes_the_file_that_would_have_been_saved(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(_saved_twice, tmp_path)
-    export_checkpoint(tmp_path / "folder", tmp_path / "out.ckpt", format="file", optimizer_states=True)
+    export_checkpoint(tmp_path / "folder", tmp_path / "out.ckpt", format="file")
     with zipfile.ZipFile(tmp_path / "out.ckpt") as file:
         assert file.testzip() is None
     ours, theirs = (torch.load(tmp_path / name, weights_only=True) for name in ("out.ckpt", "file.ckpt"))
@@ -229,7 +229,6 @@ ERRORS: dict[str, tuple[list[str], str]] = {
         ["saved", "out", "--format=file", "--prefix=a"],
         "prefix and leave_out are for format",
     ),
-    "no states": (["saved", "out", "--format=file", "--optimizer_states=true"], "saved has no states of optimizers"),
     "a file to a folder": (["plain.ckpt", "out", "--format=fsdp"], "plain.ckpt is a file, which has no names of"),
     "no tensor": (["extra.ckpt", "out"], "extra in extra.ckpt: no tensor, as safetensors needs it. Leave it out"),
     "dtype": (["complex.ckpt", "out"], "x is torch.complex128, a dtype that safetensors does not have"),

@@ -39,7 +39,7 @@ def export_checkpoint(
     prefix: str = "",
     leave_out: Sequence[str] = (),
     max_shard_size: int | str = "5GB",
-    optimizer_states: bool | None = None,
+    optimizer_states: bool = True,
     overwrite: bool = False,
     weights_only: bool = True,
 ) -> None:
@@ -56,8 +56,7 @@ def export_checkpoint(
             model of `transformers` as `self.model`.
         leave_out: Patterns (`*`) of names of weights that do not go into "safetensors".
         max_shard_size: Bytes of a file of "safetensors", as a number or as in "5GB" and "500MiB".
-        optimizer_states: For "file": `True` requires the states of optimizers, `False` leaves out all but the weights
-            and where training was, `None` takes what there is.
+        optimizer_states: For "file": `False` leaves out all but the weights and where training was.
         overwrite: Whether a checkpoint, or an export, may be there, and is replaced.
         weights_only: As in `torch.load`; `False` unpickles everything, which may run code.
 
@@ -70,8 +69,8 @@ def export_checkpoint(
     if format not in get_args(Format):
         raise CheckpointError(f"format {format!r} is none of {', '.join(get_args(Format))}")
     shard_size = _num_bytes(max_shard_size)
-    if optimizer_states is not None and format != "file":
-        raise CheckpointError(f"optimizer_states={optimizer_states} is for format 'file', and this is {format!r}")
+    if not optimizer_states and format != "file":
+        raise CheckpointError(f"optimizer_states=False is for format 'file', and this is {format!r}")
     if format != "safetensors" and (prefix or leave_out):
         raise CheckpointError(f"prefix and leave_out are for format 'safetensors', and this is {format!r}")
     there = checked(there)
@@ -81,7 +80,9 @@ def export_checkpoint(
         weights = _named(weights, there, prefix, leave_out)
         write = partial(safetensors.write_safetensors, weights, max_shard_size=shard_size)
     elif format == "file":
-        write_file(_asked(lazy_checkpoint(there, weights_only=weights_only), there, optimizer_states), path)
+        checkpoint = lazy_checkpoint(there, weights_only=weights_only)
+        left_out = () if optimizer_states else _OF_TRAINING
+        write_file({key: value for key, value in checkpoint.items() if key not in left_out}, path)
         return
     elif there.is_file():
         raise CheckpointError(
@@ -112,16 +113,6 @@ def _check_target(path: Path, source: Path, format: Format, *, overwrite: bool) 
     is_such = any(map(is_part, there.iterdir())) if there.is_dir() else format == "file" and zipfile.is_zipfile(there)
     if not is_such:
         raise CheckpointError(f"{path} is there already, and is no such checkpoint: overwrite does not replace it")
-
-
-def _asked(checkpoint: Mapping[str, Any], source: Path, optimizer_states: bool | None) -> Mapping[str, Any]:
-    if optimizer_states and not checkpoint.get(OPTIMIZERS):
-        raise CheckpointError(
-            f"{source} has no states of optimizers: it was saved with save_weights_only=True, or by a module"
-            " without optimizers. Export another checkpoint, or the weights alone"
-        )
-    left_out = _OF_TRAINING if optimizer_states is False else ()
-    return {key: value for key, value in checkpoint.items() if key not in left_out}
 
 
 def _named(weights: Mapping[str, Any], source: Path, prefix: str, leave_out: Sequence[str]) -> dict[str, LazyTensor]:

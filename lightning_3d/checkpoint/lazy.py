@@ -20,7 +20,7 @@ from lightning_3d.checkpoint.box import Share, TensorInfo, fill, is_part
 from lightning_3d.errors import CheckpointError
 from lightning_3d.torch_internals.dtensor import part_of
 from lightning_3d.torch_internals.pytree import tree_leaves, tree_map_only
-from lightning_3d.torch_internals.stored_file import save_from
+from lightning_3d.torch_internals.stored import save_from
 from lightning_3d.torch_internals.tensors import contiguous_stride
 
 

@@ -25,14 +25,14 @@ from typing_extensions import override
 
 from lightning_3d.checkpoint.box import Share
 from lightning_3d.errors import CheckpointError
-from lightning_3d.torch_internals import stored_index
+from lightning_3d.torch_internals import stored
 
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{(cls.__module__, cls.__qualname__): cls for cls in stored_index.CLASSES},
+    **{(cls.__module__, cls.__qualname__): cls for cls in stored.CLASSES},
     **{("pathlib", name): PurePosixPath for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath")},
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): stored_index.layout_named,
+    ("torch.serialization", "_get_layout"): stored.layout_named,
 }
 """Names in an index -> what they stand for."""
 
@@ -98,10 +98,10 @@ class FolderReader(FileSystemReader):
             index = _IndexUnpickler(file).load()
         if not isinstance(index, Metadata):
             raise CheckpointError(f"the index of the checkpoint is a {type(index).__name__}: it is damaged")
-        for stored in index.storage_data.values():
-            if PurePath(stored.relative_path).name != stored.relative_path:
+        for place in index.storage_data.values():
+            if PurePath(place.relative_path).name != place.relative_path:
                 raise CheckpointError(
-                    f"the index of the checkpoint names the file {stored.relative_path}, which is none of its folder:"
+                    f"the index of the checkpoint names the file {place.relative_path}, which is none of its folder:"
                     " it was changed. Do not load it"
                 )
         for key, tensor in index.state_dict_metadata.items():

@@ -1,4 +1,4 @@
-"""Files of torch.save, of which one tensor at a time is in memory."""
+"""Files of torch.save, of which one tensor at a time is in memory, and the classes in the index of a folder of DCP."""
 
 from __future__ import annotations
 
@@ -7,7 +7,34 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from torch import UntypedStorage
-from torch.serialization import DEFAULT_PROTOCOL, _open_zipfile_writer, _save
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import DEFAULT_PROTOCOL, _get_layout, _open_zipfile_writer, _save
+
+CLASSES: tuple[type, ...] = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    _MEM_FORMAT_ENCODING,
+    _StorageInfo,
+)
+"""Classes of the objects in an index."""
+
+layout_named = _get_layout
+"""Name of a layout -> the layout, as pickles of layouts call it."""
 
 
 def save_from(value: object, file: BinaryIO, content: Callable[[UntypedStorage], UntypedStorage]) -> None:
