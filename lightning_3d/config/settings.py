@@ -221,16 +221,14 @@ def _unknown_key(prefix: str, key: str, names: Sequence[str]) -> ConfigError:
     dotted = here + [item.name for item in fields(ThreeDConfig)]
     for section in _SECTIONS:
         dotted += [f"{section.section}.{item.name}" for item in fields(section)]
-    # A section, or a key in it, wins ("compile_backend" -> "compile.backend"); then one of this section; then one with
-    # the same last part elsewhere ("stage" -> "zero.stage").
-    nearest = (
-        [name for name in dotted if key in (name, name.replace(".", "_"))]
-        or difflib.get_close_matches(prefix + key, here, n=1)
-        or [name for name in dotted if name.rsplit(".", 1)[-1] == key]
-        or difflib.get_close_matches(prefix + key, dotted, n=1, cutoff=0)
-    )
+
+    def likeness(name: str) -> float:
+        pairs = ((prefix + key, name), (key, name.rpartition(".")[2]))  # "stage" -> "zero.stage"
+        return max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+
+    nearest = max(dotted, key=likeness)
     return ConfigError(
-        f"unknown config key {prefix + key!r}: the nearest valid key is {nearest[0]!r}; valid here: {', '.join(here)}"
+        f"unknown config key {prefix + key!r}: the nearest valid key is {nearest!r}; valid here: {', '.join(here)}"
     )
 
 
