@@ -10,8 +10,7 @@ the step can still be traced and the real calls of the finer blocks are better s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from torch import nn
 
@@ -19,6 +18,9 @@ from lightning_3d.model.blocks import inner_blocks, kind_of, tied_groups
 from lightning_3d.planning.loads import num_parameters
 from lightning_3d.planning.partition import additive, least_greatest_load
 from lightning_3d.trace.trace import Trace
+
+Calls = Sequence[tuple[str, nn.Module]]
+"""FQN and block of each call, as traced, or as it would be."""
 
 Slowness = tuple[int, float]
 """(calls missing for one per stage, parameters of the slowest stage over the mean); the smaller the better."""
@@ -36,16 +38,14 @@ def greatest_imbalance(partition: str | tuple[str, ...]) -> float | None:
 
 def is_balanced(blocks: Mapping[str, nn.Module], num_stages: int, imbalance: float) -> bool:
     """Whether the stages would be balanced if each block were called once, in this order."""
-    calls = _Calls(calls=tuple(blocks.items()))
-    return calls.slowness(num_stages) <= (0, imbalance)
+    return _slowness([*blocks.items()], num_stages) <= (0, imbalance)
 
 
 def opened_until_enough(blocks: Mapping[str, nn.Module], num_stages: int) -> dict[str, nn.Module]:
     """Open blocks until each stage can have one, or nothing can be opened; without a trace."""
     current = dict(blocks)
     while len(tied_groups(current)) < num_stages:
-        calls = _Calls(calls=tuple(current.items()))
-        if not (opened := _worth_opening(calls, len(current) + 1, math.inf, ())):
+        if not (opened := _to_open([*current.items()], len(current) + 1, math.inf, ())):
             break
         current = _with_opened(current, opened)
     return current
@@ -71,92 +71,57 @@ def split_blocks(
     """
     trace = trace_with(blocks)
     glue_before = _num_glue_parameters(module, blocks, trace)
-    current, slowness = dict(blocks), _called(blocks, trace, glue=0).slowness(num_stages)
+    current, slowness = dict(blocks), _slowness(_called(blocks, trace), num_stages)
     refused: set[Hashable] = set()
-    while opened := _worth_opening(_called(current, trace, glue=0), num_stages, imbalance, refused):
-        # What is inside may be called often, which the prediction can't know: first without opening parts again.
-        outermost = {fqn: block for fqn, block in opened.items() if fqn in current}
-        for choice in (outermost, opened) if len(outermost) < len(opened) else (opened,):
-            finer = _with_opened(current, choice)
-            try:
-                finer_trace = trace_with(finer)
-            except Exception:  # whatever its code does that glue can't, the coarser blocks could be traced
-                continue
+    while opened := _to_open(_called(current, trace), num_stages, imbalance, refused):
+        finer = _with_opened(current, opened)
+        try:
+            finer_trace = trace_with(finer)
             glue = max(0, _num_glue_parameters(module, finer, finer_trace) - glue_before)
-            finer_slowness = _called(finer, finer_trace, glue=glue).slowness(num_stages)
-            if finer_slowness < slowness:
-                current, trace, slowness = finer, finer_trace, finer_slowness
-                break
+            finer_slowness = _slowness(_called(finer, finer_trace), num_stages, glue)
+        except Exception:  # whatever its code does that glue can't, the coarser blocks could be traced
+            finer_slowness = slowness
+        if finer_slowness < slowness:
+            current, trace, slowness = finer, finer_trace, finer_slowness
         else:
-            refused.add(kind_of(max(opened.values(), key=num_parameters)))
+            refused |= set(map(kind_of, opened.values()))
     return current
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Calls:
-    """Calls of blocks as they were traced, or as they would be."""
-
-    calls: tuple[tuple[str, nn.Module], ...]
-    glue: int = 0
-    """Parameters that opened blocks leave to glue, on every stage."""
-
-    @property
-    def loads(self) -> list[int]:
-        return [num_parameters(block) for _, block in self.calls]
-
-    def mean(self, num_stages: int) -> float:
-        """Parameters of a stage if all had as many."""
-        return max(sum(self.loads), 1) / num_stages
-
-    def slowness(self, num_stages: int) -> Slowness:
-        if len(self.calls) < num_stages:
-            return num_stages - len(self.calls), 0
-        slowest = least_greatest_load(additive(self.loads), len(self.calls), num_stages) + self.glue
-        return 0, slowest / self.mean(num_stages)
-
-    def opened(self, fqns: Collection[str]) -> _Calls:
-        """As if each of these blocks called each of its parts once."""
-        calls: list[tuple[str, nn.Module]] = []
-        glue = dict.fromkeys(fqns, 0)
-        for fqn, block in self.calls:
-            parts = _parts(fqn, block) if fqn in fqns else {fqn: block}
-            if fqn in fqns:
-                glue[fqn] = num_parameters(block) - sum(map(num_parameters, parts.values()))
-            calls += parts.items()
-        return _Calls(calls=tuple(calls), glue=self.glue + sum(glue.values()))
+def _slowness(calls: Calls, num_stages: int, glue: int = 0) -> Slowness:
+    """That of stages with these calls, and with the glue of this many parameters on each."""
+    if len(calls) < num_stages:
+        return num_stages - len(calls), 0
+    loads = [num_parameters(block) for _, block in calls]
+    slowest = least_greatest_load(additive(loads), len(loads), num_stages) + glue
+    return 0, slowest * num_stages / max(sum(loads), 1)
 
 
-def _worth_opening(
-    calls: _Calls, num_stages: int, imbalance: float, refused: Collection[Hashable]
-) -> dict[str, nn.Module]:
-    """The blocks to open, among them some inside others, until the stages are balanced or nothing helps.
-
-    With fewer calls than stages, until there are enough.
-    """
-    enough = len(calls.calls) >= num_stages
-    opened: dict[str, nn.Module] = {}
-    while (slowness := calls.slowness(num_stages)) > (0, imbalance if enough else math.inf):
-        candidates = {
-            fqn: block
-            for fqn, block in calls.calls
-            # The slowest stage of the best cut exceeds the mean by less than the heaviest block.
-            if slowness[0] or num_parameters(block) > (imbalance - 1) * calls.mean(num_stages)
-            if kind_of(block) not in refused and _parts(fqn, block)
-        }
-        alike: dict[Hashable, tuple[str, ...]] = {}
-        for fqn, block in candidates.items():
-            alike[kind_of(block)] = (*alike.get(kind_of(block), ()), fqn)
-        choices = [*((fqn,) for fqn in candidates), *alike.values()]  # one of them, or all of a kind together
-        outcomes = [
-            (calls.opened(choice).slowness(num_stages), len(choice), -num_parameters(candidates[choice[0]]), i)
-            for i, choice in enumerate(choices)
-        ]
-        if not outcomes or min(outcomes)[0] >= slowness:
-            break
-        chosen = choices[min(outcomes)[-1]]
-        opened |= {fqn: candidates[fqn] for fqn in chosen}
-        calls = calls.opened(chosen)
-    return opened
+def _to_open(calls: Calls, num_stages: int, imbalance: float, refused: Collection[Hashable]) -> dict[str, nn.Module]:
+    """The block to open, or all of a kind, for the best balance; none where it is good, or nothing helps."""
+    slowness = _slowness(calls, num_stages)
+    if slowness <= (0, imbalance):
+        return {}
+    mean = sum(num_parameters(block) for _, block in calls) / num_stages
+    candidates = {
+        fqn: block
+        for fqn, block in calls
+        # The slowest stage of the best cut exceeds the mean by less than the heaviest block.
+        if slowness[0] or num_parameters(block) > (imbalance - 1) * mean
+        if kind_of(block) not in refused and _parts(fqn, block)
+    }
+    alike: dict[Hashable, tuple[str, ...]] = {}
+    for fqn, block in candidates.items():
+        alike[kind_of(block)] = (*alike.get(kind_of(block), ()), fqn)
+    outcomes = []
+    for i, choice in enumerate([*((fqn,) for fqn in candidates), *alike.values()]):
+        opened = _opened(calls, choice)
+        glue = sum(num_parameters(block) for _, block in calls) - sum(num_parameters(block) for _, block in opened)
+        largest = num_parameters(candidates[choice[0]])
+        outcomes.append((_slowness(opened, num_stages, glue), len(choice), -largest, i, choice))
+    if not outcomes or min(outcomes)[0] >= slowness:
+        return {}
+    return {fqn: candidates[fqn] for fqn in min(outcomes)[-1]}
 
 
 def _parts(fqn: str, block: nn.Module) -> dict[str, nn.Module]:
@@ -169,14 +134,19 @@ def _parts(fqn: str, block: nn.Module) -> dict[str, nn.Module]:
 
 def _with_opened(blocks: Mapping[str, nn.Module], opened: Collection[str]) -> dict[str, nn.Module]:
     finer: dict[str, nn.Module] = {}
-    for fqn, block in blocks.items():
-        parts = _with_opened(_parts(fqn, block), opened) if fqn in opened else {fqn: block}
-        finer |= {name: part for name, part in parts.items() if part not in finer.values()}
+    for fqn, block in _opened([*blocks.items()], opened):
+        if block not in finer.values():
+            finer[fqn] = block
     return finer
 
 
-def _called(blocks: Mapping[str, nn.Module], trace: Trace, *, glue: int) -> _Calls:
-    return _Calls(calls=tuple((call.name, blocks[call.name]) for call in trace.block_calls), glue=glue)
+def _opened(calls: Calls, fqns: Collection[str]) -> Calls:
+    """As if each of these blocks called each of its parts once."""
+    return [part for fqn, block in calls for part in (_parts(fqn, block) if fqn in fqns else {fqn: block}).items()]
+
+
+def _called(blocks: Mapping[str, nn.Module], trace: Trace) -> Calls:
+    return [(call.name, blocks[call.name]) for call in trace.block_calls]
 
 
 def _num_glue_parameters(module: nn.Module, blocks: Mapping[str, nn.Module], trace: Trace) -> int:
