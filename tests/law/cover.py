@@ -150,7 +150,7 @@ PINNED = (
     Case("llama-tied", "tp4"),
     Case("llama-recomputed", "pp2-tp2"),
     Case("mixture", "pp2-dp2-zero3"),  # data decides what each replica's blocks run
-    *(Case(model, "pp2", "zbv") for model in ("branched-stages", "stopped-stages", "frozen-stages", "masked-stages")),
+    *(Case(model, "pp2", "zbv") for model in ("branched-stages", "stopped-stages", "frozen-stages")),
     *(Case(model, "pp2", "zero-bubble") for model in ("recomputed-stages", "gpt-of-two-blocks", "odd-blocks")),
     Case("odd-parameters", "dp4-zero3", "hybrid"),
     Case("odd-parameters", "dp4-zero1", "hybrid"),

@@ -18,9 +18,6 @@ class Layers(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def half(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.second(torch.cat([x, x], 1))).chunk(2, 1)[0]
-
 
 class Changing(Layers):
     """Computes with its argument before and after it changes it."""
@@ -49,34 +46,6 @@ class Copying(Layers):
         return output
 
 
-class OfSame(Layers):
-    """May get one tensor twice."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        before = torch.sin(y.clone())
-        x.mul_(torch.sigmoid(self.first(x.clone())))
-        y.add_(1)
-        return before + torch.tanh(self.second(x)) * y.clone()
-
-
-class OfPart(Layers):
-    """Changes a part of its argument, and returns a view of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        part = x[:, : WIDTH // 2]
-        part.mul_(self.half(part.clone()))
-        return x[:, 2:10]
-
-
-class OfDetached(Layers):
-    """Changes what its argument shares its memory with, behind autograd."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.first(x.clone()))
-        x.detach().mul_(0.5)
-        return y + self.second(x)
-
-
 class Quantizing(nn.Module):
     """Takes the nearest code of each sample, and moves codes by moving averages (van den Oord et al. 2017)."""
 
@@ -102,18 +71,6 @@ class Quantizing(nn.Module):
                 self.sums.mul_(0.9).add_(hits.T @ x, alpha=0.1)
                 self.codes.copy_(self.sums / self.counts[:, None])
         return torch.tanh(self.second(x + (quantized - x).detach())) + x
-
-
-class Scaled(nn.Module):
-    """Adds products with a factor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.add(x, self.first(x), alpha=0.3)
-        return torch.add(x @ self.second.weight, torch.tanh(y), alpha=1.7)
 
 
 class Drawing(nn.Module):
@@ -152,25 +109,20 @@ class Changed(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.inlet, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
-        self.changing, self.copying, self.detached = Changing(), Copying(), OfDetached()
-        self.returning, self.same, self.part = Returning(), OfSame(), OfPart()
+        self.changing, self.copying, self.returning = Changing(), Copying(), Returning()
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.sin(self.inlet(x))
-        for block in (self.changing, self.copying, self.detached):
+        for block in (self.changing, self.copying):
             h = block(h) + 0.3 * h
         before, output = torch.cos(h.clone()), self.returning(h)
         output += 0.5  # so changes `h`
-        h = before + output * h.clone()
-        h = self.same(h, h) + 0.3 * h
-        output = self.part(h)
-        output *= 1.5
-        made: Tensor = self.head(torch.cat([output, output], 1) + h)
+        made: Tensor = self.head(before + output * h.clone())
         return made
 
 
 class Habits(Regression):
-    """Moving averages, sums with factors, counters, caches of the caller, and a buffer that changes after each call."""
+    """Moving averages, counters, caches of the caller, and a buffer that changes after each call."""
 
     lr = 0.05
 
@@ -179,7 +131,7 @@ class Habits(Regression):
         self.inlet, self.head = nn.Linear(8, WIDTH), nn.Linear(WIDTH, 4)
         self.caches = nn.ModuleList(Caching() for _ in range(2))
         self.scaling = Scaling()
-        self.others = nn.ModuleList([Quantizing(), Scaled(), Counting()])
+        self.others = nn.ModuleList([Quantizing(), Counting()])
 
     def forward(self, x: Tensor) -> Tensor:
         h: Tensor = self.inlet(x)

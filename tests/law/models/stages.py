@@ -31,18 +31,6 @@ class Recomputed(nn.Module):
         return x + branch
 
 
-class WithMask(nn.Module):
-    """Sends also what was computed of its output, which autograd saves, and a view that requires no grad."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.linear(x)
-        return y, self.norm(y), torch.linspace(0, 1, WIDTH, device=y.device).repeat(len(y)).view_as(y)
-
-
 class Chain(Regression):
     """Four layers, each a stage of its own; the first are frozen, or the middle ones recomputed."""
 
@@ -90,20 +78,6 @@ class Stopped(Regression):
         return output * third[:, :4] + second[:, :4]
 
 
-class Masked(Regression):
-    """A stage sends several tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, WIDTH), WithMask(), nn.Linear(WIDTH, WIDTH)])
-        self.last = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, normed, mask = self.layers[1](self.layers[0](x))
-        output: Tensor = self.last(self.layers[2](normed) * mask + y)
-        return output
-
-
 def _row(model: Any, **settings: Any) -> Model:
     job = Job(model=partial(model, **settings), data=features, num_val_batches=1)
     return Model(job=job, alike="odd-blocks")
@@ -111,10 +85,9 @@ def _row(model: Any, **settings: Any) -> Model:
 
 MODELS = {
     "gpt-of-two-blocks": Model(job=Job(model=partial(TinyGPT, num_layers=2)), alike="gpt"),
-    "masked-stages": _row(Masked),
     "branched-stages": _row(Branches),
     "stopped-stages": _row(Stopped),
     "frozen-stages": _row(Chain, num_frozen=3),
     "recomputed-stages": _row(Chain, is_recomputed=True),
 }
-"""The first sends a residual stream and its norm."""
+"""The first sends a residual stream."""
