@@ -12,6 +12,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -141,5 +142,7 @@ def _sent(plan: BlockTensorPlan, block: nn.Module, args: tuple[Any, ...], kwargs
         if not inputs or not outputs:  # a block without anything to train
             return forward.sent, backward.sent
         gradients = [torch.ones(output.shape, dtype=output.dtype, device=output.device) for output in outputs]
-        torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+        nodes = [(output, output.grad_fn) for output in outputs]  # nobody reads the outputs
+        ends = [output if node is None else GradientEdge(node, output.output_nr) for output, node in nodes]
+        torch.autograd.grad(ends, inputs, gradients, allow_unused=True)
     return forward.sent, backward.sent

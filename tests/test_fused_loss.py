@@ -23,9 +23,8 @@ from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import enter
 from lightning_3d.tensor.vocabulary import chunked_loss
 from lightning_3d.tensor.vocabulary.head_call import HeadCall
-from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits, made
-from lightning_3d.tensor.vocabulary.loss import ShardedClasses
-from lightning_3d.tensor.vocabulary.sharded_output import plain
+from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits, made
+from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.profiling import AllocatedPeak
 from tests.law.models.heads import ByTable, Shifted
 from tests.models import TinyGPT, loader, tokens
@@ -72,7 +71,7 @@ class Compared:
 
     def check(self, use: Use, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
         """``use`` gives the same values and gradients of both."""
-        expected, result = use(self.dense()), plain(made(use(self.lazy())))
+        expected, result = use(self.dense()), made(use(self.lazy()))
         torch.testing.assert_close(result, expected, rtol=rtol, atol=atol, equal_nan=True)
         if not expected.requires_grad:
             return
@@ -212,14 +211,13 @@ def _as_of_logits(kind: type[Compared]) -> None:
     kind(8).check(lambda x: F.cross_entropy(x, torch.full((8,), -100), reduction="sum"))
     kind(8).check(lambda x: F.cross_entropy(x, FLAT, torch.zeros(CLASSES), label_smoothing=0.3))  # NaN
     for number, use in enumerate((*FUSED, *READ)):
-        if kind is Compared or use is not _changed:  # planning keeps logits whole for steps that change them
-            compared = kind(2, 4)
-            try:
-                compared.check(use)
-            except AssertionError as error:
-                error.add_note(f"use {number}")
-                raise
-            assert len(compared.reads) == (number >= len(FUSED) - 1), number
+        compared = kind(2, 4)
+        try:
+            compared.check(use)
+        except AssertionError as error:
+            error.add_note(f"use {number}")
+            raise
+        assert len(compared.reads) == (number >= len(FUSED) - 1), number
 
 
 def test_losses_are_those_of_logits_in_one_process() -> None:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_3d.tensor import plan_block
-from lightning_3d.tensor.vocabulary.loss import shard_bounds
-from lightning_3d.tensor.vocabulary.sharded_output import as_logits, plain
+from lightning_3d.tensor.vocabulary.head_call import HeadCall
+from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits
+from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses, shard_bounds
 from lightning_3d.tensor.vocabulary.weight_roles import find_vocabulary, with_vocabulary
 from lightning_3d.trace.output_uses import ShardedLogits
 from tests.collectives import Collectives
@@ -31,6 +32,10 @@ def _mesh() -> DeviceMesh:
 # ----------------------------------------------------------------------------------------------- logits on shards
 
 
+def _logits(local: Tensor, num_classes: int, mesh: DeviceMesh) -> Tensor:
+    return lazy_logits(HeadCall(local, None, None, classes=ShardedClasses(num_classes, mesh), num_classes=num_classes))
+
+
 def _compare(full: Tensor, use: Callable[[Tensor], Tensor], mesh: DeviceMesh) -> None:
     """`use` of logits on shards sends twice, and gives the value and the gradient that it gives of plain ones."""
     start, stop = shard_bounds(full.shape[-1], mesh)
@@ -38,12 +43,12 @@ def _compare(full: Tensor, use: Callable[[Tensor], Tensor], mesh: DeviceMesh) ->
     local = full[..., start:stop].clone().requires_grad_()
     expected = use(dense)
     with Collectives() as counted:
-        result = use(as_logits(local, mesh, full.shape[-1]))
+        result = use(_logits(local, full.shape[-1], mesh))
         expected.backward()
         result.backward()
     assert sum(counted.counts.values()) == 2, counted.counts
     assert result.dtype == expected.dtype
-    torch.testing.assert_close(plain(result), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert local.grad is not None
     assert dense.grad is not None
     torch.testing.assert_close(local.grad, dense.grad[..., start:stop], rtol=1e-5, atol=1e-7, equal_nan=True)
@@ -63,7 +68,7 @@ def _cross_entropies(num_classes: int) -> None:
     _compare(masked[:3], lambda x: F.cross_entropy(x, targets[:3], ignore_index=0), mesh)
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):  # on every rank
         F.cross_entropy(
-            as_logits(logits[..., slice(*shard_bounds(num_classes, mesh))], mesh, num_classes),
+            _logits(logits[..., slice(*shard_bounds(num_classes, mesh))], num_classes, mesh),
             torch.full((6,), num_classes),
         )
 

@@ -20,7 +20,7 @@ from lightning_3d.errors import TraceError
 from lightning_3d.model.block_runner import SUMMON, BlockRunner, Call
 from lightning_3d.model.pytrees import flatten_call
 from lightning_3d.planning.stage_flow import StageFlow
-from lightning_3d.tensor.vocabulary.lazy_logits import made, whole
+from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.pytree import tree_flatten, tree_map, tree_unflatten
 from lightning_3d.torch_internals.tensors import storage_id
 from lightning_3d.trace.ghost import Ghost
@@ -106,7 +106,7 @@ class StageRun(StepMode):
                 output = step()
             if self._flow.trace.stopped_by is None and self._position != len(self._flow.trace.calls):
                 raise self._changed("the step ended")
-            return tree_map(lambda leaf: whole(self._value(leaf)), output)
+            return tree_map(lambda leaf: made(self._value(leaf)), output)
         try:
             with self:
                 self._leave_if_done()
@@ -117,7 +117,7 @@ class StageRun(StepMode):
 
     def _sendable(self, tensor: Tensor) -> Tensor:
         """A tensor that stays as it is while it is sent."""
-        tensor = whole(tensor)
+        tensor = made(tensor)
         is_changing = storage_id(tensor.untyped_storage()) in self._changing
         return tensor.clone(memory_format=torch.contiguous_format) if is_changing else tensor.contiguous()
 

@@ -23,7 +23,7 @@ from lightning_3d.tensor.placement import Sharded
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.sequence import cut_sequence
 from lightning_3d.tensor.sharded_tensor import ShardedTensor, shard_dim
-from lightning_3d.tensor.vocabulary.sharded_output import as_unread
+from lightning_3d.tensor.vocabulary.lazy_tensor import lazily_gathered
 from lightning_3d.tensor.vocabulary.weight_roles import VocabularyCalls
 from lightning_3d.torch_internals.autograd import is_reentrant, recomputed_by
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
@@ -183,7 +183,7 @@ def _show_retained(attributes: dict[str, Any], whole: Callable[[Tensor], Tensor]
     def shown(leaf: Any) -> Any:
         if not isinstance(leaf, ShardedTensor):
             return leaf
-        return whole(leaf) if shard_dim(leaf) is None else as_unread(leaf)
+        return whole(leaf) if shard_dim(leaf) is None else lazily_gathered(leaf)
 
     for name, value in attributes.items():
         if name not in TORCH_ATTRIBUTES and _holds_sharded_tensor(value):
@@ -200,4 +200,4 @@ def _holds_sharded_tensor(value: object) -> bool:
 
 def without_shards(output: Any) -> Any:
     """Return unread outputs as lazily gathered tensors."""
-    return tree_map(lambda leaf: as_unread(leaf) if isinstance(leaf, ShardedTensor) else leaf, output)
+    return tree_map(lambda leaf: lazily_gathered(leaf) if isinstance(leaf, ShardedTensor) else leaf, output)

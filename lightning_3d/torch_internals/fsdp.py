@@ -28,6 +28,11 @@ def reset(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
                 parameter.grad = gradient
 
 
+def is_hook_of_fsdp(hook: object) -> bool:
+    """Whether a hook on the gradient of a unit's output asks only when it comes, to gather parameters."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+
+
 def groups_of(unit: FSDPModule) -> Iterator[Any]:
     """The groups of parameters of a unit."""
     yield from fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]

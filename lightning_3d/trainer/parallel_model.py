@@ -54,7 +54,7 @@ from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.ranks.rendezvous import Rendezvous
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads, HeadPlan
-from lightning_3d.tensor.vocabulary.lazy_logits import whole
+from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.lightning_helpers import callbacks_of, set_device
 from lightning_3d.trace.interception import Router
 from lightning_3d.trainer.offload import offload_parameters, offload_policy
@@ -182,7 +182,7 @@ class _Making:
         if self._config.compile.enabled:
             is_telling = mesh.dp_rank == 0 and mesh.coordinate.tp == 0
             compiling, tp = self.compiling, mesh.axis("tp")
-            self.compiled = BlockCompiler(self._config.compile, tp, compiling, whole, is_telling=is_telling).of
+            self.compiled = BlockCompiler(self._config.compile, tp, compiling, made, is_telling=is_telling).of
         self._is_microbatched = mesh.shape.pp > 1 and planned.plan.inline is None
         self._is_fully_sharded = planned.config.zero.is_fully_sharded(mesh.shape.dp)
 
@@ -371,7 +371,7 @@ def _keep_little(
             continue
         recomputed = None
         if block.recompute != "none":
-            recomputed = Recomputation(block.fqn, own[block.fqn], block.recompute, generators, whole, inputs, keep)
+            recomputed = Recomputation(block.fqn, own[block.fqn], block.recompute, generators, made, inputs, keep)
         runner = running(own[block.fqn])
         is_left = config.compile.enabled and block.recompute == "selective"  # to the compiler
         runner.recomputed, runner.recomputed_eagerly = (None, recomputed) if is_left else (recomputed, None)

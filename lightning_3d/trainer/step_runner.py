@@ -18,7 +18,7 @@ from lightning_3d.pipeline.inline.step import InlineStep
 from lightning_3d.pipeline.loss import check_loss, loss_of
 from lightning_3d.planning.inline_mode import naming_inline
 from lightning_3d.tensor.vocabulary.fused_heads import FusedHeads
-from lightning_3d.tensor.vocabulary.lazy_logits import whole
+from lightning_3d.tensor.vocabulary.lazy_tensor import made
 from lightning_3d.torch_internals.pytree import tree_map
 from lightning_3d.trace.world_collectives import world_collectives_refused
 from lightning_3d.trainer.pending_gradients import PendingGradients, zeroes_unseen
@@ -96,7 +96,7 @@ class WholeModelRunner(StepRunner):
         def run() -> Any:
             with self._heads.on(), nullcontext() if self._inline is None else self._inline.on():
                 output = getattr(self._module, name)(batch, *rest)
-                return tree_map(whole, output)
+                return tree_map(made, output)
 
         with self._randomness.replica(number):
             return self._zero.root(run)

@@ -8,7 +8,8 @@ all of it, as the gradient is linear in that of the loss, a factor that the back
     rows [N, D] -> for each chunk: logits [n, V] -> losses [n], d logits [n, V] -> d rows [n, D], d weight [V, D] += ...
 
 With classes that are sharded over the tp axis, each rank does so with its own. A chunk takes two all-reduces (`loss`);
-d rows are then parts of a sum over the ranks, which is made once, where the rows come in.
+d rows are then parts of a sum over the ranks, which is made once, where the rows come in. Where a block has multiplied
+with the weight already, the rows are the logits of own classes.
 
 Where the factor is not one number (``reduction="none"``), or where gradients without it are too small for the numbers
 (fp16, which a loss scale serves), the backward makes the logits again, chunk by chunk (Wijmans et al. 2024).
@@ -31,7 +32,8 @@ from torch import Tensor
 
 from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
-from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Reduction, ShardedClasses
+from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Reduction
+from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 
 MOST_CHUNKS = 32
@@ -49,8 +51,8 @@ Elementwise = Callable[[Tensor], Tensor]
 class Head:
     """How logits are made of rows and read by a loss."""
 
-    weight: Tensor
-    """``[classes, width]``, of this rank's classes."""
+    weight: Tensor | None
+    """``[classes, width]``, of this rank's classes; None where the rows are logits."""
     bias: Tensor | None
     dtype: torch.dtype
     """In which they are multiplied: that of autocast, or their own."""
@@ -62,15 +64,20 @@ class Head:
     @property
     def most_classes(self) -> int:
         """The number of classes on the rank that has most."""
-        return len(self.weight) if self.classes is None else self.classes.most
+        if self.classes is not None:
+            return self.classes.most
+        assert self.weight is not None
+        return len(self.weight)
 
     def cast(self) -> Head:
         """The same with weights in the dtype of the product."""
-        bias = None if self.bias is None else self.bias.to(self.dtype)
-        return replace(self, weight=self.weight.to(self.dtype), bias=bias)
+        weight, bias = (None if tensor is None else tensor.to(self.dtype) for tensor in (self.weight, self.bias))
+        return replace(self, weight=weight, bias=bias)
 
     def logits(self, rows: Tensor) -> Tensor:
         """The logits of some rows for the classes here, without what happens to them."""
+        if self.weight is None:
+            return rows
         with torch.autocast(rows.device.type, enabled=False), DisableTorchFunctionSubclass():
             return F.linear(rows, self.weight, self.bias)
 
@@ -113,10 +120,12 @@ class _Gradients:
         self.wide = torch.promote_types(head.dtype, torch.float32)
         self.rows, self.call = call.input, call
         self.graph_rows, self.weight, self.bias = rows, head.weight, head.bias  # the nodes of the graph
-        self.head = replace(head, weight=head.weight.detach(), bias=None if head.bias is None else head.bias.detach())
+        weight, bias = (None if tensor is None else tensor.detach() for tensor in (head.weight, head.bias))
+        self.head = replace(head, weight=weight, bias=bias)
         self.made: _Made | None = None  # of the weights, for a factor of 1; until a backward takes them
         self.has_backward = torch.is_grad_enabled()
-        self.comes_late = call.reduction == "none" or head.dtype == torch.float16
+        is_by_row = call.reduction == "none" and weight is not None  # whose gradient takes the factors of all rows
+        self.comes_late = is_by_row or head.dtype == torch.float16
         self.normaliser = _normaliser(call).to(self.wide) if call.reduction == "mean" else None
 
     def seed(self) -> Tensor:
@@ -137,9 +146,11 @@ class _Gradients:
         if of_rows:
             made.rows = torch.empty_like(rows)
         if of_weight:
+            assert head.weight is not None
             made.weight = torch.zeros_like(head.weight, dtype=self.wide)
         if of_bias:
-            made.bias = torch.zeros(len(head.weight), dtype=self.wide, device=rows.device)
+            assert head.bias is not None
+            made.bias = torch.zeros_like(head.bias, dtype=self.wide)
         reduction: Reduction = "none" if self.call.reduction == "none" else "sum"
         scale = self._scale(factor)
         for part in chunks(len(rows), head.most_classes, rows.device.type):
@@ -155,14 +166,14 @@ class _Gradients:
         total = torch.stack(losses).sum()
         return total if self.normaliser is None else total / self.normaliser, made
 
-    def _add(self, made: _Made, part: slice, gradient: Tensor, rows: Tensor, weight: Tensor) -> None:
+    def _add(self, made: _Made, part: slice, gradient: Tensor, rows: Tensor, weight: Tensor | None) -> None:
         """Add what a part of the rows gives, in the head's dtype also where the loss is in a region of autocast."""
         with torch.autocast(rows.device.type, enabled=False):
             if made.rows is not None:
-                made.rows[part] = gradient @ weight
+                made.rows[part] = gradient if weight is None else gradient @ weight
             if made.bias is not None:
                 made.bias += gradient.sum(0, dtype=self.wide)
-            if made.weight is not None and self.wide == weight.dtype:
+            if made.weight is not None and self.wide == rows.dtype:
                 made.weight.addmm_(gradient.t(), rows)
             elif made.weight is not None and made.weight.device.type == "cuda":  # alone adds to a wider dtype
                 torch.addmm(made.weight, gradient.t(), rows, out_dtype=self.wide, out=made.weight)
@@ -180,8 +191,9 @@ class _Gradients:
         if self.head.classes is not None:
             refuse_second_order("a cross entropy on sharded logits")
         with DisableTorchFunctionSubclass():  # views, as rows are made of the weight, too, where it embeds tokens
-            rows, weight = self.graph_rows.view_as(self.graph_rows), self.weight.view_as(self.weight)
-            bias = None if self.bias is None else self.bias.view_as(self.bias)
+            given = self.graph_rows, self.weight, self.bias
+            rows, weight, bias = (None if tensor is None else tensor.view_as(tensor) for tensor in given)
+            assert rows is not None
         head = replace(self.head, weight=weight, bias=bias).cast()
         logits = head.after(head.logits(rows.to(head.dtype)))
         call = self.call
@@ -255,7 +267,7 @@ class _Loss(torch.autograd.Function):
         loss, made = gradients.run(
             None,
             of_rows=is_early and rows.requires_grad,
-            of_weight=is_early and weight.requires_grad,
+            of_weight=is_early and weight is not None and weight.requires_grad,
             of_bias=is_early and bias is not None and bias.requires_grad,
         )
         ctx.of_rows, gradients.made = made.rows, made if is_early else None
@@ -272,7 +284,7 @@ class _Loss(torch.autograd.Function):
             gradients: _Gradients = ctx.gradients
             return gradients.with_graph(gradient, of_rows=True)[0], gradient, None
         if ctx.of_rows is not None:  # kept, as a schedule that splits the backward comes twice
-            return ctx.of_rows * gradient.to(ctx.of_rows.dtype), gradient, None
+            return ctx.of_rows * gradient.to(ctx.of_rows.dtype).reshape(-1, 1), gradient, None
         ctx.saved_tensors  # noqa: B018  # raises where they were changed in place
         return ctx.gradients.run(gradient, of_rows=True)[1].rows, gradient, None
 
@@ -281,9 +293,12 @@ class _Weights(torch.autograd.Function):
     """weight, bias -> what stands for them in the graph of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, gradients: _Gradients, shape: Sequence[int]) -> Tensor:
-        ctx.gradients, ctx.dtypes = gradients, (weight.dtype, None if bias is None else bias.dtype)
-        return torch.zeros(shape, dtype=gradients.wide, device=weight.device)
+    def forward(
+        ctx: Any, weight: Tensor | None, bias: Tensor | None, gradients: _Gradients, shape: Sequence[int]
+    ) -> Tensor:
+        ctx.gradients = gradients
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (weight, bias)]
+        return torch.zeros(shape, dtype=gradients.wide, device=gradients.rows.device)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -15,7 +15,7 @@ from lightning_3d.tensor import collectives
 from lightning_3d.tensor.axis import MeshAxis
 from lightning_3d.tensor.collectives import own_shard
 from lightning_3d.tensor.rules.function import Function
-from lightning_3d.tensor.vocabulary.loss import shard_bounds
+from lightning_3d.tensor.vocabulary.sharded_classes import shard_bounds
 
 
 @dataclass(frozen=True, slots=True)

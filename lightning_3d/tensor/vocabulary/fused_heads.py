@@ -19,8 +19,8 @@ from lightning_3d.tensor.collectives import enter, own_shard
 from lightning_3d.tensor.plan.block_plan import BlockTensorPlan
 from lightning_3d.tensor.vocabulary.head_call import Compute, HeadCall, Through
 from lightning_3d.tensor.vocabulary.head_record import HeadRecord
-from lightning_3d.tensor.vocabulary.lazy_logits import LazyLogits, made
-from lightning_3d.tensor.vocabulary.loss import ShardedClasses
+from lightning_3d.tensor.vocabulary.lazy_tensor import LazyTensor, made
+from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.autograd import has_saved_tensor_hooks
 from lightning_3d.torch_internals.custom_functions import custom_functions_seen
 from lightning_3d.torch_internals.modules import has_backward_hooks
@@ -235,9 +235,9 @@ def _hint_for_compiled_code() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if type(error).__module__ == "torch._dynamo.exc" and LazyLogits.__name__ in str(error):
+        if type(error).__module__ == "torch._dynamo.exc" and LazyTensor.__name__ in str(error):
             error.add_note(
-                "LazyLogits is the output of a linear layer that may be a head, which runs with its loss; code under"
+                "LazyTensor is the output of a linear layer that may be a head, which runs with its loss; code under"
                 " torch.compile leaves its graph for it. Set activations.fused_loss='never' for fullgraph=True."
             )
         raise

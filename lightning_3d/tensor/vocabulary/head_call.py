@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_3d.errors import StepError
-from lightning_3d.tensor.vocabulary.loss import ShardedClasses
-from lightning_3d.tensor.vocabulary.sharded_output import as_logits
+from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.autocast import as_autocast
 from lightning_3d.torch_internals.dispatch import DisableTorchFunction, DisableTorchFunctionSubclass
 from lightning_3d.torch_internals.tensors import storage_id, version_of
 
-Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Compute = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 """Computes something of rows, and of the weight and bias of a head."""
 Through = Callable[[Tensor, Compute], Tensor]
 """Computes something of rows where the weight and bias of a head are whole."""
@@ -41,11 +40,13 @@ class HeadCall:
     """One call of a head, whose logits are made at most once.
 
     Args:
-        rows: What the head was given, ``[..., width]``; of sharded classes, it sums the gradients of all ranks.
-        weight: ``[classes, width]``, of this rank's classes; None if it is whole in ``through`` alone.
+        rows: What the head was given, ``[..., width]``; of sharded classes, it sums the gradients of all ranks. Or what
+            it gave, ``[..., own classes]``, where it has run on shards.
+        weight: ``[classes, width]``, of this rank's classes; None if it is whole in ``through`` alone, or used already.
         on_read: Called when they are made.
         classes: All classes, where a rank has a part of them.
         num_classes: The number over all ranks.
+        through: Computes something where the weight is whole.
         aliases: Tensors of the weights' memory that have versions of their own, as those of which they are parts have.
     """
 
@@ -54,7 +55,7 @@ class HeadCall:
         rows: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        on_read: OnRead,
+        on_read: OnRead = lambda reader: None,
         classes: ShardedClasses | None = None,
         *,
         num_classes: int,
@@ -66,20 +67,14 @@ class HeadCall:
         self.num_classes, self._through = num_classes, through
         self._state = self._present_state()
         device = rows.device.type
-        self._autocast = torch.is_autocast_enabled(device)
-        self._autocast_dtype = torch.get_autocast_dtype(device)
+        is_cast = torch.is_autocast_enabled(device) and rows.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        self.dtype = torch.get_autocast_dtype(device) if is_cast else rows.dtype
+        """The dtype of the logits."""
         self.outcome = Outcome(torch.is_grad_enabled())
-        self.made: Tensor | None = None
         self.is_fused = False
         """Whether a loss was computed without the logits."""
         self.at_end: list[Callable[[], object]] = []
         """Make the lazy tensors that come of it, if somebody still refers to them."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        is_cast = self._autocast and self.rows.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        return self._autocast_dtype if is_cast else self.rows.dtype
 
     def run(self, rows: Tensor, compute: Compute) -> Tensor:
         """Compute something of rows with the weights."""
@@ -91,7 +86,6 @@ class HeadCall:
             )
         if self._through is not None:
             return self._through(rows, compute)
-        assert self.weight is not None
         with DisableTorchFunctionSubclass():
             return compute(rows, self.weight, self.bias)
 
@@ -110,22 +104,36 @@ class HeadCall:
             make()
 
     def logits(self, reader: str) -> Tensor:
-        """The logits as the head makes them, on shards if the classes are sharded."""
-        if self.made is None:
-            self._on_read(reader)
-            self.outcome.is_plain |= self.classes is None
-            device = self.rows.device.type
-            with (
-                DisableTorchFunctionSubclass(),
-                torch.set_grad_enabled(self.outcome.has_grad),
-                torch.autocast(device, dtype=self._autocast_dtype, enabled=self._autocast),
-            ):
-                self.made = self.run(self.rows, self._make)
-        return self.made
+        """All logits as the head makes them, for the function of that name."""
+        self._on_read(reader)
+        self.outcome.is_plain = True
+        with DisableTorchFunctionSubclass():
+            return self.run(self.rows, self._make)
 
-    def _make(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        made = F.linear(rows, as_autocast(weight), bias)
-        return made if self.classes is None else as_logits(made, self.classes.mesh, self.classes.num)
+    def own(self, rows: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Logits of this rank's classes, of other tensors.
+
+        Raises:
+            StepError: the weight is absent.
+        """
+        if self._through is not None:
+            raise StepError(
+                "torch.func, or C++ code, read logits beneath torch's functions, and their gradient needs a weight that"
+                " is gathered only while its head runs (zero.stage=3): set activations.fused_loss='never'."
+            )
+        return _linear(rows, weight, bias)
+
+    def cut(self, gradient: Tensor) -> Tensor:
+        """The part of the logits' gradient that is of this rank's classes."""
+        return gradient if self.classes is None else self.classes.own(gradient)
+
+    def _make(self, rows: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        own = _linear(rows, weight, bias)
+        return own if self.classes is None else self.classes.gathered(own)
+
+
+def _linear(rows: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return rows if weight is None else F.linear(rows, as_autocast(weight), bias)
 
 
 def _as_trained_now(tensor: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_3d.tensor.vocabulary.head_call import HeadCall, Outcome
-from lightning_3d.tensor.vocabulary.lazy_logits import lazy_logits
+from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits
 from lightning_3d.trace.refusals import user_frame
 
 PATIENCE = 2

@@ -2,7 +2,7 @@
 
 No rank holds all logits: two all-reduces, of a maximum and of three sums per row, take the place of gathering them.
 Without an axis there is nothing to reduce. What the numbers mean is what ``F.cross_entropy`` documents. This is the
-arithmetic alone; autograd is in `sharded_output` and `chunked_loss`.
+arithmetic alone; autograd is in `chunked_loss`.
 
     loss of a row = -(1 - s) w[t] log p[t]  -  s / C  sum over c of w[c] log p[c]        s: label smoothing, w: weights
 """
@@ -19,33 +19,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_3d.tensor.rules.function import Function
+from lightning_3d.tensor.vocabulary.sharded_classes import shard_bounds
 
 Reduction = Literal["mean", "sum", "none"]
-
-
-def shard_bounds(num_rows: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """First row and the one after the last of this rank's shard, as DTensor cuts `num_rows` that need not divide."""
-    length = -(-num_rows // mesh.size())
-    start = min(mesh.get_local_rank() * length, num_rows)
-    return start, min(start + length, num_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedClasses:
-    """Classes that are sharded over the tp axis, as DTensor cuts them."""
-
-    num: int
-    mesh: DeviceMesh
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """This rank's first class, and the one after its last."""
-        return shard_bounds(self.num, self.mesh)
-
-    @property
-    def most(self) -> int:
-        """The number of classes on the rank that has most."""
-        return -(-self.num // self.mesh.size())
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,22 +155,6 @@ def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMe
         smooth_gradient=smooth_gradient,
     )
     return losses if call.reduction == "none" else losses.sum() * scale, saved
-
-
-def log_sums(logits: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """The logarithm of the sum of the exponentials of all classes, ``[..., 1]``.
-
-    Args:
-        logits: This rank's classes, ``[..., own classes]``.
-        mesh: The tp axis; None if all classes are here.
-    """
-    if mesh is None:
-        return logits.logsumexp(-1, keepdim=True)
-    greatest = logits.amax(-1, keepdim=True)
-    dist.all_reduce(greatest, dist.ReduceOp.MAX, group=mesh.get_group())
-    total = (logits - greatest).exp().sum(-1, keepdim=True)
-    dist.all_reduce(total, group=mesh.get_group())
-    return greatest + total.log()
 
 
 def backward(saved: Saved, gradient: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 An embedding table and the weight of an output head are cut along their rows, tied or not, into as many rows per rank as
 DTensor gives it, which need not be equal. Looking up ends in an all-reduce (`embedding`); a head's logits
-leave the block on shards (`sharded_output`). The rest of the block is planned and run as if these weights were
+leave the block on shards (`lazy_tensor`). The rest of the block is planned and run as if these weights were
 replicated, as what comes of them is a full tensor to it.
 """
 
@@ -30,7 +30,9 @@ from lightning_3d.tensor.plan.fakes import on_fakes
 from lightning_3d.tensor.plan.weights import named_parameters
 from lightning_3d.tensor.rules.function import Function, tensors_in
 from lightning_3d.tensor.vocabulary.embedding import as_embedding, look_up
-from lightning_3d.tensor.vocabulary.sharded_output import as_logits
+from lightning_3d.tensor.vocabulary.head_call import HeadCall
+from lightning_3d.tensor.vocabulary.lazy_tensor import lazy_logits
+from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.autocast import as_autocast
 from lightning_3d.torch_internals.modules import parameters_of
 from lightning_3d.torch_internals.pytree import tree_leaves
@@ -280,4 +282,7 @@ class VocabularyCalls(TorchFunctionMode):
         entered = collectives.enter(self._interpreter.whole(input), self._axis)
         own_bias = own_shard(bias) if isinstance(bias, DTensor) else None
         local = F.linear(entered, as_autocast(own_shard(weight)), own_bias)
-        return as_logits(local, self._axis.mesh, weight.shape[0], gather=self._gathers_logits)
+        classes = ShardedClasses(weight.shape[0], self._axis.mesh)
+        if self._gathers_logits:
+            return classes.gathered(local)
+        return lazy_logits(HeadCall(local, None, None, classes=classes, num_classes=classes.num))
