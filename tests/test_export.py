@@ -44,7 +44,6 @@ LLAMA = {
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2, tied": ("GPT2Config", "GPT2LMHeadModel", GPT2),
     "llama": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"tie_word_embeddings": False}),
-    "llama, tied": ("LlamaConfig", "LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
 }
 
 

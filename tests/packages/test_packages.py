@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
 
 import pytest
 
@@ -25,12 +26,12 @@ def job_of(row: Row) -> PackageJob:
     return job
 
 
+@cache
+def one_process(row: Row) -> Outcome:
+    return train(job_of(row), None)
+
+
 @pytest.mark.parametrize(("row", "layout"), CASES)
-def test_module_trains_as_in_one_process(
-    workers: WorkerPools, outcomes: dict[str, Outcome], row: Row, layout: str
-) -> None:
-    job = job_of(row)
-    name = f"{row.package} {row.module}"
-    if name not in outcomes:
-        outcomes[name] = train(job, None)
-    assert_same_as_one_process(workers, job, outcomes[name], LAYOUTS[layout], is_whole=layout in row.whole)
+def test_module_trains_as_in_one_process(workers: WorkerPools, row: Row, layout: str) -> None:
+    is_whole = layout in row.whole
+    assert_same_as_one_process(workers, job_of(row), one_process(row), LAYOUTS[layout], is_whole=is_whole)

@@ -1,4 +1,4 @@
-"""Building a library of C++ for torch, by the compiler alone: that of the second device, and others for tests."""
+"""Building the library of the second device for torch, by the C++ compiler alone."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 HERE = Path(__file__).parent
-SECOND_DEVICE = (HERE / "device.cpp", HERE / "backend.cpp", HERE / "device.h")
+NAME = "second_device"
+FILES = (HERE / "device.cpp", HERE / "backend.cpp", HERE / "device.h")
 COMPILER = os.environ.get("CXX", "c++")
 
 
@@ -26,29 +26,25 @@ def compiler() -> str | None:
     return shutil.which(COMPILER)
 
 
-def library(name: str = "second_device", files: Sequence[Path] = SECOND_DEVICE) -> Path:
-    """The library for this torch and Python, which is built where it is not there yet; takes a minute.
-
-    Args:
-        name: Of the library; of the Python module, if it is one.
-        files: Sources and headers.
-    """
+def library() -> Path:
+    """The library for this torch and Python, which is built where it is not there yet; takes a minute."""
     versions = torch.__version__, sys.implementation.cache_tag
-    contents = [path.read_bytes() for path in (Path(__file__), *files)]
+    contents = [path.read_bytes() for path in (Path(__file__), *FILES)]
     digest = hashlib.sha256(b"".join([repr(versions).encode(), *contents])).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"lightning-3d-second-device-{os.getuid()}")
     folder.mkdir(exist_ok=True)
-    built = folder / f"{name}-{digest}.so"
-    with (folder / f"lock-{name}").open("w") as lock:  # of the processes that share out the tests
+    built = folder / f"{NAME}-{digest}.so"
+    with (folder / "lock").open("w") as lock:  # of the processes that share out the tests
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            _build(built, name, [path for path in files if path.suffix == ".cpp"])
+            _build(built)
     return built
 
 
-def _build(built: Path, name: str, sources: Sequence[Path]) -> None:
+def _build(built: Path) -> None:
+    sources = [path for path in FILES if path.suffix == ".cpp"]
     headers = [*include_paths(), sysconfig.get_paths()["include"]]
-    options = ["-std=c++20", "-O0", "-fPIC", f"-DTORCH_EXTENSION_NAME={name}", "-DUSE_DISTRIBUTED"]
+    options = ["-std=c++20", "-O0", "-fPIC", f"-DTORCH_EXTENSION_NAME={NAME}", "-DUSE_DISTRIBUTED"]
     options += [f"-isystem{path}" for path in headers]
     linked = [*(f"-L{path}" for path in library_paths()), *(f"-Wl,-rpath,{path}" for path in library_paths())]
     linked += ["-lc10", "-ltorch_cpu", "-ltorch", "-Wl,--as-needed", "-ltorch_python"]
