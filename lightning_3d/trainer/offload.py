@@ -14,10 +14,9 @@ from lightning_3d.config.zero import ZeroConfig
 from lightning_3d.distributed.agreement import alike
 from lightning_3d.torch_internals.fsdp import move_shards, shards_of, when_gathered
 from lightning_3d.zero.engine import Zero
-from lightning_3d.zero.master_weights import MasterWeights, is_half
 from lightning_3d.zero.offload.steps import OffloadedSteps
 from lightning_3d.zero.offload.store import Advice, Store
-from lightning_3d.zero.optimizer_kind import OptimizerKind, num_states
+from lightning_3d.zero.optimizer_kind import OptimizerKind
 
 _WINDOW = 64  # MiB
 
@@ -44,7 +43,6 @@ def offload_parameters(place: str, root: nn.Module) -> Store:
     units = [unit for unit in root.modules() if isinstance(unit, FSDPModule)]
     with alike():
         store = Store.at(place)
-        store.reserve(sum(shard.nbytes for unit in units for shard in shards_of(unit)))
         for unit in units:
             move_shards(unit, store.zeros)
             store.advise(shards_of(unit), Advice.NOT_FOR_A_WHILE)
@@ -57,36 +55,21 @@ def offloaded_steps(
     zero: Zero,
     kinds: Mapping[Optimizer, OptimizerKind],
     device: torch.device,
-    masters: MasterWeights | None,
 ) -> OffloadedSteps | None:
     """How optimizers step elsewhere than on the device, if they do; every rank calls it.
 
     Args:
         kinds: Of the optimizers.
-        masters: Step 16-bit parameters in fp32.
 
     Raises:
-        OffloadError: the directory can't be written or has no room for their states, on any rank.
+        OffloadError: the directory can't be written, on any rank.
     """
     if config.offload_optimizer == "none":
         return None
     store: Store | None = None
     with alike():
         store = Store.at(config.offload_optimizer)
-        store.reserve(sum(_num_bytes(optimizer, zero, masters) for optimizer in kinds))
     assert store is not None
     zero.keep_states(store.zeros)
     window_bytes = 2**20 * (_WINDOW if config.offload_window == "auto" else config.offload_window)
     return OffloadedSteps(store, zero.parameter_store, window_bytes=window_bytes, device=device, kinds=kinds)
-
-
-def _num_bytes(optimizer: Optimizer, zero: Zero, masters: MasterWeights | None) -> int:
-    """Bytes of the states that it will have on this rank, as far as a trial tells."""
-    num_bytes, num = 0, num_states(optimizer)
-    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p in zero.shards):
-        own = zero.shards[parameter].own(parameter)
-        widens = masters is not None and is_half(own)
-        num_kept = num + (masters is not None and widens)
-        if parameter.requires_grad:
-            num_bytes += num_kept * (own.numel() * 4 if widens else own.nbytes)
-    return num_bytes

@@ -80,7 +80,7 @@ class TrainedOptimizers:
             self._steps = LocalSteps(
                 zero,
                 check=precision.refuse_unchecked,
-                offload=offloaded_steps(config.zero, zero, kinds, device, masters),
+                offload=offloaded_steps(config.zero, zero, kinds, device),
                 masters=masters,
                 alike=KeptAlike(mesh.group("tp")) if mesh.shape.tp > 1 else None,
             )

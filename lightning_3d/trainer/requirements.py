@@ -27,7 +27,7 @@ from lightning_3d.torch_internals.lightning_helpers import callbacks_of, fetches
 from lightning_3d.torch_internals.modules import BatchNorm
 from lightning_3d.torch_internals.optimizers import has_step_hooks
 from lightning_3d.torch_internals.tensors import has_gradient_hooks
-from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind, steps_apart
+from lightning_3d.zero.optimizer_kind import OptimizerKind, optimizer_kind
 
 
 def refuse_offload(config: ActivationsConfig, device: torch.device) -> None:
@@ -192,8 +192,11 @@ def check_optimizers(
     _raise_first(StepError, _problems_of_strangers(optimizers, module))
     cuts = (0, 1) if mesh.shape.tp > 1 else (0,)
     if config.optimizer_steps == "auto":
-        on = device if config.offload_optimizer == "none" else torch.device("cpu")
-        found = on_one_rank(lambda: [optimizer_kind(optimizer, cuts=cuts, device=on) for optimizer in optimizers])
+        in_windows = config.offload_optimizer != "none"
+        on = torch.device("cpu") if in_windows else device
+        found = on_one_rank(
+            lambda: [optimizer_kind(optimizer, cuts=cuts, device=on, in_windows=in_windows) for optimizer in optimizers]
+        )
     else:
         found = [config.optimizer_steps] * len(optimizers)
     kinds = dict(zip(optimizers, found, strict=True))
@@ -235,8 +238,7 @@ def _problems_of_kind(optimizer: Optimizer, kind: OptimizerKind, shape: MeshShap
             " part of them. Use another optimizer, or tensor_parallel_size=1 and zero.stage<=2; or set"
             " zero.optimizer_steps='rows' if it does work element by element."
         )
-    is_apart = config.offload_optimizer == "none" or config.optimizer_steps != "auto" or steps_apart(optimizer)
-    if config.offload_optimizer != "none" and (kind == "all" or not is_apart):
+    if config.offload_optimizer != "none" and kind == "all":
         yield (
             f"{together} zero.offload_optimizer={config.offload_optimizer!r} they are stepped one window after the"
             " other. Use another optimizer, or zero.offload_optimizer='none'; or set zero.optimizer_steps if it does"

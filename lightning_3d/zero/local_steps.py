@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_3d.distributed.agreement import raise_alike
+from lightning_3d.distributed.agreement import alike, raise_alike
 from lightning_3d.distributed.kept_alike import KeptAlike
 from lightning_3d.distributed.mesh import is_shard
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
@@ -90,10 +90,11 @@ class LocalSteps:
     def _bring_home(self, optimizer: Optimizer) -> None:
         """Make master weights where they are to lie, one after the other, and move all other states there."""
         assert self._offload is not None
-        for parameter in self._parameters(optimizer):
-            if parameter.requires_grad and not self._zero.shards[parameter].is_elsewhere:
-                self._make_master(optimizer, parameter, self._offload)
-        self._offload.bring_home(optimizer)
+        with alike() if self._offload.can_fail else nullcontext():
+            for parameter in self._parameters(optimizer):
+                if parameter.requires_grad and not self._zero.shards[parameter].is_elsewhere:
+                    self._make_master(optimizer, parameter, self._offload)
+            self._offload.bring_home(optimizer)
 
     def _make_master(self, optimizer: Optimizer, parameter: nn.Parameter, offload: OffloadedSteps) -> None:
         if self._masters is not None and self._is_widened(parameter):

@@ -53,7 +53,9 @@ def is_known(optimizer: Optimizer) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
-def optimizer_kind(optimizer: Optimizer, *, cuts: Sequence[int] = (0,), device: torch.device = _CPU) -> OptimizerKind:
+def optimizer_kind(
+    optimizer: Optimizer, *, cuts: Sequence[int] = (0,), device: torch.device = _CPU, in_windows: bool = False
+) -> OptimizerKind:
     """Find the kind of an optimizer. Nothing of it is changed.
 
     Copies of it step random tensors: whole, beside others, cut in two, beside an empty one.
@@ -61,28 +63,14 @@ def optimizer_kind(optimizer: Optimizer, *, cuts: Sequence[int] = (0,), device: 
     Args:
         cuts: Dims along which ranks share parameters.
         device: Where it steps.
+        in_windows: Whether one step is several calls, each for some of the parameters. Settings in the groups are in
+            each call those from before the step.
     """
     if is_known(optimizer):
         return "rows"
     with _undisturbed():
-        kinds = {_kind(optimizer, group, dim, cuts, device) for group, dim in _cases(optimizer)}
+        kinds = {_kind(optimizer, group, dim, cuts, device, in_windows) for group, dim in _cases(optimizer)}
     return "all" if "all" in kinds else "parameters" if "parameters" in kinds else "rows"
-
-
-def steps_apart(optimizer: Optimizer) -> bool:
-    """Whether it makes no difference on CPUs that a step is several calls, each for some of the parameters.
-
-    Settings in the groups are in each call those from before the step; the optimizer is of another kind than "all".
-    """
-    if is_known(optimizer):
-        return True
-    with _undisturbed():
-        for group, dim in _cases(optimizer):
-            problems = [_problem(dim, torch.float32, _CPU) for _ in range(2)]
-            together, apart = (_try(optimizer, group, [problems], calls_apart=apart) for apart in (False, True))
-            if not _are_close(together.moved, apart.moved):
-                return False
-    return True
 
 
 def num_states(optimizer: Optimizer) -> int:
@@ -119,16 +107,18 @@ def _cases(optimizer: Optimizer) -> list[tuple[dict[str, Any], int]]:
 
 
 def _kind(
-    optimizer: Optimizer, group: dict[str, Any], dim: int, cuts: Sequence[int], device: torch.device
+    optimizer: Optimizer, group: dict[str, Any], dim: int, cuts: Sequence[int], device: torch.device, in_windows: bool
 ) -> OptimizerKind:
     for dtype in _TOLERANCES:
         first, second = (_problem(dim, dtype, device) for _ in range(2))
         try:
-            alone, others = _try(optimizer, group, [[first], []]), _try(optimizer, group, [[first, second], [second]])
+            alone = _try(optimizer, group, [[first], []])
+            problems, ways = [[first, second], [second]], {False, in_windows}
+            all_others = [_try(optimizer, group, problems, in_windows=way) for way in ways]
         except Exception:  # of the user's class: whatever it can't do with such tensors
             continue
         # What is counted in a group is to be alike on all ranks, of which some have none of its parameters.
-        is_alike = _are_close(alone.moved, others.moved) and alone.settings == others.settings
+        is_alike = all(_are_close(alone.moved, o.moved) and alone.settings == o.settings for o in all_others)
         if not is_alike or not alone.moved.any():
             return "all"
         try:
@@ -173,12 +163,12 @@ class _Trial:
 
 
 def _try(
-    optimizer: Optimizer, settings: dict[str, Any], groups: Sequence[Sequence[_Problem]], *, calls_apart: bool = False
+    optimizer: Optimizer, settings: dict[str, Any], groups: Sequence[Sequence[_Problem]], *, in_windows: bool = False
 ) -> _Trial:
     """Step a copy of an optimizer with other parameters, in groups of the same settings.
 
     Args:
-        calls_apart: Whether each parameter of the one group is stepped by a call of its own.
+        in_windows: Whether each parameter is stepped by a call of its own.
     """
     parameters = [[nn.Parameter(_new(values)) for values, _ in group] for group in groups]
     copied = _copied(optimizer)
@@ -187,10 +177,13 @@ def _try(
         for parameter, (_, gradients) in zip(chain(*parameters), chain(*groups), strict=True):
             parameter.grad = _new(gradients[step])
         before = [dict(group) for group in copied.param_groups]
-        for only in parameters[0] if calls_apart else [None]:
-            if only is not None:
-                copied.param_groups[0].update(before[0], params=[only])
+        windows = [[parameter] for parameter in chain(*parameters)] if in_windows else [list(chain(*parameters))]
+        for window in windows:
+            for group, kept in zip(copied.param_groups, before, strict=True):
+                group.update(kept, params=[p for p in kept["params"] if any(p is other for other in window)])
             copied.step()
+        for group, kept in zip(copied.param_groups, before, strict=True):
+            group["params"] = kept["params"]
     first, settings_now = parameters[0][0], [{**group, "params": None} for group in copied.param_groups]
     states = [leaf for leaf in tree_leaves(copied.state[first]) if isinstance(leaf, Tensor)]
     return _Trial(

@@ -51,6 +51,11 @@ class OffloadedSteps:
         self._stepped: dict[tuple[nn.Parameter, int], nn.Parameter] = {}  # the same in every step
         self._failure: OffloadError | None = None
 
+    @property
+    def can_fail(self) -> bool:
+        """Whether room may be missing."""
+        return any(store.can_fail for store in self._stores)
+
     @torch.no_grad()
     def bring_home(self, optimizer: Optimizer, *only: nn.Parameter) -> None:
         """Move the states that an optimizer has, of all parameters or only of some, to the store."""
@@ -141,7 +146,7 @@ class OffloadedSteps:
         """
         self._copies.finish()
         failure, self._failure = self._failure, None
-        if any(store.can_fail for store in self._stores):
+        if self.can_fail:
             raise_alike(failure)
 
 

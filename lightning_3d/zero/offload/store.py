@@ -49,9 +49,8 @@ class Store:
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
         self._files: WeakSet[UntypedStorage] = WeakSet()
-        self._reserved: Tensor | None = None
         if directory is not None:
-            self.reserve(_PAGE)
+            self._new_file(_PAGE)
 
     @classmethod
     def at(cls, place: str) -> Store:
@@ -81,19 +80,9 @@ class Store:
         num_bytes = math.prod(shape) * dtype.itemsize
         if self._directory is None or num_bytes < _PAGE:
             return torch.zeros(shape, dtype=dtype)
-        self._reserved = None
         memory = self._new_file(num_bytes)
         self._files.add(memory.untyped_storage())
         return memory.view(dtype).view(shape)
-
-    def reserve(self, num_bytes: int) -> None:
-        """Make sure of room for tensors that come, and keep it until the first does.
-
-        Raises:
-            OffloadError: there is none.
-        """
-        if self._directory is not None and num_bytes > 0:
-            self._reserved = self._new_file(num_bytes)
 
     def _new_file(self, num_bytes: int) -> Tensor:
         assert self._directory is not None
