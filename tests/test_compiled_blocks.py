@@ -104,7 +104,7 @@ class DrawingNet(Regression):
 
 
 @pytest.mark.parametrize(
-    ("model", "told"), [(Habits, 2 * ["adds with a factor"]), (DrawingNet, ["draws random numbers into a view"])]
+    ("model", "told"), [(Habits, ["adds with a factor"]), (DrawingNet, ["draws random numbers into a view"])]
 )
 def test_what_compilers_get_wrong_is_as_in_one_process(
     workers: WorkerPools, model: Callable[[], Any], told: list[str]
