@@ -1,5 +1,4 @@
-"""Telling what a long wait is for: nothing in its first two seconds, then a line of rich with a spinner, or plain lines
-where there is no terminal.
+"""Telling what a long wait is for: nothing in its first two seconds, then a line, and one more every ten seconds.
 
 Rank 0 alone tells, and only where the Trainer shows a progress bar. In steps, lines go above that bar.
 """
@@ -12,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from threading import Event, Thread
 
-import rich
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 
@@ -20,7 +18,7 @@ Wait = Callable[[str], AbstractContextManager[None]]
 """Takes what is waited for; the wait is as long as the context."""
 
 _PATIENCE = 2.0  # seconds before anything is shown
-_BETWEEN_LINES, _BETWEEN_FRAMES = 10.0, 0.2  # seconds
+_BETWEEN_LINES = 10.0  # seconds
 
 
 def not_told(what: str) -> AbstractContextManager[None]:
@@ -78,7 +76,8 @@ class Waits:
             yield
             return
         self._start, done = time.monotonic(), Event()
-        thread = Thread(target=self._teller(bar), args=(done,), name="lightning_3d.waits", daemon=True)
+        line = bar.print if self._is_stepping() else partial(print, flush=True)
+        thread = Thread(target=self._tell, args=(line, done), name="lightning_3d.waits", daemon=True)
         thread.start()
         try:
             yield
@@ -86,26 +85,11 @@ class Waits:
             done.set()
             thread.join()
 
-    def _teller(self, bar: ProgressBar) -> Callable[[Event], None]:
-        if not rich.get_console().is_terminal:
-            return partial(self._print, partial(print, flush=True))
-        return partial(self._print, bar.print) if self._is_stepping() else self._spin
-
-    def _print(self, line: Callable[[str], None], done: Event) -> None:
+    def _tell(self, line: Callable[[str], None], done: Event) -> None:
         delay = _PATIENCE
         while not done.wait(delay):
-            line(self._text())
+            line(f"{self._open[-1]} ({time.monotonic() - self._start:.0f} s)")
             delay = _BETWEEN_LINES
-
-    def _spin(self, done: Event) -> None:
-        if done.wait(_PATIENCE):
-            return
-        with rich.get_console().status(self._text()) as status:
-            while not done.wait(_BETWEEN_FRAMES):
-                status.update(self._text())
-
-    def _text(self) -> str:
-        return f"{self._open[-1]} ({time.monotonic() - self._start:.0f} s)"
 
 
 def _is_disabled(bar: ProgressBar) -> bool:
