@@ -71,8 +71,6 @@ NOTHING = "would do nothing"
         ({"updates": "direct"}, "16-true", "small updates of fp16 weights would be lost"),
         ({"loss_scale": 64, "loss_scale_window": 4}, None, f"window=4 {NOTHING}: precision.loss_scale=64"),
         ({"loss_scale": 0}, None, "precision.loss_scale=0 is not allowed"),
-        ({"initial_scale_power": 128}, None, "precision.initial_scale_power=128 makes every loss infinite"),
-        ({"loss_scale": 1e39}, None, r"precision.loss_scale=1e\+39 makes every loss infinite"),
         ({"loss_scale_window": 0}, None, "precision.loss_scale_window=0 is not allowed"),
         ({"updates": "masters"}, None, "use 'auto', 'master' or 'direct'"),
     ],

@@ -139,7 +139,7 @@ class ThreeDCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: it can't be written; on all ranks.
         """
-        path, trainer = self._lasting(self._strategy.broadcast(path)), self._module.trainer
+        path, trainer = os.fspath(self._strategy.broadcast(path)), self._module.trainer
         goes_on = self.is_training and trainer.state.status == TrainerStatus.RUNNING
         self.saves.wait()
         content = content_of(checkpoint, marked(self._module))
@@ -187,20 +187,14 @@ class ThreeDCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        path = self._lasting(path)
         if self._strategy.is_global_zero:
-            self.saves.once_saved(partial(self._remove, path))
+            self.saves.once_saved(partial(self._remove, os.fspath(path)))
 
     def _remove(self, path: str) -> None:
         if (own := self._own_path(path)) is not None and os.path.lexists(own):
             remove(own)
         else:
             self._strategy.checkpoint_io.remove_checkpoint(path)
-
-    def _lasting(self, path: str | os.PathLike[str]) -> str:
-        """A path that means the same in the background, wherever the process goes meanwhile."""
-        local = local_path(path) if self._config.checkpoint.async_save else None
-        return os.fspath(path if local is None else local.absolute())
 
     def _own_path(self, path: str | os.PathLike[str]) -> Path | None:
         """Where this one writes a checkpoint; None where another ``CheckpointIO`` does: the user's, or Lightning's to

@@ -43,15 +43,6 @@ class PrecisionConfig:
         check_values(self)
         if self.loss_scale != "dynamic":
             self._refuse(_DYNAMIC, f"precision.loss_scale={self.loss_scale} is fixed")
-        self._check_scales()
-
-    def _check_scales(self) -> None:
-        if self.initial_scale_power > _MAX_POWER or (self.loss_scale != "dynamic" and self.loss_scale > 2**_MAX_POWER):
-            key = "initial_scale_power" if self.loss_scale == "dynamic" else "loss_scale"
-            raise ConfigError(
-                f"precision.{key}={getattr(self, key)} makes every loss infinite, as fp32 ends at 2**128: use a smaller"
-                " one; fp16 itself ends at 65504"
-            )
 
     def check_for(self, precision: PrecisionName) -> None:
         """Refuse what does nothing in a precision.
@@ -77,9 +68,6 @@ class PrecisionConfig:
             if value != _DEFAULTS[name]:
                 raise ConfigError(f"precision.{name}={value!r} would do nothing: {reason}. Leave it out")
 
-
-_MAX_POWER = 127
-"""The largest power of 2 in fp32."""
 
 _DYNAMIC = ("initial_scale_power", "loss_scale_window")
 """Keys of the dynamic scale."""
