@@ -7,7 +7,6 @@ was taken of it takes its place.
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Iterable, Iterator, MutableMapping, MutableSequence
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from lightning_3d.data.held_generators import held_by
 from lightning_3d.distributed.generator_states import is_generator, states_kept
-from lightning_3d.model.snapshot import CONTAINERS, refill
+from lightning_3d.model.snapshot import CONTAINERS, Snapshot
 
 
 class Peeked(Iterator[Any]):
@@ -51,31 +50,26 @@ def is_used_up(loader: Any) -> bool:
 @contextmanager
 def undisturbed(loader: Any) -> Iterator[None]:
     """Let batches of a dataloader be fetched inside; afterwards it is as before."""
+    held = list(held_by(loader))
     with ExitStack() as stack:
         if isinstance(loader, Peeked):
             stack.enter_context(loader.looked_at())
-        for held in list(held_by(loader)):
-            _keep(held, stack)
+        for value in held:
+            if isinstance(value, io.IOBase):
+                if not value.closed and value.seekable():
+                    stack.callback(value.seek, value.tell())
+            elif not is_generator(value):
+                _peek_into(value, stack)
+        stack.callback(Snapshot([value for value in held if hasattr(value, "__dict__")], with_data=False).restore)
+        stack.enter_context(states_kept([value for value in held if is_generator(value)]))
         yield
 
 
-def _keep(value: Any, stack: ExitStack) -> None:
-    """Put this back, apart from what is deeper inside, when the stack ends."""
-    if is_generator(value):
-        stack.enter_context(states_kept([value]))
-    elif isinstance(value, io.IOBase):
-        if not value.closed and value.seekable():
-            stack.callback(value.seek, value.tell())
-    elif isinstance(value, CONTAINERS) or hasattr(value, "__dict__"):  # tuples stay as they are
-        container: Any = value if isinstance(value, CONTAINERS) else vars(value)
-        before = copy.copy(container)
-        stack.callback(refill, container, before)
-        keys: Iterable[Any] = ()
-        if isinstance(container, MutableMapping):
-            keys = list(container)
-        elif isinstance(container, MutableSequence):
-            keys = range(len(container))
-        for key in keys:
-            if is_used_up(container[key]):
-                before[key] = container[key] = peeked = Peeked(container[key])
-                stack.enter_context(peeked.looked_at())
+def _peek_into(value: Any, stack: ExitStack) -> None:
+    """Look at the iterators in a container, or among the attributes of an object, that nothing puts back."""
+    container: Any = value if isinstance(value, CONTAINERS) else getattr(value, "__dict__", ())
+    keys: Iterable[Any] = range(len(container)) if isinstance(container, MutableSequence) else ()
+    for key in list(container) if isinstance(container, MutableMapping) else keys:
+        if is_used_up(container[key]):
+            container[key] = peeked = Peeked(container[key])
+            stack.enter_context(peeked.looked_at())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,15 +40,19 @@ def accumulates(trainer: Trainer) -> bool:
     return max(most, trainer.accumulate_grad_batches) > 1
 
 
-class FirstIsLargest:
-    """Warns once of a batch of this rank that is larger than the first, with which a budget was planned."""
+@dataclass(kw_only=True)
+class Budget:
+    """A training step that has to fit."""
 
-    def __init__(self) -> None:
-        self._first: int | None = None
-        self._has_warned = False
+    step: StepMemory
+    batch: Any
+    """A microbatch."""
+
+    _first: int | None = None
+    _has_warned: bool = False
 
     def look_at(self, batch: Any) -> None:
-        """Before a training step with it."""
+        """Before a training step: warn once of a batch of this rank that is larger than the first."""
         num_bytes = bytes_of(batch)
         self._first = num_bytes if self._first is None else self._first
         if num_bytes > self._first and not self._has_warned:
@@ -59,17 +63,6 @@ class FirstIsLargest:
                 " the largest.",
                 stacklevel=2,
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """A training step that has to fit."""
-
-    step: StepMemory
-    batch: Any
-    """A microbatch."""
-
-    batches: FirstIsLargest = field(default_factory=FirstIsLargest)
 
     def plan(
         self,
@@ -117,7 +110,7 @@ class Budget:
             if peak > budget:
                 raise _too_much(self.step, rank, peak, own, budget, modes, is_least=False)
             rows.append(RankMemory(held=own, peak=peak, budget=budget))
-        return plan.with_memory(tuple(rows))
+        return replace(plan, memory=tuple(rows))
 
 
 def _by_stage(everyone: Sequence[tuple[int, HeldMemory, int]], pp: int) -> tuple[list[HeldMemory], list[int]]:

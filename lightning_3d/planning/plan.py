@@ -147,17 +147,13 @@ class Plan:
             self, blocks=tuple(replace(block, recompute=modes.get(block.fqn, "none")) for block in self.blocks)
         )
 
-    def with_memory(self, memory: tuple[RankMemory, ...]) -> Plan:
-        """The plan with what ranks take."""
-        return replace(self, memory=memory)
-
     def with_measured(self, peaks: Sequence[tuple[int, int | None]]) -> Plan:
         """The plan with the memory that ranks took: pairs of an index on the pp axis and bytes, None if unknown."""
         rows = []
         for rank, row in enumerate(self.memory):
             known = [peak for index, peak in peaks if index == rank and peak is not None]
             rows.append(replace(row, measured=max(known, default=None)))
-        return self.with_memory(tuple(rows))
+        return replace(self, memory=tuple(rows))
 
     def with_tensor(self, tensor: Mapping[str, BlockTensorPlan | None]) -> Plan:
         """The plan with other shardings of some blocks, by FQN, which have no safer ones."""

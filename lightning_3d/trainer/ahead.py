@@ -116,7 +116,7 @@ def plan_ahead(
     if config.activations.plans_memory:
         plan = _with_memory(plan, observed, held, config, device, accumulates=accumulates)
         if memory is None:
-            plan = plan.with_memory(tuple(replace(rank, budget=None) for rank in plan.memory))
+            plan = replace(plan, memory=tuple(replace(rank, budget=None) for rank in plan.memory))
     times = [float(stage.load) / shape.tp for stage in plan.stages]
     idle, total = 0.0, sum(times)
     if shape.pp > 1:

@@ -309,7 +309,7 @@ class _Making:
 
     def budget(self, plan: Plan, zero: Zero) -> Budget | None:
         """The memory that the traced step takes, where it is to be planned."""
-        config, trace, step = self._config, self._planned.observed.trace, self._planned.step
+        config, trace, step = self._config, self._planned.observed.trace, self._planned.observed.step
         if trace is None or trace.storages is None:
             return None
         with step.modes():

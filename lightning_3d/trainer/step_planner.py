@@ -17,7 +17,7 @@ from lightning_3d.errors import SplitError, TraceError
 from lightning_3d.pipeline.effects.step_effects import StepEffects
 from lightning_3d.planning.inline_mode import inline_text, reason_for_inline
 from lightning_3d.planning.plan import Plan
-from lightning_3d.planning.planner import ExampleStep, Observation, Observer, decide
+from lightning_3d.planning.planner import Observation, Observer, decide
 from lightning_3d.precision.plugin import ThreeDPrecision
 from lightning_3d.trainer.example_step import example_step
 from lightning_3d.waits import Wait
@@ -29,7 +29,6 @@ class Planned:
 
     config: ThreeDConfig
     """With the mode in which the pipeline runs."""
-    step: ExampleStep
     observed: Observation
     plan: Plan
 
@@ -86,22 +85,22 @@ class StepPlanner:
         # Logits are read on all ranks, of which one has the head.
         activations = replace(config.activations, fused_loss="never")
         config = replace(config, pipeline=config.pipeline.as_inline, activations=activations)
-        step, observer, observed = self._look(config)
-        return self._decided(config, step, observer, replace(observed, inline=why))
+        observer, observed = self._look(config)
+        return self._decided(config, observer, replace(observed, inline=why))
 
-    def _look_at_stages(self, config: ThreeDConfig) -> tuple[ExampleStep, Observer, Observation]:
-        step, observer, observed = self._look(config)
+    def _look_at_stages(self, config: ThreeDConfig) -> tuple[Observer, Observation]:
+        observer, observed = self._look(config)
         if observed.trace is not None:
             observed.trace.refuse_what_counts_once()
-        return step, observer, observed
+        return observer, observed
 
-    def _look(self, config: ThreeDConfig) -> tuple[ExampleStep, Observer, Observation]:
+    def _look(self, config: ThreeDConfig) -> tuple[Observer, Observation]:
         step = example_step(self._trainer, self._module, config, self._shape, self._precision)
         observer = Observer(self._module, step, self._device, StepEffects)
         with self._wait(f"Tracing {step.name}"), Generators(self._device).preserved():
-            return step, observer, observer.observe(config, self._shape)
+            return observer, observer.observe(config, self._shape)
 
-    def _decided(self, config: ThreeDConfig, step: ExampleStep, observer: Observer, observed: Observation) -> Planned:
+    def _decided(self, config: ThreeDConfig, observer: Observer, observed: Observation) -> Planned:
         preserved, dtype = Generators(self._device).preserved(), self._precision.dtype_of_steps()
         with self._wait("Planning"), preserved, dtype:  # on one rank alone
             plan = on_one_rank(lambda: decide(observed, config, self._shape, self._device, self._wait))
@@ -109,4 +108,4 @@ class StepPlanner:
         if self._shape.tp > 1 and observed.blocks != blocks:  # the user's code differs by rank
             with Generators(self._device).preserved():
                 observed = observer.of_blocks(blocks)
-        return Planned(config=config, step=step, observed=observed, plan=plan)
+        return Planned(config=config, observed=observed, plan=plan)

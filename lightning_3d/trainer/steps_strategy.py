@@ -130,7 +130,7 @@ class StepsStrategy(RanksStrategy):
         with self._stepping(are_buffers_due=not self._accumulating), self._precision.train_step_context():
             batch = self._parts.guard(batch)
             if self._parts.budget is not None:
-                self._parts.budget.batches.look_at(batch)
+                self._parts.budget.look_at(batch)
             return self._parts.runner.train(batch, rest, number=self._num_steps, accumulating=self._accumulating)
 
     @override
