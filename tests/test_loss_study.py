@@ -126,3 +126,19 @@ def test_views_in_another_order_than_the_batch_are_refused() -> None:
     batches = [_batch(8), *([tensor[i : i + 4] for tensor in _batch(8)] for i in (0, 4))]
     with pytest.raises(StepError, match="Concatenate views of the batch one after the other"):
         _studied(Shuffling("mean"), batches, lambda study, calls: study.views(calls[0], calls[1:]))
+
+
+class Identified(LossNet):
+    """Its batches hold a list of numbers, too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch[:2], batch_idx)
+
+
+def test_many_kinds_of_batches_are_told_of() -> None:
+    def trace(study: LossStudy, calls: list[StepCall]) -> None:
+        for call in calls:
+            study.trace(call)
+
+    with pytest.warns(UserWarning, match="was traced for 64 kinds of batches.* such as ids, be tensors"):
+        _studied(Identified("mean"), [[*_batch(2), [i, i + 1]] for i in range(70)], trace)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lightning_3d.pipeline.microbatches import num_samples, signature
@@ -76,7 +77,8 @@ class Traces:
         self._module, self._blocks, self._tracing, self._gathered = module, frozenset(blocks), tracing, gathered
         self._heads = heads
         self._known: OrderedDict[Hashable, Trace] = OrderedDict()
-        self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)  # by name of the step
+        self._num_traced: Counter[str] = Counter()  # by name of the step, as those below
+        self._decisions: defaultdict[str, Decisions] = defaultdict(Decisions)
 
     def calls(self, name: str, batches: Sequence[Any], rest: Sequence[Any]) -> list[StepCall]:
         """The calls ``module.<name>(batch, *rest)``, as the module is now."""
@@ -93,6 +95,12 @@ class Traces:
         return cached(self._known, call.kind, lambda: self._traced(call))
 
     def _traced(self, call: StepCall) -> Trace:
+        self._num_traced[call.name] += 1
+        if self._num_traced[call.name] == _MAX_CACHED:
+            rank_zero_warn(
+                f"{call.name} was traced for {_MAX_CACHED} kinds of batches, and each further one takes a moment, too."
+                " Let batches have few shapes, and lists of numbers in them, such as ids, be tensors."
+            )
         with world_collectives_refused(), self._decisions[call.name].noted(self._numbers(call.rest)) as numbers:
             rest = [numbers.get(_argument(i), value) for i, value in enumerate(call.rest)]
             return self._tracing(call.name, call.batch, rest)
