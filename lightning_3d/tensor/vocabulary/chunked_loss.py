@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lightning_3d.tensor.collectives import refuse_second_order
 from lightning_3d.tensor.vocabulary import loss as vocabulary_loss
-from lightning_3d.tensor.vocabulary.loss import CrossEntropy, Reduction
+from lightning_3d.tensor.vocabulary.loss import CrossEntropy
 from lightning_3d.tensor.vocabulary.sharded_classes import ShardedClasses
 from lightning_3d.torch_internals.dispatch import DisableTorchFunctionSubclass
 
@@ -151,11 +151,10 @@ class _Gradients:
         if of_bias:
             assert head.bias is not None
             made.bias = torch.zeros_like(head.bias, dtype=self.wide)
-        reduction: Reduction = "none" if self.call.reduction == "none" else "sum"
         scale = self._scale(factor)
         for part in chunks(len(rows), head.most_classes, rows.device.type):
             own = rows[part].to(head.dtype)
-            call = replace(self.call, target=self.call.target[part], reduction=reduction)
+            call = replace(self.call, target=self.call.target[part])
             of_logits = (scale[part] if scale.dim() else scale) if of_rows or of_weight or of_bias else None
             loss, gradient = _chunk(own, head, call, of_logits)
             losses.append(loss)
@@ -163,7 +162,7 @@ class _Gradients:
                 self._add(made, part, gradient, own, head.weight)
         if self.call.reduction == "none":
             return torch.cat(losses), made
-        total = torch.stack(losses).sum()
+        total = torch.stack([loss.sum() for loss in losses]).sum()
         return total if self.normaliser is None else total / self.normaliser, made
 
     def _add(self, made: _Made, part: slice, gradient: Tensor, rows: Tensor, weight: Tensor | None) -> None:
@@ -220,7 +219,7 @@ class _Gradients:
 
 
 def _chunk(rows: Tensor, head: Head, call: CrossEntropy, of_loss: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The loss of a chunk, and the gradient of its logits, given that of the loss, before what happens to them."""
+    """The losses of a chunk's rows, and the gradient of its logits before what happens to them, given the losses'."""
     logits = head.logits(rows)
     read = logits
     if head.then:

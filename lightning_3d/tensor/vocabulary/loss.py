@@ -97,16 +97,16 @@ class Saved:
 
 
 def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMesh | None) -> tuple[Tensor, Saved]:
-    """Compute the loss.
+    """Compute the losses of rows.
 
     Args:
-        call: The call; of its input nothing is read.
+        call: The call; of its input and its reduction nothing is read.
         logits: This rank's classes, ``[rows, own classes]``.
         num_classes: The number over all ranks.
         mesh: The tp axis; None if all classes are here.
 
     Returns:
-        The loss, 0-d or ``[rows]``, equal on all ranks, and what the backward needs.
+        The losses, ``[rows]``, equal on all ranks, and what the backward needs.
     """
     start, stop = (0, num_classes) if mesh is None else shard_bounds(num_classes, mesh)
     target, smoothing = call.target.reshape(-1), call.label_smoothing
@@ -135,7 +135,6 @@ def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMe
     row_weight = counted.to(shifted.dtype)
     if weight is not None:
         row_weight = torch.where(counted, weight[torch.where(counted, target, 0)], 0.0)
-    scale = 1.0 / row_weight.sum() if call.reduction == "mean" else 1.0
     target_factor = (1.0 - smoothing) * row_weight
     softmax_factor, losses = target_factor, target_factor * (log_sum - summed[1])
     smooth_gradient = None
@@ -144,17 +143,16 @@ def forward(call: CrossEntropy, logits: Tensor, num_classes: int, mesh: DeviceMe
         total_weight = num_classes if weight is None else weight.sum()
         losses = losses + per_class * (total_weight * log_sum - summed[2])
         softmax_factor = target_factor + per_class * total_weight
-        smooth_gradient = torch.where(counted, per_class * scale, 0.0).unsqueeze(-1)
+        smooth_gradient = torch.where(counted, per_class, 0.0).unsqueeze(-1)
         smooth_gradient = smooth_gradient if own_weight is None else smooth_gradient * own_weight
-    losses = torch.where(counted, losses, 0.0)  # also where an ignored row is not finite
     saved = Saved(
         softmax=exponentials.div_(summed[0].unsqueeze(-1)),
         column=column,
-        target_gradient=torch.where(is_own, target_factor * scale, 0.0),
-        softmax_gradient=torch.where(counted, softmax_factor * scale, 0.0),
+        target_gradient=torch.where(is_own, target_factor, 0.0),
+        softmax_gradient=torch.where(counted, softmax_factor, 0.0),
         smooth_gradient=smooth_gradient,
     )
-    return losses if call.reduction == "none" else losses.sum() * scale, saved
+    return torch.where(counted, losses, 0.0), saved  # also where an ignored row is not finite
 
 
 def backward(saved: Saved, gradient: Tensor) -> Tensor:
@@ -162,7 +160,7 @@ def backward(saved: Saved, gradient: Tensor) -> Tensor:
 
     Args:
         saved: From the forward.
-        gradient: The gradient of the loss, 0-d or ``[rows]``.
+        gradient: The gradient of the losses, ``[rows]``, or 0-d where it is the same of all.
     """
     logits_gradient = saved.softmax * saved.softmax_gradient.unsqueeze(-1)
     logits_gradient.scatter_add_(-1, saved.column, -saved.target_gradient.unsqueeze(-1))
