@@ -126,7 +126,6 @@ BUSY = {
         Layout(pp=2, num_microbatches=4, schedule="zbv", stages_per_rank=2, partition="type:Busy"),
         "bf16-mixed",
     ),
-    "pp2-inline": (Layout(pp=2, mode="inline", partition="type:Busy"), "32-true"),
 }
 
 
